@@ -44,6 +44,11 @@ std::string describe(const Instruction& instruction) {
   return std::string(opcode_name(instruction.opcode)) + " of " + to_string(instruction.edge);
 }
 
+std::vector<EdgeChannel> in_order_of_edges(std::vector<EdgeChannel> channels) {
+  std::ranges::sort(channels, {}, &EdgeChannel::edge);
+  return channels;
+}
+
 }  // namespace
 
 const char* work_kind_name(WorkKind kind) {
@@ -70,7 +75,7 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
                          std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
     : cursor_(options, rank),
       stashes_(stashes_versions(options)),
-      channels_(std::move(channels)),
+      channels_(in_order_of_edges(std::move(channels))),
       wakeup_(wakeup),
       spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
@@ -199,10 +204,8 @@ Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<Rec
 }
 
 const EdgeChannel* StageEngine::find_channel(const Edge& edge) const {
-  for (const EdgeChannel& channel : channels_) {
-    if (channel.edge == edge) return &channel;
-  }
-  return nullptr;
+  const auto found = std::ranges::lower_bound(channels_, edge, {}, &EdgeChannel::edge);
+  return found != channels_.end() && found->edge == edge ? &*found : nullptr;
 }
 
 ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {

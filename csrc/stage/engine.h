@@ -196,7 +196,7 @@ class StageEngine {
   ProgramCursor cursor_;
   const bool stashes_;
   std::vector<Part> parts_;
-  const std::vector<EdgeChannel> channels_;
+  const std::vector<EdgeChannel> channels_;  // by edge: a worker with replicas may have hundreds
   Wakeup& wakeup_;
 
   bool handed_out_ = false;
