@@ -200,7 +200,7 @@ def test_ranks_that_lose_another_after_the_training_keep_their_own_weights(
     for rank in range(2):
         text, state = outcomes[rank].value
         said = re.search(
-            rf"the training was over, and the trained weights of stage {rank}: they are in (.*)", text
+            rf"the training was over here, and the trained weights of stage {rank}: they are in (.*)", text
         )
         assert said, text
         (path,) = Path(said[1]).iterdir()
