@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pipedream.links.codec_choice import codec_between, parse_codec
+from pipedream.model.tensor_spec import DimOrder, as_sent, as_used, order_in_memory
 
 __all__ = ["CodecOracle", "encoded_bytes"]
 
@@ -22,11 +23,16 @@ class CodecOracle:
         """codec: as run's."""
         self._choice = parse_codec(codec)
         self._residuals: dict[Any, torch.Tensor] = {}
+        self._orders: dict[tuple[frozenset[int], int], DimOrder] = {}
 
     def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
-        return self.through(
-            codec_between(self._choice, sender, receiver), (sender, receiver, tensor_index), tensor
-        )
+        """Encodes elements in the order in which the first activation at this cut lies in memory, those of
+        gradients in the same order."""
+        place = (frozenset({sender, receiver}), tensor_index)
+        order = self._orders.setdefault(place, order_in_memory(tensor.shape, tensor.stride()))
+        codec = codec_between(self._choice, sender, receiver)
+        received = self.through(codec, (sender, receiver, tensor_index), as_sent(tensor, order).contiguous())
+        return as_used(received, order)
 
     def through(self, name: str, key: Any, tensor: torch.Tensor) -> torch.Tensor:
         """key: of the tensors that follow each other."""
