@@ -56,7 +56,6 @@ from pipedream.model.draws import SeenDraws
 from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import spare_loss
 from pipedream.model.recompute import GeneratorState
-from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
 from pipedream.model.stage_module import StageModule
@@ -160,13 +159,10 @@ class Rehearsal:
         first and the last stage are."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
-            with untouched([stage, *self._modules_of_loss(stage)]), torch.enable_grad():
+            with untouched([stage], self._loss_fn if self._is_last(stage) else None), torch.enable_grad():
                 self._run_stage(stage, value, targets)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
-
-    def _modules_of_loss(self, stage: StageModule) -> list[nn.Module]:
-        return modules_carried_by(self._loss_fn) if self._is_last(stage) else []
 
     def _is_last(self, stage: StageModule) -> bool:
         return stage.stage_index == self._handover.num_stages - 1

@@ -37,7 +37,6 @@ from pipedream.model.layers import Model, roots_of
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_region
-from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.model.untouched import untouched
@@ -165,7 +164,7 @@ class FirstLoss:
         if not self._compares_gradients:
             saving = torch.autograd.graph.saved_tensors_hooks(_forget, _forget)
         with (
-            untouched([*self._roots(), *modules_carried_by(loss_fn)]),
+            untouched(self._roots(), loss_fn),
             loss_on(loss_fn, device),
             _uncompiled(self._roots()),
             torch.enable_grad(),

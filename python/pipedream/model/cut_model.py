@@ -29,7 +29,6 @@ from pipedream.model.initial_weights import WeightSource, traceable
 from pipedream.model.layers import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region, casts_not_kept
-from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 from pipedream.model.span import SpanStage
 from pipedream.model.trace import Trace, record
@@ -233,7 +232,7 @@ def _trace(
 
     made: list[Tensor] = []
 
-    kept, placed = untouched([model, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
+    kept, placed = untouched([model], loss_fn), loss_on(loss_fn, device)
     with kept, placed, casts_not_kept(), torch.enable_grad():
         before, generators = _numbers_kept(model), RngState.capture()
         trace = record(model, given, run, make_loss)

@@ -38,7 +38,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.microbatch import batch_size_of
 from pipedream.model.precision import autocast_dtype, autocast_left, autocast_region
 from pipedream.model.product_timing import product_ms_per_replica
-from pipedream.model.references import check_loss_fn, modules_carried_by
+from pipedream.model.references import check_loss_fn
 from pipedream.model.split_check import NUM_CHECKED, check_layers, without_bad_cuts
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
@@ -123,7 +123,7 @@ def profile(
     on_meta = is_on_meta(layers)
     device = torch.device("cpu") if on_meta else device_of(layers)
     loss_fn = spare_loss(loss_fn, layers)
-    kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
+    kept, placed = untouched(layers, loss_fn), loss_on(loss_fn, device)
     data_kept = generators_of_loader_kept(batches)
     with (
         kept,

@@ -86,16 +86,15 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
         return {}
     modules = [module for _, module in checked.roots]
     taken = [*minibatches[:NUM_CHECKED], *[minibatches[-1]] * NUM_CHECKED][:NUM_CHECKED]
-    kept = [*modules, *modules_carried_by(loss_fn)]
     with contextlib.ExitStack() as around:
-        around.enter_context(untouched(kept))
+        around.enter_context(untouched(modules, loss_fn))
         for module in modules:
             around.enter_context(uncompiled(module))
         if fits_in_float64(checked.roots, device_of(modules)):
             with contextlib.suppress(NotInFloat64Error), in_float64(checked.roots, loss_fn):
                 wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
-                return _bad_places(_Check(checked, wide, loss_fn, kept, is_wide=True))
-        return _bad_places(_Check(checked, taken, loss_fn, kept, is_wide=False))
+                return _bad_places(_Check(checked, wide, loss_fn, is_wide=True))
+        return _bad_places(_Check(checked, taken, loss_fn, is_wide=False))
 
 
 def without_bad_cuts(
@@ -191,21 +190,19 @@ class _Check:
         model: CheckedModel,
         minibatches: _Minibatches,
         loss_fn: _LossFunction,
-        kept: Sequence[nn.Module],
         *,
         is_wide: bool,
     ) -> None:
-        """kept: modules that are left as they are. is_wide: all is float64; raises NotInFloat64Error where
+        """is_wide: all is float64; raises NotInFloat64Error where
         the model does not take it."""
         self.model = model
         self._minibatches = minibatches
         self._loss_fn = loss_fn
-        self._kept = kept
         self._modules = [module for _, module in model.roots]
         self._device = device_of(self._modules)
         self._rounds: list[_Round] = []
         seen = PrecisionSeen()
-        with _all_kept(kept):
+        with self._all_kept():
             try:
                 self._whole = self._run_whole(seen)
             except Exception as error:
@@ -228,7 +225,7 @@ class _Check:
 
     def difference(self, ends: Sequence[int]) -> str:
         """Says what differs in stages that end at these places; "" if nothing does."""
-        with _all_kept(self._kept):
+        with self._all_kept():
             try:
                 staged = self._run_staged(ends)
             except torch.OutOfMemoryError:
@@ -292,6 +289,15 @@ class _Check:
     def _loss(self, output: Any, targets: Any) -> Tensor:
         return check_loss(call_loss(self._loss_fn, output, _copied(targets)), 0)
 
+    @contextlib.contextmanager
+    def _all_kept(self) -> Iterator[None]:
+        with untouched(self._modules, self._loss_fn):
+            attributes = Attributes([*self._modules, *modules_carried_by(self._loss_fn)])
+            try:
+                yield
+            finally:
+                attributes.restore()
+
     def _gradients(self) -> dict[str, Tensor]:
         gradients = {name: p.grad for name, p in self._named("named_parameters") if p.grad is not None}
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
@@ -309,16 +315,6 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         pairs = zip(tensors_of(sent.pop()), tensors_of(received.pop()), strict=True) if sent else ()
         roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
-
-
-@contextlib.contextmanager
-def _all_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    with untouched(modules):
-        attributes = Attributes(modules)
-        try:
-            yield
-        finally:
-            attributes.restore()
 
 
 @contextlib.contextmanager

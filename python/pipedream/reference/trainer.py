@@ -130,7 +130,7 @@ class Trainer:
     def _loss_with(self, piece: tuple[Any, Any], labels: Tensor, others: Tensor) -> float:
         """The loss of a microbatch with other labels in the place of these; leaves no trace."""
         value, targets = (to_device(with_other_labels(part, labels, others), self._device) for part in piece)
-        with untouched(stage.module for stage in self._stages), torch.no_grad():
+        with untouched([stage.module for stage in self._stages], self._stages[-1].loss_fn), torch.no_grad():
             for stage in self._stages:
                 value = stage.forward_again(value, targets, {})
         return float(value)

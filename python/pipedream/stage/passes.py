@@ -25,7 +25,6 @@ from pipedream.model.boundary import (
 )
 from pipedream.model.ignored_labels import with_other_labels
 from pipedream.model.nan_source import origins_of_nan
-from pipedream.model.references import modules_carried_by
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
@@ -143,8 +142,7 @@ class StagePasses:
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
         """The loss that the microbatch would have with other labels in the place of these. Call it before the
         microbatch's forward; it leaves no trace."""
-        modules = [self._stage, *modules_carried_by(self._loss_fn)]
-        with untouched(modules), entered(self._around_again), torch.no_grad():
+        with untouched([self._stage], self._loss_fn), entered(self._around_again), torch.no_grad():
             output = self._calls.layers(with_other_labels(stashed.value, labels, others))
             targets = to_device(with_other_labels(stashed.piece.targets, labels, others), self._device)
             return float(self._calls.loss(output, targets, stashed.minibatch))

@@ -178,3 +178,36 @@ def test_a_number_in_an_object_that_two_stages_hold_is_found() -> None:
     cut = cut_model(_SharingObject(), *data[0], cross_entropy)
     bad = check_cuts(cut, data, cross_entropy)
     assert {cut.offered[place].name for place in bad} >= {"first", "second"}
+
+
+_calls, _handed_on = 0, 0.0
+
+
+class _InGlobals(nn.Module):
+    """Counts its calls in a global name, and may hand on a number in one."""
+
+    def __init__(self, *, hands_on: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.hands_on = hands_on
+        self.first.register_forward_hook(self._hand_on)
+
+    def _hand_on(self, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        global _handed_on
+        if self.hands_on:
+            _handed_on = float(output.detach().abs().sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        global _calls
+        _calls += 1
+        out: Tensor = self.second(self.first(x)) * (_calls + _handed_on)
+        return out
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
+    """A count of calls was taken for another loss, and a number for a later stage passed as if it crossed."""
+    data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
+    cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
+    assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
+    assert (_calls, _handed_on) == (0, 0.0)

@@ -157,3 +157,38 @@ def test_tensors_that_are_not_a_number_or_no_plain_memory_are_compared() -> None
     with untouched([model]):
         model(torch.zeros(1, 2))
     assert model.expanded.isnan().all()
+
+
+_steps = 0
+_mean: Tensor | None = None
+_loaded: list[str] | None = None
+
+
+def _count() -> None:
+    global _steps
+    _steps += 1
+
+
+def _counting_loss(output: Tensor, _: Tensor) -> Tensor:
+    global _mean, _loaded
+    _count()
+    _mean = output.detach().mean()
+    _loaded = _loaded or ["a table"]
+    return output.mean() * _steps
+
+
+class _CountsInGlobals(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        _count()
+        return value * _steps
+
+
+def test_what_code_counts_in_global_names_is_as_it_was() -> None:
+    """A loss that grows with `global step` began some steps late, after a trace and a rehearsal."""
+    model, value = _CountsInGlobals(), torch.ones(2)
+    with untouched([model], _counting_loss):
+        for _ in range(2):
+            _counting_loss(model(value), value)
+        assert _steps == 4
+    assert (_steps, _mean) == (0, None)
+    assert _loaded == ["a table"]  # it would only be loaded again
