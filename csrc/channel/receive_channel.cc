@@ -5,6 +5,8 @@
 #include <memory>
 #include <utility>
 
+#include "channel/heard_abort.h"
+
 namespace pipedream {
 
 ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
@@ -219,7 +221,7 @@ void ReceiveChannel::finish_copies() {
 
 // ---- Receiving: who drives ----
 
-std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeader& header,
+std::optional<Failure> ReceiveChannel::on_frame(Link& link, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {
   std::optional<Failure> failure;
   switch (header.kind) {
@@ -229,8 +231,7 @@ std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeade
     case FrameKind::kEnd:
       return failed_ ? failure : on_end(header);
     case FrameKind::kAbort:
-      return Failure{FailureKind::kAborted,
-                     std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      return heard_abort(link, payload);
     default:
       return broken("a " + std::string(frame_kind_name(header.kind)) + " frame");
   }

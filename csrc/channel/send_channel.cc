@@ -3,6 +3,8 @@
 #include <bit>
 #include <utility>
 
+#include "channel/heard_abort.h"
+
 namespace pipedream {
 
 SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
@@ -275,7 +277,7 @@ Failure SendChannel::broken(const std::string& what) const {
   return {FailureKind::kCorruptFrame, options_.name + ": the receiver " + what};
 }
 
-std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& header,
+std::optional<Failure> SendChannel::on_frame(Link& link, const FrameHeader& header,
                                              std::span<const std::byte> payload) {
   switch (header.kind) {
     case FrameKind::kCredit: {
@@ -284,8 +286,7 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
       return std::nullopt;
     }
     case FrameKind::kAbort:
-      return Failure{FailureKind::kAborted,
-                     std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      return heard_abort(link, payload);
     default:
       return broken("sent a " + std::string(frame_kind_name(header.kind)) +
                     " frame that is not allowed here");

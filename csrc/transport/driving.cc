@@ -60,6 +60,11 @@ void TransportCore::drive_posted() {
   drive_as_poster();
 }
 
+void TransportCore::drive_without_thread() {
+  needs_thread_.store(false);
+  drive_posted();
+}
+
 // ---- Who drives ----
 
 bool TransportCore::is_driven_here() const { return DrivingScope::here() == this; }

@@ -83,6 +83,8 @@ class TransportCore : public Transport {
 
   // Ends without a farewell, as a killed process does. For tests.
   void abandon();
+  // Runs what was posted where start() was not called, so that no thread comes that is needed. For tests.
+  void drive_without_thread();
 
   // Runs `function` on the thread that drives, or destroys it, here, when the transport has ended. May be
   // move-only. Any thread.

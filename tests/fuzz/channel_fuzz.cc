@@ -4,6 +4,7 @@
 //
 // An input is a list of frames. Each is the one that is due, then changed: [number of changes, then field and
 // value each], payload from the input. Checksums are made right, or no frame would come past the first check.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -58,10 +59,16 @@ class Sender {
 
   void heard(const FrameHeader& header) {
     if (header.kind != FrameKind::kCredit) return;
-    granted_.push_back(header.slot);
+    note_granted(header.slot);
     for (std::uint64_t left = header.further_slots; left != 0; left &= left - 1) {
-      granted_.push_back(static_cast<std::uint16_t>(header.slot + 1 + std::countr_zero(left)));
+      note_granted(header.slot + 1U + static_cast<unsigned>(std::countr_zero(left)));
     }
+  }
+  // reuses: an item that begins now goes where the last one went, granted or not.
+  void choose_slot(bool reuses) {
+    if (tensor_index_ != 0 || offset_ != 0 || reuses) return;
+    slot_ = granted_.empty() ? static_cast<std::uint16_t>(item_ % kNumSlots) : granted_.front();
+    if (!granted_.empty()) granted_.pop_front();
   }
 
   FrameHeader due() const {
@@ -76,8 +83,8 @@ class Sender {
     header.kind = FrameKind::kTensor;
     header.minibatch = MinibatchId(item_ / kNumMicrobatches);
     header.microbatch = MicrobatchIndex(item_ % kNumMicrobatches);
-    header.slot = granted_.empty() ? static_cast<std::uint16_t>(item_ % kNumSlots) : granted_.front();
-    header.has_last_slot = granted_.size() <= 1;
+    header.slot = slot_;
+    header.has_last_slot = granted_.empty();
     header.tensor_index = static_cast<std::uint16_t>(tensor_index_);
     header.num_tensors = static_cast<std::uint16_t>(num_tensors_);
     header.dtype = floats ? DType::kFloat32 : DType::kInt64;
@@ -91,6 +98,10 @@ class Sender {
     return header;
   }
 
+  // Before it arrives: what it brings may free the slot again.
+  void fills(const FrameHeader& header) {
+    if (header.kind == FrameKind::kTensor) std::erase(granted_, header.slot);
+  }
   void sent(const FrameHeader& header) {
     ++sequence_;
     if (header.kind != FrameKind::kTensor) return;
@@ -99,7 +110,6 @@ class Sender {
     offset_ = 0;
     if (++tensor_index_ < num_tensors_) return;
     tensor_index_ = 0;
-    if (!granted_.empty()) granted_.pop_front();
     ++item_;
   }
 
@@ -109,9 +119,16 @@ class Sender {
     return encoded_bytes(codec_, DType::kFloat32, kElements);
   }
 
+  void note_granted(unsigned slot) {
+    PD_CHECK(slot < kNumSlots, "slot " << slot << " of " << kNumSlots << " was granted");
+    PD_CHECK(std::ranges::find(granted_, slot) == granted_.end(), "slot " << slot << " was granted twice");
+    granted_.push_back(static_cast<std::uint16_t>(slot));
+  }
+
   Codec codec_;
   std::size_t num_tensors_;
-  std::deque<std::uint16_t> granted_;
+  std::deque<std::uint16_t> granted_;  // and not filled
+  std::uint16_t slot_ = 0;             // of the item that is being sent
   std::uint64_t sequence_ = 0;
   std::int64_t item_ = 0;
   std::size_t tensor_index_ = 0;
@@ -182,6 +199,7 @@ void feed(FuzzLink& link, Sender& sender, ReceiveChannel& channel, Wakeup& wakeu
   std::deque<ReceivedItem> held;
   for (std::size_t frame = 0; frame < kNumFramesMax && !input.empty() && !link.ended(); ++frame) {
     const auto how = input.take<std::uint8_t>();
+    sender.choose_slot(/*reuses=*/(how & 32U) != 0);
     FrameHeader header = sender.due();
     for (unsigned count = how >> 6U; count > 0; --count) change(header, input);
     consume(channel, wakeup, held, how);
@@ -190,6 +208,7 @@ void feed(FuzzLink& link, Sender& sender, ReceiveChannel& channel, Wakeup& wakeu
     const auto bytes = input.take_bytes((how & 4U) != 0 ? payload.size() : 0);
     std::copy(bytes.begin(), bytes.end(), payload.begin());
     if ((how & 8U) != 0 && !payload.empty()) payload.pop_back();
+    sender.fills(header);
     link.bring(header, payload);
     sender.sent(header);
   }
@@ -225,7 +244,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_
                   [&](const FrameHeader& header) { sender.heard(header); });
     channel.attach(link);
     feed(link, sender, channel, wakeup, poster, input);
-    if (!link.ended()) link.lost("the input ended");
+    transport.post([&] { link.lost("the input ended"); });
+    link.drive();
     if (const auto failure = wakeup.failure()) PD_CHECK(!failure->message.empty(), "a failure without words");
     channel.detach();
   }

@@ -3,6 +3,7 @@
 //   pd_seed_corpus tests/fuzz/corpus
 //
 // Inputs that libFuzzer found later lie beside them, under the name of their hash (`make fuzz`).
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -105,13 +106,17 @@ void write_codecs(const std::filesystem::path& folder) {
   }
 }
 
-// codec, or posted places, then per frame: changes (2 bits), shortened payload, payload from the input, drop
-// an item, take one
+// codec, or posted places, then per frame: changes (2 bits), the slot of the last item again, no post,
+// shortened payload, payload from the input, drop an item, take one
 void write_channels(const std::filesystem::path& folder) {
   for (std::uint8_t codec = 0; codec < 5; ++codec) {
     Bytes honest(64, 3);
     honest.front() = codec;
     write(folder, "honest_" + std::to_string(codec), honest);
+    Bytes reuses(64, 3 | 32);  // from the second item on
+    reuses.front() = codec;
+    std::fill(reuses.begin() + 1, reuses.begin() + 11, std::uint8_t{3});
+    write(folder, "reuses_" + std::to_string(codec), reuses);
     Bytes filled = honest;
     for (std::size_t frame = 1; frame < filled.size(); ++frame) filled[frame] = 7;
     for (int index = 0; index < 900; ++index) filled.push_back(static_cast<std::uint8_t>(index * 29));

@@ -74,6 +74,7 @@ class Steps {
     tensor.shape[0] = kElements;
     tensor.data = bytes_.data();
     channel_.send(MinibatchId(num_sent_++), MicrobatchIndex(0), {}, {tensor}, nullptr, nullptr);
+    link_.drive();
   }
   void bring(std::uint8_t how) {
     FrameHeader header;
@@ -151,7 +152,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_
     channel.attach(link);
     Steps steps(channel, link, wakeup, grants, input);
     for (std::size_t step = 0; step < kNumStepsMax && !input.empty() && !link.ended(); ++step) steps.take();
-    if (!link.ended()) transport.post_and_drive([&] { link.lost("the input ended"); });
+    transport.post([&] { link.lost("the input ended"); });
+    transport.drive_without_thread();
     if (const auto failure = wakeup.failure()) PD_CHECK(!failure->message.empty(), "a failure without words");
     channel.collect_released();
   }

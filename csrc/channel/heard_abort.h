@@ -1,0 +1,18 @@
+// The failure that an ABORT frame tells of. Pure; any thread.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "base/failure.h"
+#include "transport/transport.h"
+
+namespace pipedream {
+
+[[nodiscard]] inline Failure heard_abort(const Link& link, std::span<const std::byte> payload) {
+  if (payload.empty()) return {FailureKind::kAborted, link.options().peer + " stops and does not say why"};
+  return {FailureKind::kAborted, std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+}
+
+}  // namespace pipedream
