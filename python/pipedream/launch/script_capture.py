@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import io
 import site
 import sys
 import sysconfig
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from pipedream.common import errors
 from pipedream.common.units import format_bytes
-from pipedream.launch.host_pickler import HostPickler
+from pipedream.launch.host_pickler import HostPickler, HostUnpickler
 from pipedream.launch.script_state import ScriptState
 
 __all__ = ["CapturedScript", "capture_script"]
@@ -319,43 +320,50 @@ class _TooLargeError(Exception):
     pass
 
 
-class _Measure:
-    """Counts what is written, and keeps none of it."""
+class _Content(io.BytesIO):
+    """Takes no more than may be sent."""
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
+    def write(self, content: Any, /) -> int:
+        self.check_room(len(content))
+        return super().write(content)
 
-    def write(self, content: bytes, /) -> None:
-        self.add(len(content))
-
-    def add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        if self.num_bytes > _VALUE_BYTES_MAX:
+    def check_room(self, num_bytes: int) -> None:
+        if self.tell() + num_bytes > _VALUE_BYTES_MAX:
             raise _TooLargeError
 
 
 class _Trial(HostPickler):
-    """Finds out whether a value can be sent."""
+    """Finds out whether a value can be sent, and made again from that."""
 
     def __init__(self) -> None:
-        self._measure = _Measure()
-        super().__init__(self._measure, None)
+        self._content = _Content()
+        super().__init__(self._content, None)
         self.sends_functions = True
+
+    def run(self, value: Any) -> None:
+        self.dump(value)
+        self._content.seek(0)
+        HostUnpickler(self._content).load()
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.UntypedStorage):
-            self._measure.add(value.nbytes())
-            return int, ()
+            self._content.check_room(value.nbytes())
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self._measure.add(value.nbytes)
-            return int, ()
-        return super().reducer_override(value)
+            self._content.check_room(value.nbytes)
+        reduced = super().reducer_override(value)
+        if isinstance(value, types.FunctionType) and reduced is not NotImplemented:
+            return _no_function, reduced[1]  # this process has the function itself
+        return reduced
+
+
+def _no_function(*_: Any) -> Any:
+    return _no_function
 
 
 def _why_not_sent(value: Any) -> str:
-    """Empty where it can be."""
+    """Empty where it can be, and be made again."""
     try:
-        _Trial().dump(value)
+        _Trial().run(value)
     except _TooLargeError:
         return f"{type(value).__name__} of more than {format_bytes(_VALUE_BYTES_MAX)}"
     except Exception as error:  # whatever a user's object raises

@@ -122,3 +122,21 @@ def test_a_file_that_was_edited_since_its_import_is_named(parts: Any, tmp_path: 
 def test_modules_of_libraries_stay_as_they_are() -> None:
     captured = capture_script([nn.Linear(2, 2), nn.functional.mse_loss], [(torch.ones(2), torch.ones(2))])
     assert captured.state == script_capture.ScriptState() and not captured.code and not captured.unsent
+
+
+class _TwoWordsError(Exception):
+    """Pickle sends the text alone, with which no other can be made."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def test_what_cannot_be_made_again_from_what_is_sent_is_named(parts: Any) -> None:
+    """It ended the run: a worker could not rebuild what the script had set."""
+    parts.MISSING = _TwoWordsError("one", "other")
+    parts.CONFIG = {"rates": [1, 2], "scale": torch.ones(2), "table": np.ones(2), "of": parts.missing}
+    captured = capture_script([parts.Layer()], None)
+    assert captured.state.names["carried_parts"].keys() >= {"SIZE", "CONFIG"}
+    assert "MISSING" not in captured.state.names["carried_parts"]
+    assert "'MISSING' of carried_parts (_TwoWordsError: " in captured.likely_cause()
+    assert parts.missing.__defaults__ is not None and parts.missing.__defaults__[0] is not parts.MISSING
