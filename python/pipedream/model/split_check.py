@@ -91,7 +91,8 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
         for module in modules:
             around.enter_context(uncompiled(module))
         if fits_in_float64(checked.roots, device_of(modules)):
-            with contextlib.suppress(NotInFloat64Error), in_float64(checked.roots, loss_fn):
+            too_wide = contextlib.suppress(NotInFloat64Error, torch.OutOfMemoryError)
+            with too_wide, in_float64(checked.roots, loss_fn):
                 wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
                 return _bad_places(_Check(checked, wide, loss_fn, is_wide=True))
         return _bad_places(_Check(checked, taken, loss_fn, is_wide=False))

@@ -211,3 +211,28 @@ def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
     cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
     assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
     assert (_calls, _handed_on) == (0, 0.0)
+
+
+class _NoRoomInFloat64(nn.Module):
+    """Its third forward in float64, which the check of the cuts makes, has no memory left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _wide_forwards.append(x.dtype == torch.float64)
+        if _wide_forwards[-1] and sum(_wide_forwards) > 2:
+            raise torch.OutOfMemoryError("no room")
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+_wide_forwards: list[bool] = []
+
+
+def test_a_model_that_has_no_room_in_float64_is_checked_in_its_own() -> None:
+    data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
+    cut = cut_model(_NoRoomInFloat64(), *data[0], cross_entropy)
+    assert check_cuts(cut, data, cross_entropy) == {}
+    assert sum(_wide_forwards) == 3
