@@ -43,6 +43,7 @@ _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.d
 # As a module's tables of hooks, most of which are empty.
 _CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
 _TABLES = {"_parameters", "_buffers", "_modules"}
+_LENGTH_MAX = 1024  # of dicts under global names: a longer one is a table
 _SETS_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 MISSING = object()
@@ -127,10 +128,10 @@ def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
 
 
 class GlobalName(NamedTuple):
-    """A name in a module's globals."""
+    """A name in a module's globals, or a key of a dict there."""
 
-    namespace: dict[str, Any]
-    name: str
+    namespace: dict[Any, Any]
+    name: Any
 
     def get(self) -> Any:
         """MISSING where it has no value."""
@@ -145,7 +146,8 @@ class GlobalName(NamedTuple):
 
 def global_names_set_by(modules: Iterable[nn.Module], function: Any) -> list[GlobalName]:
     """The global names that the code of the modules and of a function or object sets, as a count of steps
-    (`global step`), itself or by a function that it names."""
+    (`global step`), itself or by a function that it names; and of the dicts that it reads those keys that
+    have numbers (`counts["step"] += 1`)."""
     objects = [value for _, value in objects_carried_by("", function)]
     kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
     pending = [value for value in objects if isinstance(value, types.FunctionType)]
@@ -153,7 +155,7 @@ def global_names_set_by(modules: Iterable[nn.Module], function: Any) -> list[Glo
         if not _is_name_of_a_library(base.__module__):
             pending += [value for value in vars(base).values() if isinstance(value, types.FunctionType)]
     seen: set[types.FunctionType] = set()
-    found: dict[tuple[int, str], GlobalName] = {}
+    found: dict[tuple[int, Any], GlobalName] = {}
     while pending:
         one = pending.pop()
         if one in seen or _is_name_of_a_library(one.__module__):
@@ -162,8 +164,12 @@ def global_names_set_by(modules: Iterable[nn.Module], function: Any) -> list[Glo
         sets, names = _global_names(one.__code__)
         for name in sets:
             found[id(one.__globals__), name] = GlobalName(one.__globals__, name)
-        read = (one.__globals__.get(name) for name in names)
+        read = [one.__globals__.get(name) for name in names]
         pending += [value for value in read if isinstance(value, types.FunctionType)]
+        for table in (value for value in read if type(value) is dict and len(value) <= _LENGTH_MAX):
+            for key, entry in table.items():
+                if isinstance(entry, (int, float)):
+                    found[id(table), key] = GlobalName(table, key)
     return list(found.values())
 
 

@@ -160,6 +160,7 @@ def test_tensors_that_are_not_a_number_or_no_plain_memory_are_compared() -> None
 
 
 _steps = 0
+_counts = {"losses": 0}
 _mean: Tensor | None = None
 _loaded: list[str] | None = None
 
@@ -172,6 +173,7 @@ def _count() -> None:
 def _counting_loss(output: Tensor, _: Tensor) -> Tensor:
     global _mean, _loaded
     _count()
+    _counts["losses"] += 1
     _mean = output.detach().mean()
     _loaded = _loaded or ["a table"]
     return output.mean() * _steps
@@ -190,5 +192,5 @@ def test_what_code_counts_in_global_names_is_as_it_was() -> None:
         for _ in range(2):
             _counting_loss(model(value), value)
         assert _steps == 4
-    assert (_steps, _mean) == (0, None)
+    assert (_steps, _mean, _counts) == (0, None, {"losses": 0})
     assert _loaded == ["a table"]  # it would only be loaded again
