@@ -690,6 +690,9 @@ TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes
   // And both are lost with it.
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_silent_listener.wait_failure().kind, FailureKind::kPeerLost);
+  // Before the handlers of this test's own link die.
+  connecting_.reset();
+  listening_.reset();
 }
 
 TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
