@@ -231,22 +231,44 @@ def assert_equal_state(state: State, expected: State) -> None:
 
 
 def expected_versions(
-    plan: Plan, num_minibatches: int, *, schedule: str = "pipedream", staleness: int = 0
+    plan: Plan,
+    num_minibatches: int,
+    *,
+    schedule: str = "pipedream",
+    staleness: int = 0,
+    microbatches: int = 1,
 ) -> list[list[tuple[int, int]]]:
-    """versions[stage][minibatch] = (forward, backward): the table of design.md, section 4."""
-    replicas = [stage.num_replicas for stage in plan.stages]
-    drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
+    """versions[stage][minibatch] = (forward of its first microbatch, backward of its last one)."""
+    how: dict[str, Any] = {"schedule": schedule, "staleness": staleness, "microbatches": microbatches}
+    return [
+        [(read[0][0], read[-1][1]) for read in of_stage]
+        for of_stage in expected_microbatch_versions(plan, num_minibatches, **how)
+    ]
 
-    def read(minibatch: int, stage: int) -> tuple[int, int]:
-        round_index = minibatch // (math.lcm(*replicas) if drains else replicas[stage])
+
+def expected_microbatch_versions(
+    plan: Plan, num_minibatches: int, *, schedule: str, staleness: int, microbatches: int
+) -> list[list[list[tuple[int, int]]]]:
+    """[stage][minibatch][microbatch] = (forward, backward): the table of design.md, section 4."""
+    m, replicas = microbatches, [stage.num_replicas for stage in plan.stages]
+    drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
+    rounds = [math.lcm(m, *(replicas if drains else [count])) // m for count in replicas]
+
+    def read(minibatch: int, microbatch: int, stage: int) -> tuple[int, int]:
+        round_index = minibatch // rounds[stage]
         if drains:
             return round_index, round_index
-        forward = max(0, round_index - plan.in_flight[stage] + 1 - staleness)
+        k = minibatch * m + microbatch
+        own = [rounds[s] * m // replicas[s] for s in range(plan.num_stages)]
+        forward = max(0, (k // replicas[stage] - plan.in_flight[stage] + 1) // own[stage] - staleness)
         if schedule == "vertical_sync":
-            seen = max(0, minibatch // replicas[0] - plan.in_flight[0] + 1)
-            forward = seen * replicas[0] // replicas[stage]
+            seen = max(0, (k // replicas[0] - plan.in_flight[0] + 1) // own[0])
+            forward = seen * rounds[0] // rounds[stage]
         elif schedule == "2bw":
             forward = max(0, round_index - 1)
-        return forward, round_index if schedule == "naive" else forward
+        return forward, round_index if schedule in ("naive", "unstashed") else forward
 
-    return [[read(i, stage) for i in range(num_minibatches)] for stage in range(plan.num_stages)]
+    return [
+        [[read(i, q, stage) for q in range(m)] for i in range(num_minibatches)]
+        for stage in range(plan.num_stages)
+    ]

@@ -35,7 +35,16 @@ from pipedream.planning.simulator import StageTimes, TimedInstruction, simulate,
 from pipedream.report.result import WorkSpan
 from torch import Tensor, nn
 
-SCHEDULES = ("pipedream", "vertical_sync", "2bw", "flush", "gpipe", "interleaved", "model_parallel", "naive")
+SCHEDULES = (
+    "pipedream",
+    "vertical_sync",
+    "2bw",
+    "flush",
+    "gpipe",
+    "interleaved",
+    "model_parallel",
+    "unstashed",
+)
 FORWARD_S = 0.040  # of a whole minibatch, per stage: long beside what the machine adds to a microbatch
 BACKWARD_S = 0.080
 BEGIN_MARK = "<!-- begin: bench/system/schedules.py -->"

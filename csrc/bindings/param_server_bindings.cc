@@ -42,12 +42,13 @@ std::vector<Chunk> deal_parameters(const std::vector<Parameter>& parameters, std
   return chunks;
 }
 
-void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_members, std::uintptr_t mean,
-                     std::int64_t num_elements, const std::string& dtype, int num_threads) {
+void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_minibatches,
+                     std::uintptr_t mean, std::int64_t num_elements, const std::string& dtype,
+                     int num_threads) {
   const DType element = dtype_from_name(dtype);
-  if (parts.empty() || static_cast<std::int64_t>(parts.size()) > num_members) {
-    throw UserError("there are " + std::to_string(parts.size()) + " parts of " + std::to_string(num_members) +
-                    " members: give 1 to as many as members");
+  if (parts.empty() || num_minibatches < 1) {
+    throw UserError("there are " + std::to_string(parts.size()) + " parts of " +
+                    std::to_string(num_minibatches) + " minibatches: give 1 of each at least");
   }
   if (!is_aggregated(element)) throw UserError("dtype is " + dtype + ": it must be float32 or float64");
   std::vector<const void*> addresses;
@@ -55,7 +56,7 @@ void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_
     addresses.push_back(reinterpret_cast<const void*>(part));  // NOLINT(performance-no-int-to-ptr)
   void* const target = reinterpret_cast<void*>(mean);          // NOLINT(performance-no-int-to-ptr)
   const py::gil_scoped_release released;
-  aggregate(element, addresses, num_members, target, num_elements, num_threads);
+  aggregate(element, addresses, num_minibatches, target, num_elements, num_threads);
 }
 
 std::vector<ReplicaIndex> replicas_of(const std::vector<std::int64_t>& members) {
@@ -75,7 +76,7 @@ void bind_param_server(py::module_& module) {
   module.def("shard_shares", &shard_shares, py::arg("num_replicas"), py::arg("num_spares"),
              "How large shards are, relative to each other: the replicas', then the spares'.");
   module.def(
-      "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_members"), py::arg("mean"),
+      "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_minibatches"), py::arg("mean"),
       py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
       "The sum of parts in host memory, added in their order, over the number of members; mean may be one\n"
       "of them. Addresses as integers; float32 and float64.");

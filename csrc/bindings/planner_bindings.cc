@@ -54,9 +54,10 @@ std::vector<LayerCost> make_layers(const Figures& compute_s, const Figures& acti
 
 std::pair<std::vector<StageTuple>, double> partition_layers(
     const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
-    std::int64_t num_workers, double bandwidth_bytes_per_s, bool straight, const Factors& factors) {
+    std::int64_t num_workers, double bandwidth_bytes_per_s, bool straight, const Factors& factors,
+    std::int64_t num_microbatches) {
   const Partition best = partition(make_layers(compute_s, activation_bytes, parameter_bytes, factors),
-                                   num_workers, bandwidth_bytes_per_s, straight);
+                                   num_workers, bandwidth_bytes_per_s, straight, num_microbatches);
   std::vector<StageTuple> stages;
   for (const PlannedStage& stage : best.stages) {
     stages.emplace_back(stage.first_layer, stage.last_layer, stage.num_replicas);
@@ -66,9 +67,10 @@ std::pair<std::vector<StageTuple>, double> partition_layers(
 
 double stage_time_of_layers(const Figures& compute_s, const Figures& activation_bytes,
                             const Figures& parameter_bytes, std::int64_t first_layer, std::int64_t last_layer,
-                            std::int64_t num_replicas, double bandwidth_bytes_per_s) {
+                            std::int64_t num_replicas, double bandwidth_bytes_per_s,
+                            std::int64_t num_microbatches) {
   return stage_time_s(make_layers(compute_s, activation_bytes, parameter_bytes), first_layer, last_layer,
-                      num_replicas, bandwidth_bytes_per_s);
+                      num_replicas, bandwidth_bytes_per_s, num_microbatches);
 }
 
 std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
@@ -82,9 +84,9 @@ std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
 
 double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_bytes,
                             const Figures& parameter_bytes, const std::vector<StageTuple>& stages,
-                            double bandwidth_bytes_per_s) {
+                            double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
   return bottleneck_s(make_layers(compute_s, activation_bytes, parameter_bytes), make_stages(stages),
-                      bandwidth_bytes_per_s);
+                      bandwidth_bytes_per_s, num_microbatches);
 }
 
 std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& forward_s,
@@ -168,7 +170,7 @@ void bind_planner(py::module_& module) {
            py::arg("staleness") = 0);
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
-             py::arg("straight") = false, py::arg("factors") = Factors(),
+             py::arg("straight") = false, py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,
              py::call_guard<py::gil_scoped_release>(),
              "The exact optimum: ([(first_layer, last_layer, num_replicas)], bottleneck_s).");
   module.def(
@@ -177,10 +179,10 @@ void bind_planner(py::module_& module) {
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, const MemoryCosts& costs,
          bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
-         std::int64_t num_replicas_max, const Factors& factors) {
+         std::int64_t num_replicas_max, const Factors& factors, std::int64_t num_microbatches) {
         const PlanLimits limits{std::move(speeds), std::move(memory_bytes), costs,
                                 may_recompute,     std::move(last_layers),  std::move(num_replicas),
-                                num_replicas_max};
+                                num_replicas_max,  num_microbatches};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
       },
@@ -188,7 +190,7 @@ void bind_planner(py::module_& module) {
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("costs"), py::arg("may_recompute"),
       py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
-      py::arg("factors") = Factors(),
+      py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
@@ -222,11 +224,11 @@ void bind_planner(py::module_& module) {
       "What a replica of a stage has of its weights. share: that it owns; None: as much as the others.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
-             py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),
+             py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"), py::arg("num_microbatches") = 1,
              "T(first_layer..last_layer, num_replicas) in seconds.");
   module.def("bottleneck_s", &bottleneck_of_stages, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
-             "The slowest stage or boundary of a given plan, in seconds.");
+             py::arg("num_microbatches") = 1, "The slowest stage or boundary of a given plan, in seconds.");
   module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
              py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = Figures(),
              py::arg("one_link") = false, py::call_guard<py::gil_scoped_release>(),

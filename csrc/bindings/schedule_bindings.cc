@@ -85,10 +85,11 @@ void bind_edge(py::module_& module) {
       "items_of",
       [](const ScheduleOptions& options, const Edge& edge) {
         const EdgeItems items = items_of(options, edge);
-        return std::pair(items.first_minibatch.value(), items.minibatch_stride);
+        return std::pair(items.first, items.stride);
       },
       py::arg("options"), py::arg("edge"),
-      "(first, stride) of the minibatches that name the items of the edge.");
+      "(first, stride) of what names the items of the edge: microbatches counted through the run for "
+      "activations and gradients, else minibatches.");
 }
 
 void bind_instruction(py::module_& module) {
@@ -192,17 +193,38 @@ void bind_placement(py::module_& module) {
 void bind_rounds(py::module_& module) {
   py::class_<Rounds>(
       module, "Rounds",
-      "How minibatches fall on the replicas of a stage and on its updates. num_minibatches: of "
+      "How microbatches fall on the replicas of a stage and on its updates. num_minibatches: of "
       "the run; None where that is not known, and a round has all that it may have.")
       .def(py::init([](std::int64_t num_replicas, std::int64_t minibatches_per_round,
-                       std::int64_t first_minibatch) {
-             return Rounds{first_minibatch, num_replicas, minibatches_per_round};
+                       std::int64_t first_minibatch, std::int64_t num_microbatches) {
+             return Rounds{first_minibatch, num_replicas, minibatches_per_round, false, num_microbatches};
            }),
            py::kw_only(), py::arg("num_replicas"), py::arg("minibatches_per_round"),
-           py::arg("first_minibatch") = 0)
+           py::arg("first_minibatch") = 0, py::arg("num_microbatches") = 1)
       .def_readonly("first_minibatch", &Rounds::first_minibatch)
       .def_readonly("num_replicas", &Rounds::num_replicas)
       .def_readonly("minibatches_per_round", &Rounds::minibatches_per_round, "Of how many an update is made.")
+      .def_readonly("num_microbatches", &Rounds::num_microbatches, "Of every minibatch.")
+      .def_property_readonly("own_per_round", &Rounds::own_per_round,
+                             "Microbatches that each replica has of a whole round.")
+      .def(
+          "replica_of",
+          [](const Rounds& rounds, std::int64_t minibatch, std::int64_t microbatch) {
+            return rounds.replica_of(rounds.number_of(MinibatchId(minibatch), MicrobatchIndex(microbatch)))
+                .value();
+          },
+          py::arg("minibatch"), py::arg("microbatch"), "The replica that has the microbatch.")
+      .def(
+          "own_microbatches",
+          [](const Rounds& rounds, std::int64_t replica, std::int64_t minibatch) {
+            std::vector<std::int64_t> own;
+            for (MicrobatchIndex index; index.value() < rounds.num_microbatches; index = index.next()) {
+              const std::int64_t number = rounds.number_of(MinibatchId(minibatch), index);
+              if (rounds.replica_of(number).value() == replica) own.push_back(index.value());
+            }
+            return own;
+          },
+          py::arg("replica"), py::arg("minibatch"), "Those of the minibatch that the replica has.")
       .def_property_readonly(
           "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
           "That is there when the run starts.")
@@ -218,7 +240,7 @@ void bind_rounds(py::module_& module) {
             return rounds.first_of(ReplicaIndex(replica), round).value();
           },
           py::arg("replica"), py::arg("round"),
-          "The replica's first minibatch of the round, if there are so many.")
+          "The minibatch of the replica's first microbatch of the round, if there are so many.")
       .def(
           "num_own_in",
           [](const Rounds& rounds, std::int64_t replica, std::int64_t round,
@@ -226,21 +248,22 @@ void bind_rounds(py::module_& module) {
             return rounds.num_own_in(ReplicaIndex(replica), round, num_minibatches);
           },
           py::arg("replica"), py::arg("round"), py::arg("num_minibatches"),
-          "The replica's minibatches in the round.")
+          "The replica's microbatches in the round.")
       .def(
-          "is_last_own",
-          [](const Rounds& rounds, std::int64_t minibatch, std::optional<std::int64_t> num_minibatches) {
-            return rounds.is_last_own(MinibatchId(minibatch), num_minibatches);
+          "is_over_after",
+          [](const Rounds& rounds, std::int64_t replica, std::int64_t minibatch,
+             std::optional<std::int64_t> num_minibatches) {
+            return rounds.is_over_after(ReplicaIndex(replica), MinibatchId(minibatch), num_minibatches);
           },
-          py::arg("minibatch"), py::arg("num_minibatches"),
-          "Whether the replica that has the minibatch has none of its round after it.")
+          py::arg("replica"), py::arg("minibatch"), py::arg("num_minibatches"),
+          "Whether the replica has no microbatch of the minibatch's round in a later minibatch.")
       .def(
           "num_begun",
           [](const Rounds& rounds, std::int64_t replica, std::int64_t num_minibatches) {
             return rounds.num_begun(ReplicaIndex(replica), num_minibatches);
           },
           py::arg("replica"), py::arg("num_minibatches"),
-          "The rounds in which the replica has a minibatch, those before the run's first included.");
+          "The rounds in which the replica has a microbatch, those before the run's first included.");
 }
 
 void bind_options(py::module_& module) {
@@ -252,6 +275,7 @@ void bind_options(py::module_& module) {
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
                        std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
                        std::int64_t staleness, bool uses_allreduce, bool asynchronous) {
+             if (schedule == "naive") schedule = "unstashed";  // its name before
              ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
              for (const auto& [owner, user] : ties) {
@@ -308,20 +332,24 @@ void bind_versions(py::module_& module) {
   const auto def_version = [&](const char* name, auto version, const char* doc) {
     module.def(
         name,
-        [version](const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch) {
-          return version(options, StageIndex(stage), MinibatchId(minibatch)).value();
+        [version](const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
+                  std::int64_t microbatch) {
+          return version(options, StageIndex(stage), MinibatchId(minibatch), MicrobatchIndex(microbatch))
+              .value();
         },
-        py::arg("options"), py::arg("stage"), py::arg("minibatch"), doc);
+        py::arg("options"), py::arg("stage"), py::arg("minibatch"), py::arg("microbatch") = 0, doc);
   };
-  def_version("forward_version", &forward_version, "The weight version that the minibatch's forward reads.");
+  def_version("forward_version", &forward_version, "The weight version that the microbatch's forward reads.");
   def_version("backward_version", &backward_version,
-              "The weight version that the minibatch's backward reads.");
+              "The weight version that the microbatch's backward reads.");
   module.def(
       "tied_version",
-      [](const ScheduleOptions& options, std::int64_t owner, std::int64_t minibatch) {
-        return tied_version(options, StageIndex(owner), MinibatchId(minibatch)).value();
+      [](const ScheduleOptions& options, std::int64_t owner, std::int64_t minibatch,
+         std::int64_t microbatch) {
+        return tied_version(options, StageIndex(owner), MinibatchId(minibatch), MicrobatchIndex(microbatch))
+            .value();
       },
-      py::arg("options"), py::arg("owner"), py::arg("minibatch"),
+      py::arg("options"), py::arg("owner"), py::arg("minibatch"), py::arg("microbatch") = 0,
       "The version that every use of a parameter tied across stages reads, in rounds of its owner.");
   module.def(
       "num_tied_versions_kept",
@@ -359,9 +387,12 @@ void bind_stages(py::module_& module) {
       [](const ScheduleOptions& options, std::int64_t stage) {
         return rounds_of(options, StageIndex(stage));
       },
-      py::arg("options"), py::arg("stage"), "How minibatches fall on the stage's replicas and updates.");
+      py::arg("options"), py::arg("stage"), "How microbatches fall on the stage's replicas and updates.");
+  module.def(
+      "minibatches_between_drains", &minibatches_between_drains, py::arg("options"),
+      "The pipeline may drain before every so many minibatches, where all rounds of all stages are over.");
   module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
-             "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
+             "Microbatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
 }
 
 void bind_schedules(py::module_& module) {

@@ -101,8 +101,8 @@ class PyWorker {
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
-                   const TensorFields& tensors, std::int64_t num_items, std::int64_t first_minibatch,
-                   std::int64_t minibatch_stride, std::int64_t num_microbatches,
+                   const TensorFields& tensors, std::int64_t num_items, std::int64_t first_microbatch,
+                   std::int64_t microbatch_stride, std::int64_t num_microbatches,
                    const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
                    bool places_on_device, std::size_t num_transfers_kept, std::int64_t num_residuals,
                    const std::string& posted_into, std::size_t num_posts_max) {
@@ -112,8 +112,8 @@ class PyWorker {
     spec.channel_id = channel_id;
     spec.item = item_spec(tensors);
     spec.num_items = num_items;
-    spec.first_minibatch = MinibatchId(first_minibatch);
-    spec.minibatch_stride = minibatch_stride;
+    spec.first_microbatch = first_microbatch;
+    spec.microbatch_stride = microbatch_stride;
     spec.num_microbatches = num_microbatches;
     if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
     spec.on_device = on_device;
@@ -432,7 +432,7 @@ void bind_worker(py::module_& module) {
            py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
-           py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,
+           py::arg("first_microbatch") = 0, py::arg("microbatch_stride") = 1, py::arg("num_microbatches") = 1,
            py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
            py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0,
            py::arg("num_residuals") = 1, py::arg("posted_into") = "", py::arg("num_posts_max") = 0)

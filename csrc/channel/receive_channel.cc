@@ -29,8 +29,8 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
       granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)),
       credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax), granted_.size()),
-      next_minibatch_(options_.first_minibatch) {
-  PD_CHECK(options_.minibatch_stride >= 1, options_.name);
+      next_number_(options_.first_microbatch) {
+  PD_CHECK(options_.microbatch_stride >= 0 && options_.num_microbatches >= 1, options_.name);
   PD_CHECK(takes_posts() || slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(!takes_posts() || (staging == nullptr && compute_stream == nullptr && !is_placed_on_device() &&
                               options_.spec.num_tensors() == 1),
@@ -259,9 +259,15 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
     return std::to_string(header.num_tensors) + " tensors, planned " +
            std::to_string(options_.spec.num_tensors());
   }
-  const MinibatchId minibatch = current_ ? current_->minibatch : next_minibatch_;
-  const MicrobatchIndex microbatch = current_ ? current_->microbatch : next_microbatch_;
-  if (header.minibatch != minibatch || header.microbatch != microbatch) {
+  const MinibatchId minibatch =
+      current_ ? current_->minibatch : MinibatchId(next_number_ / options_.num_microbatches);
+  const MicrobatchIndex microbatch =
+      current_ ? current_->microbatch : MicrobatchIndex(next_number_ % options_.num_microbatches);
+  const std::int64_t number =
+      header.minibatch.value() * options_.num_microbatches + header.microbatch.value();
+  const bool is_later = !current_ && options_.microbatch_stride == 0 && number > next_number_ &&
+                        header.microbatch.value() < options_.num_microbatches;
+  if ((header.minibatch != minibatch || header.microbatch != microbatch) && !is_later) {
     return "minibatch " + std::to_string(header.minibatch.value()) + " microbatch " +
            std::to_string(header.microbatch.value()) + " where " + std::to_string(minibatch.value()) +
            " microbatch " + std::to_string(microbatch.value()) + " is due";
@@ -405,11 +411,8 @@ std::optional<std::string> ReceiveChannel::finish_tensor(const FrameHeader& head
 void ReceiveChannel::finish_item() {
   ReceivedItem& item = *current_;
   tensor_index_ = 0;
-  next_microbatch_ = item.microbatch.next();
-  if (next_microbatch_.value() == options_.num_microbatches) {
-    next_microbatch_ = MicrobatchIndex(0);
-    next_minibatch_ = MinibatchId(item.minibatch.value() + options_.minibatch_stride);
-  }
+  next_number_ = item.minibatch.value() * options_.num_microbatches + item.microbatch.value() +
+                 std::max<std::int64_t>(1, options_.microbatch_stride);
   ReceivedSlot& received = *item.held;
   item.tensors = TensorList(received.tensors);
   if (staging_ != nullptr) {
@@ -439,12 +442,13 @@ void ReceiveChannel::deliver(ReceivedItem item) {
 
 std::optional<Failure> ReceiveChannel::on_end(const FrameHeader& header) {
   const std::int64_t num_minibatches = header.minibatch.value();
-  const MinibatchId last(next_minibatch_.value() - options_.minibatch_stride);  // that has come
-  const bool lacks = next_minibatch_.value() < num_minibatches;
-  const bool exceeds = last >= options_.first_minibatch && last.value() >= num_minibatches;
-  if (ended_ || current_ || lacks || exceeds || next_microbatch_.value() != 0) {
+  const std::int64_t end = num_minibatches * options_.num_microbatches;
+  const std::int64_t last = next_number_ - options_.microbatch_stride;  // that has come
+  const bool lacks = next_number_ < end;
+  const bool exceeds = last >= options_.first_microbatch && last >= end;
+  if (ended_ || current_ || lacks || exceeds) {
     return broken("an end after " + std::to_string(num_minibatches) + " minibatches where minibatch " +
-                  std::to_string(next_minibatch_.value()) + " is due");
+                  std::to_string(next_number_ / options_.num_microbatches) + " is due");
   }
   ended_ = true;
   ReceivedItem item;

@@ -183,8 +183,7 @@ class ReceiveChannel final : public LinkHandler {
   std::size_t num_first_bytes_ = 0;
   std::int64_t arrived_ns_ = 0;        // its first chunk
   std::int64_t first_arrival_ns_ = 0;  // and had been landed
-  MinibatchId next_minibatch_;
-  MicrobatchIndex next_microbatch_;
+  std::int64_t next_number_;           // of the microbatch that comes next
   bool ended_ = false;
   bool failed_ = false;
 };

@@ -49,10 +49,11 @@ struct ChannelOptions {
   ItemSpec spec;
   std::size_t chunk_bytes = 0;  // of what a sender cuts; 0: measured, see chunk_tuner.h
   std::size_t num_items_max = 16;
-  // The minibatches whose items come: this one, and every so many after it.
-  MinibatchId first_minibatch{};
-  std::int64_t minibatch_stride = 1;
-  std::int64_t num_microbatches = 1;   // of every one: items come in the order of both
+  // The microbatches whose items come, counted through the run: this one, and every so many after it, or with
+  // 0 any after it in ascending order. Where minibatches are not cut a microbatch is a minibatch.
+  std::int64_t first_microbatch = 0;
+  std::int64_t microbatch_stride = 1;
+  std::int64_t num_microbatches = 1;   // of every minibatch
   Codec codec{};                       // of the float tensors
   std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
   // Of a receiver whose items land where it posts, not in slots: places that may be posted and not granted

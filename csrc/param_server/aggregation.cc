@@ -13,7 +13,7 @@ constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 
 template <class T>
-void add_block(std::span<const void* const> parts, T num_members, T* mean, std::int64_t first,
+void add_block(std::span<const void* const> parts, T num_minibatches, T* mean, std::int64_t first,
                std::int64_t count) {
   alignas(64) T sum[kBlockElements];
   const T* const part_0 = static_cast<const T*>(parts[0]) + first;
@@ -23,18 +23,18 @@ void add_block(std::span<const void* const> parts, T num_members, T* mean, std::
     for (std::int64_t i = 0; i < count; ++i) sum[i] += added[i];
   }
   T* const target = mean + first;
-  for (std::int64_t i = 0; i < count; ++i) target[i] = sum[i] / num_members;
+  for (std::int64_t i = 0; i < count; ++i) target[i] = sum[i] / num_minibatches;
 }
 
 template <class T>
-void aggregate_as(std::span<const void* const> parts, std::int64_t num_members, T* mean,
+void aggregate_as(std::span<const void* const> parts, std::int64_t num_minibatches, T* mean,
                   std::int64_t num_elements, int num_threads) {
   constexpr std::int64_t kTaskElements = kTaskBlocks * kBlockElements;
   const std::int64_t num_tasks = (num_elements + kTaskElements - 1) / kTaskElements;
   ThreadTeam::of_process().run(num_threads, num_tasks, [&](std::int64_t task) {
     const std::int64_t end = std::min(num_elements, (task + 1) * kTaskElements);
     for (std::int64_t first = task * kTaskElements; first < end; first += kBlockElements) {
-      add_block(parts, static_cast<T>(num_members), mean, first, std::min(kBlockElements, end - first));
+      add_block(parts, static_cast<T>(num_minibatches), mean, first, std::min(kBlockElements, end - first));
     }
   });
 }
@@ -43,15 +43,16 @@ void aggregate_as(std::span<const void* const> parts, std::int64_t num_members, 
 
 bool is_aggregated(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kFloat64; }
 
-void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_members, void* mean,
+void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_minibatches, void* mean,
                std::int64_t num_elements, int num_threads) {
-  PD_CHECK(!parts.empty() && static_cast<std::int64_t>(parts.size()) <= num_members && num_elements >= 0,
-           parts.size() << " parts of " << num_members << " members, " << num_elements << " elements");
+  PD_CHECK(
+      !parts.empty() && num_minibatches >= 1 && num_elements >= 0,
+      parts.size() << " parts of " << num_minibatches << " minibatches, " << num_elements << " elements");
   PD_CHECK(is_aggregated(dtype), dtype_name(dtype));
   if (dtype == DType::kFloat32) {
-    aggregate_as(parts, num_members, static_cast<float*>(mean), num_elements, num_threads);
+    aggregate_as(parts, num_minibatches, static_cast<float*>(mean), num_elements, num_threads);
   } else {
-    aggregate_as(parts, num_members, static_cast<double*>(mean), num_elements, num_threads);
+    aggregate_as(parts, num_minibatches, static_cast<double*>(mean), num_elements, num_threads);
   }
 }
 

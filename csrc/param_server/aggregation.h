@@ -12,10 +12,10 @@ namespace pipedream {
 // float32 and float64.
 [[nodiscard]] bool is_aggregated(DType dtype);
 
-// mean[i] = ((parts[0][i] + parts[1][i]) + ...) / num_members. A member without a gradient has no part, and
-// its zero counts. mean may be one of the parts; nothing else overlaps. At least one part; their dtype is one
+// mean[i] = ((parts[0][i] + parts[1][i]) + ...) / num_minibatches. A replica without a gradient has no part.
+// mean may be one of the parts; nothing else overlaps. At least one part; their dtype is one
 // that is_aggregated().
-void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_members, void* mean,
+void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_minibatches, void* mean,
                std::int64_t num_elements, int num_threads);
 
 }  // namespace pipedream

@@ -174,6 +174,7 @@ class LimitedSearch {
               std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
     StageCost cost;
+    cost.num_microbatches = limits_.num_microbatches;
     double forward_s = 0;
     StageBytes bytes = StageBytes::from(layers_, first);
     for (std::size_t last = first; last < layers_.size(); ++last) {
@@ -221,9 +222,10 @@ class LimitedSearch {
     double sync_s = 0;
     double products_s = 0;
     double memory_bytes = 0;  // of the least
+    double per_round = 1;     // minibatches
 
     [[nodiscard]] double time_s(double compute_s) const {
-      return std::max((compute_s + products_s) / speed, sync_s) / static_cast<double>(count);
+      return std::max((compute_s + products_s) / speed / static_cast<double>(count), sync_s / per_round);
     }
   };
 
@@ -233,6 +235,7 @@ class LimitedSearch {
     const std::size_t begin = index(ranks_end - replicas);
     const std::size_t end = index(ranks_end);
     Workers workers{replicas, 1, 0, 0, std::numeric_limits<double>::infinity()};
+    workers.per_round = cost.minibatches_per_round(replicas);
     if (!limits_.speeds.empty()) workers.speed = least(limits_.speeds, begin, end);
     if (replicas > 1) {
       workers.sync_s = cost.sync_s(replicas, bandwidth_);

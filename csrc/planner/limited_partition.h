@@ -30,6 +30,7 @@ struct PlanLimits {
   std::vector<std::int64_t> last_layers;    // of all stages, the last one's included; empty: free
   std::vector<std::int64_t> num_replicas;   // of all stages; empty: free
   std::int64_t num_replicas_max = 1 << 30;  // of a stage
+  std::int64_t num_microbatches = 1;        // of a minibatch
 };
 
 struct LimitedPartition {

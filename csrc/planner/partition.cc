@@ -24,6 +24,7 @@ struct Problem {
   std::int64_t num_replicas_max;  // num_workers, or 1 for a straight plan
   std::int64_t num_workers;
   double bandwidth_bytes_per_s;
+  std::int64_t num_microbatches = 1;
 
   [[nodiscard]] double boundary_s(std::size_t layer_index) const {
     return 2 * (layers[layer_index].activation_bytes / bandwidth_bytes_per_s);
@@ -31,6 +32,7 @@ struct Problem {
 };
 
 constexpr std::int64_t kImpossible = -1;
+constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
 
 // A real lower bound, but for rounding, on the replicas m >= 2 with T(m) <= t: from compute_s / m <= t,
 // and from 4 (m - 1) w / (m^2 B) <= t, that is q m^2 - m + 1 >= 0 with q = t B / (4 w).
@@ -86,6 +88,19 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   return kImpossible;
 }
 
+// The fewest from 2 on where minibatches are cut: the sync depends on what m and the microbatches have in
+// common.
+std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& cost, double bottleneck_s) {
+  // Fewer cannot compute it in time; one less for rounding.
+  const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
+  if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
+  for (auto num_replicas = static_cast<std::int64_t>(std::max(2.0, at_least));
+       num_replicas <= problem.num_replicas_max; ++num_replicas) {
+    if (cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s) return num_replicas;
+  }
+  return kImpossible;
+}
+
 // The fewest replicas with T(m) <= t, or kImpossible. T falls with m except from 1 to 2, where the sync
 // begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and has its maximum at m = 2.
 std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, double bottleneck_s) {
@@ -93,6 +108,7 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
   if (is_enough(1)) return 1;
+  if (problem.num_microbatches > 1) return fewest_with_microbatches(problem, cost, bottleneck_s);
   if (!cost.factored.empty()) return fewest_with_factors(problem, cost, bottleneck_s);
   std::int64_t enough = problem.num_replicas_max;
   if (enough < 2 || !is_enough(enough)) return kImpossible;
@@ -121,6 +137,7 @@ void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReacha
     if (first > 0 && problem.boundary_s(first - 1) > bottleneck_s) continue;
     if (!is_reachable(first)) continue;
     StageCost cost;
+    cost.num_microbatches = problem.num_microbatches;
     for (std::size_t last = first; last < problem.layers.size(); ++last) {
       cost.add(problem.layers[last]);
       const std::int64_t num_replicas = fewest_replicas(problem, cost, bottleneck_s);
@@ -252,8 +269,16 @@ void check_stage(const std::vector<LayerCost>& layers, const PlannedStage& stage
   }
 }
 
-StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& stage) {
+void check_microbatches(std::int64_t num_microbatches) {
+  if (num_microbatches >= 1 && num_microbatches <= kNumMicrobatchesMax) return;
+  throw UserError("num_microbatches is " + std::to_string(num_microbatches) + "; it must be between 1 and " +
+                  std::to_string(kNumMicrobatchesMax));
+}
+
+StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& stage,
+                   std::int64_t num_microbatches) {
   StageCost cost;
+  cost.num_microbatches = num_microbatches;
   for (std::int64_t layer = stage.first_layer; layer <= stage.last_layer; ++layer) {
     cost.add(layers[static_cast<std::size_t>(layer)]);
   }
@@ -263,16 +288,18 @@ StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& sta
 }  // namespace
 
 double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer, std::int64_t last_layer,
-                    std::int64_t num_replicas, double bandwidth_bytes_per_s) {
+                    std::int64_t num_replicas, double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
   const PlannedStage stage{first_layer, last_layer, num_replicas};
   check_layers(layers, bandwidth_bytes_per_s);
+  check_microbatches(num_microbatches);
   check_stage(layers, stage);
-  return sum_cost(layers, stage).time_s(num_replicas, bandwidth_bytes_per_s);
+  return sum_cost(layers, stage, num_microbatches).time_s(num_replicas, bandwidth_bytes_per_s);
 }
 
 double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<PlannedStage>& stages,
-                    double bandwidth_bytes_per_s) {
+                    double bandwidth_bytes_per_s, std::int64_t num_microbatches) {
   check_layers(layers, bandwidth_bytes_per_s);
+  check_microbatches(num_microbatches);
   const Problem problem{layers, 0, 0, bandwidth_bytes_per_s};
   double slowest_s = 0;
   std::int64_t next_layer = 0;
@@ -286,7 +313,8 @@ double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<Plan
     if (next_layer > 0)
       slowest_s = std::max(slowest_s, problem.boundary_s(static_cast<std::size_t>(next_layer - 1)));
     slowest_s =
-        std::max(slowest_s, sum_cost(layers, stage).time_s(stage.num_replicas, bandwidth_bytes_per_s));
+        std::max(slowest_s,
+                 sum_cost(layers, stage, num_microbatches).time_s(stage.num_replicas, bandwidth_bytes_per_s));
     next_layer = stage.last_layer + 1;
   }
   if (next_layer != static_cast<std::int64_t>(layers.size())) {
@@ -297,17 +325,19 @@ double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<Plan
 }
 
 Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
-                    double bandwidth_bytes_per_s, bool straight) {
+                    double bandwidth_bytes_per_s, bool straight, std::int64_t num_microbatches) {
   check_layers(layers, bandwidth_bytes_per_s);
+  check_microbatches(num_microbatches);
   if (num_workers < 1 || num_workers > kNumReplicasMax) {
     throw UserError("num_workers is " + std::to_string(num_workers) + "; it must be between 1 and " +
                     std::to_string(kNumReplicasMax));
   }
-  const Problem problem{layers, straight ? 1 : num_workers, num_workers, bandwidth_bytes_per_s};
+  const Problem problem{layers, straight ? 1 : num_workers, num_workers, bandwidth_bytes_per_s,
+                        num_microbatches};
   Partition best;
   best.bottleneck_s = least_bottleneck_s(problem);
   best.stages = smallest_plan(problem, best.bottleneck_s);
-  PD_CHECK(bottleneck_s(layers, best.stages, bandwidth_bytes_per_s) == best.bottleneck_s,
+  PD_CHECK(bottleneck_s(layers, best.stages, bandwidth_bytes_per_s, num_microbatches) == best.bottleneck_s,
            "the plan's bottleneck is not the least feasible one, " << best.bottleneck_s << " s");
   return best;
 }

@@ -42,17 +42,19 @@ struct Partition {
 // model does not have, and as partition() does.
 [[nodiscard]] double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer,
                                   std::int64_t last_layer, std::int64_t num_replicas,
-                                  double bandwidth_bytes_per_s);
+                                  double bandwidth_bytes_per_s, std::int64_t num_microbatches = 1);
 
 // The slowest of a given plan's stages and boundaries (2 C_i). Throws UserError for stages that overlap,
 // leave gaps or do not cover the model, and as partition() does.
 [[nodiscard]] double bottleneck_s(const std::vector<LayerCost>& layers,
-                                  const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s);
+                                  const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
+                                  std::int64_t num_microbatches = 1);
 
 // Throws UserError for no layers, num_workers < 1, a bandwidth that is not positive, a cost that is
 // negative or not finite, weights that are more than their layer's parameters, products that take longer than
 // their layer. straight: every stage has one replica.
 [[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
-                                  double bandwidth_bytes_per_s, bool straight = false);
+                                  double bandwidth_bytes_per_s, bool straight = false,
+                                  std::int64_t num_microbatches = 1);
 
 }  // namespace pipedream

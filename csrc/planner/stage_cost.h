@@ -1,15 +1,17 @@
-// T(i..j, m): what a stage of m replicas takes of a minibatch, by the cost model of partition.h. Pure
-// arithmetic; any thread.
+// T(i..j, m): what a stage of m replicas takes of a minibatch, by the cost model of partition.h. A round is
+// R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
 //
 //   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    both directions of a link in a round: w bytes of parameters
-//                                                 that are pushed as they are, F of one replica's factors
+//                                                 that are pushed as they are, F of one replica's factors,
+//                                                 of R / m minibatches
 //   compute  sum T_l + (m-1) P                    P: what each replica's factors add to the products that
 //                                                 every one of them makes of all
-//   T        max(compute, sync) / m
+//   T        max(compute / m, sync / R)
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "planner/factored_weights.h"
 #include "planner/partition.h"
@@ -21,6 +23,12 @@ struct StageCost {
   double compute_s = 0;
   double parameter_bytes = 0;
   FactoredWeights factored;
+  std::int64_t num_microbatches = 1;  // M
+
+  // R.
+  [[nodiscard]] double minibatches_per_round(std::int64_t num_replicas) const {
+    return static_cast<double>(std::lcm(num_microbatches, num_replicas) / num_microbatches);
+  }
 
   void add(const LayerCost& layer) {
     compute_s += layer.compute_s;
@@ -40,13 +48,15 @@ struct StageCost {
     const FactoredWeights::Sum sum = factored.of(num_replicas);
     const double dense_bytes = std::max(0.0, parameter_bytes - sum.weight_bytes);
     return 4 * (replicas - 1) * dense_bytes / (replicas * bandwidth_bytes_per_s) +
-           2 * (replicas - 1) * sum.factor_bytes / bandwidth_bytes_per_s;
+           2 * (replicas - 1) * (sum.factor_bytes * (minibatches_per_round(num_replicas) / replicas)) /
+               bandwidth_bytes_per_s;
   }
 
   [[nodiscard]] double time_s(std::int64_t num_replicas, double bandwidth_bytes_per_s) const {
     if (num_replicas == 1) return compute_s;  // nothing to synchronise
     const double own_s = compute_s + products_s(num_replicas);
-    return std::max(own_s, sync_s(num_replicas, bandwidth_bytes_per_s)) / static_cast<double>(num_replicas);
+    return std::max(own_s / static_cast<double>(num_replicas),
+                    sync_s(num_replicas, bandwidth_bytes_per_s) / minibatches_per_round(num_replicas));
   }
 };
 

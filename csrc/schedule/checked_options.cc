@@ -13,7 +13,7 @@ namespace {
 constexpr std::array<std::pair<ScheduleKind, std::string_view>, 9> kKindNames = {{
     {ScheduleKind::kPipedream, "pipedream"},
     {ScheduleKind::kVerticalSync, "vertical_sync"},
-    {ScheduleKind::kNaive, "naive"},
+    {ScheduleKind::kUnstashed, "unstashed"},
     {ScheduleKind::k2bw, "2bw"},
     {ScheduleKind::kFlush, "flush"},
     {ScheduleKind::kGpipe, "gpipe"},
@@ -28,6 +28,7 @@ std::optional<ScheduleKind> find_schedule_kind(std::string_view schedule) {
   for (const auto& [kind, name] : kKindNames) {
     if (name == schedule) return kind;
   }
+  if (schedule == "naive") return ScheduleKind::kUnstashed;  // its name before
   return std::nullopt;
 }
 
@@ -88,7 +89,7 @@ bool drains(ScheduleKind kind) {
   switch (kind) {
     case ScheduleKind::kPipedream:
     case ScheduleKind::kVerticalSync:
-    case ScheduleKind::kNaive:
+    case ScheduleKind::kUnstashed:
     case ScheduleKind::k2bw:
       return false;
     case ScheduleKind::kFlush:
@@ -102,12 +103,13 @@ bool drains(ScheduleKind kind) {
 }
 
 std::int64_t common_round(const ScheduleOptions& options) {
-  std::int64_t common = 1;
+  const std::int64_t m = options.num_microbatches;
+  std::int64_t common = m;  // microbatches
   for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
     common = std::lcm(common, num_replicas_of(options, stage));
-    if (common > kMinibatchesPerRoundMax) break;
+    if (common > kMinibatchesPerRoundMax * m) break;
   }
-  return common;
+  return common / m;
 }
 
 }  // namespace pipedream

@@ -17,7 +17,7 @@ namespace pipedream {
 enum class ScheduleKind {
   kPipedream,
   kVerticalSync,
-  kNaive,
+  kUnstashed,
   k2bw,
   kFlush,
   kGpipe,
@@ -40,8 +40,8 @@ enum class ScheduleKind {
 [[nodiscard]] ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
-// The least common multiple of all stages' replica counts; more than kMinibatchesPerRoundMax stands for
-// anything above.
+// The fewest minibatches that give every replica of every stage equally many microbatches; more than
+// kMinibatchesPerRoundMax stands for anything above.
 [[nodiscard]] std::int64_t common_round(const ScheduleOptions& options);
 
 }  // namespace pipedream

@@ -12,8 +12,8 @@ using Fault = std::string;
 
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
-// One stage's part of a list: its counters, and whether an instruction may come next. A microbatch of the
-// replica's has one number here, own minibatch * num_microbatches + microbatch: its item.
+// One stage's part of a list: its counters, and whether an instruction may come next. The replica's own
+// microbatches are counted from the start of the run (Rounds::own_index()): an item is such an index.
 class StageChecker {
  public:
   StageChecker(const ScheduleOptions& options, StageReplica here, std::int64_t num_minibatches);
@@ -24,7 +24,7 @@ class StageChecker {
 
   // Whether backwards of this round are still to be done.
   [[nodiscard]] bool has_backwards_left(std::int64_t round) const {
-    return num_backwarded_ < end_of_round(round) * num_microbatches_;
+    return num_backwarded_ < end_of_round(round);
   }
   [[nodiscard]] StageIndex stage() const { return stage_; }
   [[nodiscard]] std::int64_t versions_live_max() const { return versions_live_max_; }
@@ -41,16 +41,14 @@ class StageChecker {
   [[nodiscard]] std::int64_t num_versions_live(Opcode opcode) const;
   [[nodiscard]] std::int64_t newest_coming() const;
   [[nodiscard]] std::int64_t item_of(const Instruction& instruction) const {
-    return rounds_.own_index(instruction.minibatch) * num_microbatches_ + instruction.microbatch.value();
-  }
-  [[nodiscard]] MinibatchId minibatch_of(std::int64_t item) const {
-    return rounds_.own_minibatch(replica_, item / num_microbatches_);
+    return rounds_.own_index(rounds_.number_of(instruction.minibatch, instruction.microbatch));
   }
   [[nodiscard]] std::string name_of(std::int64_t item) const {  // "minibatch 3 microbatch 0"
-    return "minibatch " + std::to_string(minibatch_of(item).value()) + " microbatch " +
-           std::to_string(item % num_microbatches_);
+    const std::int64_t number = rounds_.own_number(replica_, item);
+    return "minibatch " + std::to_string(rounds_.minibatch_of(number).value()) + " microbatch " +
+           std::to_string(rounds_.microbatch_of(number).value());
   }
-  // Of the replica's own minibatches, those before the round, and those before the next one.
+  // The replica's own items before the round, and before the next one.
   [[nodiscard]] std::int64_t begin_of_round(std::int64_t round) const {
     return std::min(num_own_, (round - rounds_.first_version().value()) * rounds_.own_per_round());
   }
@@ -61,7 +59,7 @@ class StageChecker {
   const ReplicaIndex replica_;
   const Rounds rounds_;
   const std::int64_t num_minibatches_;
-  const std::int64_t num_own_;  // minibatches
+  const std::int64_t num_own_;  // items
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
   const std::int64_t num_kept_;
@@ -126,17 +124,19 @@ Fault StageChecker::check_range(const Instruction& instruction) const {
   if (instruction.minibatch.value() != due) {
     return "an update is of the round that begins with minibatch " + std::to_string(due);
   }
-  if (!is_update && rounds_.replica_of(instruction.minibatch) != replica_) {
-    return "the minibatch is replica " + std::to_string(rounds_.replica_of(instruction.minibatch).value()) +
-           "'s";
-  }
   const std::int64_t end = is_update ? 1 : num_microbatches_;
-  if (instruction.microbatch.value() >= 0 && instruction.microbatch.value() < end) return {};
-  if (is_update) {
-    return "an update is of the whole minibatch, not of microbatch " +
-           std::to_string(instruction.microbatch.value());
+  if (instruction.microbatch.value() < 0 || instruction.microbatch.value() >= end) {
+    if (is_update) {
+      return "an update is of the whole minibatch, not of microbatch " +
+             std::to_string(instruction.microbatch.value());
+    }
+    return "the microbatch does not exist; a minibatch has " + std::to_string(end);
   }
-  return "the microbatch does not exist; a minibatch has " + std::to_string(end);
+  const ReplicaIndex owner =
+      rounds_.replica_of(rounds_.number_of(instruction.minibatch, instruction.microbatch));
+  if (is_update || owner == replica_) return {};
+  return std::string(num_microbatches_ == 1 ? "the minibatch" : "the microbatch") + " is replica " +
+         std::to_string(owner.value()) + "'s";
 }
 
 Fault StageChecker::check_forward(const Instruction& instruction) const {
@@ -153,20 +153,23 @@ Fault StageChecker::check_forward(const Instruction& instruction) const {
     return "at most " + std::to_string(window_) +
            " microbatches may be in flight at the stage, and as many wait for their backward";
   }
-  return check_read(instruction.version, forward_version(options_, stage_, instruction.minibatch));
+  return check_read(instruction.version,
+                    forward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
 }
 
 Fault StageChecker::check_recompute(const Instruction& instruction) const {
   if (!recomputes_) return "the options ask for no recompute at the stage";
   if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
   if (recomputed_) return "the microbatch was already recomputed";
-  return check_read(instruction.version, backward_version(options_, stage_, instruction.minibatch));
+  return check_read(instruction.version,
+                    backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
 }
 
 Fault StageChecker::check_backward(const Instruction& instruction) const {
   if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
   if (recomputes_ && !recomputed_) return "the options ask for a recompute first";
-  return check_read(instruction.version, backward_version(options_, stage_, instruction.minibatch));
+  return check_read(instruction.version,
+                    backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
 }
 
 // What backward and recompute have in common. Only the next one is recomputed: the activations of more
@@ -186,8 +189,8 @@ Fault StageChecker::check_next_backward(const Instruction& instruction) const {
 Fault StageChecker::check_update(const Instruction& instruction) const {
   const std::int64_t round = rounds_.round_of(instruction.minibatch);
   if (round < newest_) return "the update was already done";
-  const std::int64_t before = begin_of_round(round) * num_microbatches_;
-  const std::int64_t num_needed = end_of_round(round) * num_microbatches_ - before;
+  const std::int64_t before = begin_of_round(round);
+  const std::int64_t num_needed = end_of_round(round) - before;
   const std::int64_t num_done = std::clamp<std::int64_t>(num_backwarded_ - before, 0, num_needed);
   if (num_done < num_needed) {
     return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
@@ -219,12 +222,13 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   // The newest, and beside it what an update writes, unless it writes in place.
   const std::int64_t num_newest = opcode == Opcode::kUpdate && num_kept_ > 1 ? 2 : 1;
-  const std::int64_t next_reader = num_backwarded_ / num_microbatches_;
-  if (!stashes_ || next_reader >= num_own_) return num_newest;
-  const auto read_by = [&](std::int64_t own_index) {
-    return forward_version(options_, stage_, rounds_.own_minibatch(replica_, own_index)).value();
+  if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
+  const auto read_by = [&](std::int64_t item) {
+    const std::int64_t number = rounds_.own_number(replica_, item);
+    return forward_version(options_, stage_, rounds_.minibatch_of(number), rounds_.microbatch_of(number))
+        .value();
   };
-  const std::int64_t first = read_by(next_reader);
+  const std::int64_t first = read_by(num_backwarded_);
   const std::int64_t last = std::min(read_by(num_own_ - 1), newest_ - 1);
   const std::int64_t num_own_shard = num_newest + std::max<std::int64_t>(0, last - first + 1);
   if (rounds_.num_replicas == 1) return num_own_shard;
@@ -233,7 +237,7 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
 
 // The newest that other replicas may have written: it is as new as the rounds whose backwards are done here.
 std::int64_t StageChecker::newest_coming() const {
-  return rounds_.first_version().value() + num_backwarded_ / num_microbatches_ / rounds_.own_per_round();
+  return rounds_.first_version().value() + num_backwarded_ / rounds_.own_per_round();
 }
 
 void StageChecker::apply(const Instruction& instruction) {

@@ -1,6 +1,7 @@
 // What check_schedule_options() is made of, and the checks of positions.
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <sstream>
 #include <string>
 
@@ -141,35 +142,29 @@ void check_data_parallel(const ScheduleOptions& options) {
 }
 
 void check_2bw(const ScheduleOptions& options) {
-  std::int64_t upstream_replicas = num_replicas_of(options, StageIndex(0));
+  const std::int64_t m = options.num_microbatches;
   for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
     const std::int64_t in_flight = in_flight_at(options, stage);
     const std::int64_t num_replicas = num_replicas_of(options, stage);
-    if (in_flight > options.num_microbatches / num_replicas) {
-      throw UserError(
-          "num_microbatches is " + std::to_string(options.num_microbatches) + " with in_flight " +
-          std::to_string(in_flight) + " at stage " + std::to_string(stage.value()) +
-          (num_replicas == 1 ? std::string() : " of " + std::to_string(num_replicas) + " replicas") +
-          "; schedule \"2bw\" keeps two versions, so it needs at least as many microbatches");
-    }
-    const bool rises = stage.value() > 0 && in_flight > in_flight_at(options, StageIndex(stage.value() - 1));
-    if (is_replicated(options) && (rises || (in_flight > 1 && upstream_replicas % num_replicas != 0))) {
-      throw UserError("stage " + std::to_string(stage.value()) + " has " + std::to_string(num_replicas) +
-                      " replicas with in_flight " + std::to_string(in_flight) + " below a stage of " +
-                      std::to_string(upstream_replicas) + " with " +
-                      std::to_string(in_flight_at(options, StageIndex(stage.value() - 1))) +
-                      "; schedule \"2bw\", which counts microbatches in flight, would deadlock: use schedule "
-                      "\"pipedream\", or as many replicas at every stage");
-    }
-    upstream_replicas = num_replicas;
+    const std::int64_t own_per_round = std::lcm(m, num_replicas) / num_replicas;
+    if (own_per_round >= in_flight - 1) continue;
+    throw UserError(
+        "num_microbatches is " + std::to_string(m) + " with in_flight " + std::to_string(in_flight) +
+        " at stage " + std::to_string(stage.value()) +
+        (num_replicas == 1 ? std::string() : " of " + std::to_string(num_replicas) + " replicas") +
+        "; schedule \"2bw\" keeps two versions, so an update needs at least " +
+        std::to_string(in_flight - 1) + " microbatches of each replica: use " +
+        std::to_string((in_flight - 1) * num_replicas));
   }
 }
 
 void check_rounds(const ScheduleOptions& options) {
   if (!drains(kind_of(options)) || common_round(options) <= kMinibatchesPerRoundMax) return;
-  throw UserError("the stages' replica counts have a least common multiple above " +
-                  std::to_string(kMinibatchesPerRoundMax) + ", and schedule \"" + options.schedule +
-                  "\" updates once in so many minibatches; give the stages counts that divide each other");
+  throw UserError(
+      "schedule \"" + options.schedule + "\" would update once in more than " +
+      std::to_string(kMinibatchesPerRoundMax) +
+      " minibatches, in which all replicas have equally many microbatches; give the stages replica"
+      " counts that divide each other, or num_microbatches");
 }
 
 void check_replicated(const ScheduleOptions& options) {
@@ -179,10 +174,13 @@ void check_replicated(const ScheduleOptions& options) {
   }
   for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);
-    if (options.first_minibatch.value() % num_replicas == 0) continue;
+    const std::int64_t m = options.num_microbatches;
+    const std::int64_t per_round = std::lcm(m, num_replicas) / m;
+    if (options.first_minibatch.value() % per_round == 0) continue;
     throw UserError("first_minibatch is " + std::to_string(options.first_minibatch.value()) + ", and stage " +
-                    std::to_string(stage.value()) + " has " + std::to_string(num_replicas) +
-                    " replicas; a run starts at a multiple of every stage's");
+                    std::to_string(stage.value()) + " of " + std::to_string(num_replicas) +
+                    " replicas updates once in " + std::to_string(per_round) +
+                    " minibatches; a run starts at a multiple of every stage's");
   }
 }
 

@@ -19,21 +19,23 @@ constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
 Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
   const std::int64_t num_replicas = num_replicas_of(options, stage);
+  const std::int64_t m = options.num_microbatches;
   return {options.first_minibatch.value(), num_replicas,
-          drains(kind_of(options)) ? common_round(options) : num_replicas, options.asynchronous};
+          drains(kind_of(options)) ? common_round(options) : std::lcm(m, num_replicas) / m,
+          options.asynchronous, m};
 }
 
-// By how many rounds of the unit, the stage's or under vertical sync the input stage's, a forward's version
-// is older than the newest that there could be.
+// By how many microbatches of a replica, of the stage or under vertical sync of the input stage, a forward's
+// version is older than the newest that there could be.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (kind_of(options)) {
     case ScheduleKind::kPipedream:
-    case ScheduleKind::kNaive:
+    case ScheduleKind::kUnstashed:
       return in_flight_at(options, stage) - 1;
     case ScheduleKind::kVerticalSync:
       return options.in_flight.front() - 1;
     case ScheduleKind::k2bw:
-      return 1;
+      return make_rounds(options, stage).own_per_round();
     case ScheduleKind::kFlush:
     case ScheduleKind::kGpipe:
     case ScheduleKind::kModelParallel:
@@ -45,28 +47,38 @@ std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
 }
 
 std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
-  return kind_of(options) == ScheduleKind::kNaive ? 0 : forward_delay(options, stage);
+  return kind_of(options) == ScheduleKind::kUnstashed ? 0 : forward_delay(options, stage);
 }
 
-// delay_max: of all reads of these weights, which are kept as long.
-VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, std::int64_t delay,
-                      std::int64_t delay_max) {
+// counted: the stage whose replicas and rounds count the delay. delay_max: of all reads of these weights,
+// which are kept as long.
+VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
+                      std::int64_t delay, std::int64_t delay_max) {
   const Rounds rounds = make_rounds(options, stage);
-  const bool is_by_input = kind_of(options) == ScheduleKind::kVerticalSync;
+  const Rounds counting = make_rounds(options, counted);
   const std::int64_t first = rounds.first_version().value();
   const std::int64_t oldest = options.oldest_version.value_or(rounds.first_version()).value();
-  return {is_by_input ? num_replicas_of(options, StageIndex(0)) : rounds.minibatches_per_round, delay,
-          rounds.minibatches_per_round, std::max(oldest, first - delay_max - options.staleness),
+  const std::int64_t late = (delay_max + counting.own_per_round() - 1) / counting.own_per_round();
+  return {counting.num_replicas,
+          counting.own_per_round(),
+          delay,
+          rounds.microbatches_per_round(),
+          std::max(oldest, first - late - options.staleness),
           options.staleness};
 }
 
+StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
+  return kind_of(options) == ScheduleKind::kVerticalSync ? StageIndex(0) : stage;
+}
+
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
-  return make_rule(options, stage, forward_delay(options, stage), backward_delay(options, stage));
+  return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage),
+                   backward_delay(options, stage));
 }
 
 VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
   const std::int64_t delay = backward_delay(options, stage);
-  return make_rule(options, stage, delay, delay);
+  return make_rule(options, stage, counted_at(options, stage), delay, delay);
 }
 
 // In the owner's rounds. Where the stages read different versions, as vertical sync would there.
@@ -74,11 +86,9 @@ VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
   switch (kind_of(options)) {
     case ScheduleKind::kPipedream:
     case ScheduleKind::kVerticalSync:
-    case ScheduleKind::kNaive: {
+    case ScheduleKind::kUnstashed: {
       const std::int64_t delay = options.in_flight.front() - 1;
-      VersionRule rule = make_rule(options, owner, delay, delay);
-      rule.unit = num_replicas_of(options, StageIndex(0));
-      return rule;
+      return make_rule(options, owner, StageIndex(0), delay, delay);
     }
     case ScheduleKind::k2bw:
     case ScheduleKind::kFlush:
@@ -97,29 +107,37 @@ std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage
   return num_replicas_of(options, stage) > 1 ? (options.staleness + 1) / 2 : 0;
 }
 
+std::int64_t number_of(const ScheduleOptions& options, MinibatchId minibatch, MicrobatchIndex microbatch) {
+  return minibatch.value() * options.num_microbatches + microbatch.value();
+}
+
 MicrobatchOrder order_of(const ScheduleOptions& options) {
   const std::int64_t workers = count_workers(options);
   const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
   return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
 }
 
+// The positions of the order, absent ones counted too, as the microbatches of the stage's rounds.
+Rounds positions_of(const ScheduleOptions& options, StageIndex stage) {
+  Rounds positions = make_rounds(options, stage);
+  positions.num_microbatches = order_of(options).num_positions();
+  return positions;
+}
+
 // The most positions of the order that are forwarded and not yet backwarded at the worker.
 std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
   const StageIndex first_stage = stages_at(options, rank).front();
-  const std::int64_t num_microbatches = options.num_microbatches;
-  const std::int64_t num_in_round = num_microbatches * make_rounds(options, first_stage).own_per_round();
+  const std::int64_t num_in_round = make_rounds(options, first_stage).own_per_round();
   const std::int64_t in_flight = in_flight_at(options, first_stage);
   const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
   switch (kind_of(options)) {
     case ScheduleKind::kPipedream:
     case ScheduleKind::kVerticalSync:
-    case ScheduleKind::kNaive:
-      return (in_flight - 1) * num_microbatches + 1;
+    case ScheduleKind::kUnstashed:
     case ScheduleKind::k2bw:
       return in_flight;
     case ScheduleKind::kFlush:
-      return std::min(num_in_round,
-                      is_replicated(options) ? (in_flight - 1) * num_microbatches + 1 : in_flight);
+      return std::min(num_in_round, in_flight);
     case ScheduleKind::kGpipe:
       return num_in_round;
     case ScheduleKind::kModelParallel:
@@ -127,7 +145,7 @@ std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
       return 1;
     case ScheduleKind::kInterleaved: {
       const MicrobatchOrder order = order_of(options);
-      if (order.num_chunks == 1) return std::min(num_microbatches, num_downstream + 1);
+      if (order.num_chunks == 1) return std::min(num_in_round, num_downstream + 1);
       return 2 * num_downstream + (order.num_chunks - 1) * order.group_size + 1;
     }
   }
@@ -191,6 +209,11 @@ std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options) {
   return rounds;
 }
 
+std::int64_t minibatches_between_drains(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return common_round(options);
+}
+
 bool drains_every_minibatch(const ScheduleOptions& options) {
   check_schedule_options(options);
   return drains(kind_of(options));
@@ -198,7 +221,7 @@ bool drains_every_minibatch(const ScheduleOptions& options) {
 
 bool stashes_versions(const ScheduleOptions& options) {
   check_schedule_options(options);
-  return kind_of(options) != ScheduleKind::kNaive;
+  return kind_of(options) != ScheduleKind::kUnstashed;
 }
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
@@ -206,10 +229,12 @@ std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage)
   return backward_rule(options, stage).num_versions_kept();
 }
 
-WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
+WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch,
+                              MicrobatchIndex microbatch) {
   check_stage(options, stage);
   check_minibatch(minibatch);
-  return forward_rule(options, stage).version_of(minibatch);
+  check_microbatch(options, microbatch);
+  return forward_rule(options, stage).version_of(number_of(options, minibatch, microbatch));
 }
 
 VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage) {
@@ -217,15 +242,19 @@ VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage) {
   return forward_rule(options, stage);
 }
 
-WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
+WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch,
+                               MicrobatchIndex microbatch) {
   check_stage(options, stage);
   check_minibatch(minibatch);
-  return backward_rule(options, stage).version_of(minibatch);
+  check_microbatch(options, microbatch);
+  return backward_rule(options, stage).version_of(number_of(options, minibatch, microbatch));
 }
 
-WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner, MinibatchId minibatch) {
+WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner, MinibatchId minibatch,
+                           MicrobatchIndex microbatch) {
   check_minibatch(minibatch);
-  return tied_rule_of(options, owner).version_of(minibatch);
+  check_microbatch(options, microbatch);
+  return tied_rule_of(options, owner).version_of(number_of(options, minibatch, microbatch));
 }
 
 VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner) {
@@ -240,7 +269,7 @@ std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex o
 std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied) {
   const VersionRule rule = tied_rule_of(options, tied.owner);
   const std::int64_t rounds_between =
-      (num_replicas_of(options, tied.user) + rule.minibatches_per_round - 1) / rule.minibatches_per_round;
+      (num_replicas_of(options, tied.user) + rule.microbatches_per_round - 1) / rule.microbatches_per_round;
   return rule.num_versions_kept() + rounds_between;
 }
 
@@ -296,33 +325,35 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const std::vector<StageIndex> stages = stages_at(options, rank);
   const auto chunk = std::find(stages.begin(), stages.end(), instruction.stage) - stages.begin();
   const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
-  // Positions of the replica's own minibatches. A schedule that drains starts anew in every round, the others
-  // go on counting.
+  // A schedule that drains starts anew in every round, the others go on counting.
+  const Rounds positions = positions_of(options, instruction.stage);
   const bool starts_anew = drains(kind_of(options));
   const std::int64_t num_own =
-      rounds.num_own(instruction.replica, num_minibatches.value_or(kNumMinibatchesMax));
-  const std::int64_t round = rounds.round_of(instruction.minibatch) - rounds.first_version().value();
-  const std::int64_t first_of_round = round * rounds.own_per_round();
-  const std::int64_t end_of_round = std::min(num_own, first_of_round + rounds.own_per_round());
+      positions.num_own(instruction.replica, num_minibatches.value_or(kNumMinibatchesMax));
+  const std::int64_t round = positions.round_of(instruction.minibatch) - positions.first_version().value();
+  const std::int64_t first_of_round = round * positions.own_per_round();
+  const std::int64_t num_absent_at_end = order.num_positions() - 1 - order.last_position();
   const std::int64_t origin = starts_anew ? first_of_round : 0;
-  std::int64_t own_index = rounds.own_index(instruction.minibatch);
-  std::int64_t position = order.backward_position(item);
+  const auto own_index = [&](std::int64_t position) {
+    return positions.own_index(positions.number_of(instruction.minibatch, MicrobatchIndex(position)));
+  };
   if (instruction.opcode == Opcode::kForward) {
-    const std::int64_t forwarded =
-        (own_index - origin) * order.num_positions() + order.forward_position(item);
-    return forwarded < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
+    return own_index(order.forward_position(item)) - origin < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
   }
-  if (instruction.opcode == Opcode::kUpdate) {
-    // As the backward that it follows.
-    const std::int64_t num_delayed = num_rounds_delayed(options, instruction.stage) * rounds.own_per_round();
-    own_index = std::min(num_own, first_of_round + rounds.own_per_round() + num_delayed) - 1;
-    position = order.last_position();
+  std::int64_t backward = 0;
+  if (instruction.opcode == Opcode::kUpdate) {  // as the backward that it follows
+    const std::int64_t num_delayed =
+        num_rounds_delayed(options, instruction.stage) * positions.own_per_round();
+    backward =
+        std::min(num_own, first_of_round + positions.own_per_round() + num_delayed) - 1 - num_absent_at_end;
+  } else {
+    backward = own_index(order.backward_position(item));
   }
   // The body pairs this backward with the forward that takes its place in the window, if there is one.
-  const std::int64_t partner = (own_index - origin) * order.num_positions() + position + num_warm_up;
+  const std::int64_t partner = backward + num_warm_up;
+  const std::int64_t end_of_round = std::min(num_own, first_of_round + positions.own_per_round());
   const bool is_paired =
-      starts_anew ? partner <= (end_of_round - 1 - origin) * order.num_positions() + order.last_position()
-                  : !num_minibatches || partner / order.num_positions() < num_own;
+      starts_anew ? partner < end_of_round - num_absent_at_end : !num_minibatches || partner < num_own;
   return is_paired ? Phase::kSteady : Phase::kCoolDown;
 }
 
@@ -333,6 +364,7 @@ ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std:
   replica_ = replica_at(options_, rank_);
   order_ = order_of(options_);
   rounds_ = make_rounds(options_, first_stage);
+  positions_ = positions_of(options_, first_stage);
   forward_rule_ = forward_rule(options_, first_stage);
   backward_rule_ = backward_rule(options_, first_stage);
   window_ = window_of(options_, rank_);
@@ -377,37 +409,31 @@ void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
                                                   << *num_minibatches_ << ", now " << num_minibatches);
   PD_CHECK(may_set_num_minibatches(num_minibatches),
            "rank " << rank_.value() << ": num_minibatches " << num_minibatches << " is below the "
-                   << num_started() << " already forwarded since minibatch "
+                   << num_forwarded_ << " microbatches already forwarded since minibatch "
                    << options_.first_minibatch.value());
   num_minibatches_ = num_minibatches;
 }
 
 bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const {
   return !num_minibatches_ && num_minibatches >= options_.first_minibatch.value() &&
-         num_minibatches <= kNumMinibatchesMax && rounds_.num_own(replica_, num_minibatches) >= num_started();
-}
-
-std::int64_t ComputeCursor::num_started() const {
-  const std::int64_t num_positions = order_.num_positions();
-  return (num_forwarded_ + num_positions - 1) / num_positions;
+         num_minibatches <= kNumMinibatchesMax &&
+         positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
 }
 
 std::int64_t ComputeCursor::num_own() const {
-  return rounds_.num_own(replica_, num_minibatches_.value_or(2 * kNumMinibatchesMax));
+  return positions_.num_own(replica_, num_minibatches_.value_or(2 * kNumMinibatchesMax));
 }
 
 bool ComputeCursor::is_update_due() const {
   const std::int64_t round = num_updates_ / order_.num_chunks;  // since the start
   const std::int64_t version = rounds_.first_version().value() + round;
   if (num_minibatches_ && version >= rounds_.last_version(replica_, *num_minibatches_).value()) return false;
-  const std::int64_t num_needed = (round + 1 + num_delayed_) * rounds_.own_per_round();
-  return num_backwarded_ >= std::min(num_needed, num_own()) * order_.num_positions();
+  return num_backwarded_ >= std::min((round + 1 + num_delayed_) * positions_.own_per_round(), num_own());
 }
 
 bool ComputeCursor::may_forward() const {
-  const std::int64_t own_index = num_forwarded_ / order_.num_positions();
-  if (num_forwarded_ - num_backwarded_ >= window_ || own_index >= num_own()) return false;
-  return !drains_ || own_index / rounds_.own_per_round() == num_updates_ / order_.num_chunks;
+  if (num_forwarded_ - num_backwarded_ >= window_ || num_forwarded_ >= num_own()) return false;
+  return !drains_ || num_forwarded_ / positions_.own_per_round() == num_updates_ / order_.num_chunks;
 }
 
 Instruction ComputeCursor::update() const {
@@ -422,33 +448,33 @@ Instruction ComputeCursor::update() const {
 }
 
 Instruction ComputeCursor::forward() const {
-  const MinibatchId minibatch = minibatch_at(num_forwarded_);
-  const MicrobatchOrder::Item item = order_.forward_at(num_forwarded_ % order_.num_positions());
+  const std::int64_t number = positions_.own_number(replica_, num_forwarded_);
+  const MinibatchId minibatch = positions_.minibatch_of(number);
+  const MicrobatchOrder::Item item = order_.forward_at(positions_.microbatch_of(number).value());
+  const MicrobatchIndex microbatch(item.microbatch);
   return {Opcode::kForward,
           stage_of(item.chunk),
           minibatch,
-          MicrobatchIndex(item.microbatch),
-          forward_rule_.version_of(minibatch),
+          microbatch,
+          forward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
           {},
           replica_};
 }
 
 Instruction ComputeCursor::recompute_or_backward() const {
-  const MinibatchId minibatch = minibatch_at(num_backwarded_);
-  const MicrobatchOrder::Item item = order_.backward_at(num_backwarded_ % order_.num_positions());
+  const std::int64_t number = positions_.own_number(replica_, num_backwarded_);
+  const MinibatchId minibatch = positions_.minibatch_of(number);
+  const MicrobatchOrder::Item item = order_.backward_at(positions_.microbatch_of(number).value());
+  const MicrobatchIndex microbatch(item.microbatch);
   const StageIndex stage = stage_of(item.chunk);
   const bool recompute_first = must_recompute(stage) && !recomputed_;
   return {recompute_first ? Opcode::kRecompute : Opcode::kBackward,
           stage,
           minibatch,
-          MicrobatchIndex(item.microbatch),
-          backward_rule_.version_of(minibatch),
+          microbatch,
+          backward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
           {},
           replica_};
-}
-
-MinibatchId ComputeCursor::minibatch_at(std::int64_t position) const {
-  return rounds_.own_minibatch(replica_, position / order_.num_positions());
 }
 
 StageIndex ComputeCursor::stage_of(std::int64_t chunk) const {
@@ -461,14 +487,17 @@ bool ComputeCursor::must_recompute(StageIndex stage) const {
 
 // Bounded by the positions of a minibatch: its first forward, and its update, always exist.
 void ComputeCursor::pass_over_absent() {
-  const std::int64_t num_positions = order_.num_positions();
+  if (order_.num_chunks == 1) return;  // there are none
+  const auto item_is_there = [&](std::int64_t index, bool is_forward) {
+    const std::int64_t position = positions_.microbatch_of(positions_.own_number(replica_, index)).value();
+    return order_.exists(is_forward ? order_.forward_at(position) : order_.backward_at(position));
+  };
   while (!is_update_due()) {
     if (may_forward()) {
-      if (order_.exists(order_.forward_at(num_forwarded_ % num_positions))) return;
+      if (item_is_there(num_forwarded_, true)) return;
       ++num_forwarded_;
     } else {
-      if (num_backwarded_ == num_forwarded_) return;
-      if (order_.exists(order_.backward_at(num_backwarded_ % num_positions))) return;
+      if (num_backwarded_ == num_forwarded_ || item_is_there(num_backwarded_, false)) return;
       ++num_backwarded_;
     }
   }

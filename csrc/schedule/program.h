@@ -8,48 +8,48 @@
 //
 // Every schedule without chunks is 1F1B over microbatches with a window: at most W_s of them are forwarded
 // and not yet backwarded at stage s, a forward goes first when the window has room, and the update of a
-// minibatch follows the backward of its last microbatch.
+// minibatch follows the backward of its last microbatch. Microbatches are counted through the run: k is
+// number i m + q for microbatch q of minibatch i.
 //
-//   schedule                      W_s                     minibatch i reads                     versions kept
-//   pipedream                     (n_s - 1) m + 1         max(0, i - n_s + 1)                   n_s
-//   vertical_sync                 (n_s - 1) m + 1         max(0, i - n_0 + 1)                   n_0
-//   naive                         (n_s - 1) m + 1         as pipedream, its backward i          1
-//   2bw, m >= n_0                 n_s                     max(0, i - 1)                         2
-//   flush                         min(m, n_s)             i                                     1
-//   gpipe                         m                       i                                     1
-//   model_parallel                1                       i                                     1
-//   data_parallel, one stage      1                       i                                     1
-//   interleaved                   as Megatron-LM orders   i                                     1
+//   schedule                      W_s             microbatch k reads                      versions kept
+//   pipedream                     n_s             max(0, floor((k - n_s + 1) / m))        1 + ceil((n_s - 1)
+//   / m) vertical_sync                 n_s             max(0, floor((k - n_0 + 1) / m))        1 + ceil((n_0
+//   - 1) / m) unstashed                     n_s             as pipedream, its backward i            1 2bw, m
+//   >= n_s - 1             n_s             max(0, i - 1)                           2 flush min(m, n_s)     i
+//   1 gpipe                         m               i                                       1 model_parallel
+//   1               i                                       1 data_parallel, one stage      1               i
+//   1 interleaved                   as Megatron-LM orders    i                              1
 //
-// flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward no minibatch before the
-// one before it was updated; n_s counts minibatches for the first three and microbatches for 2bw and flush.
-// `interleaved` is the only one whose workers hold several stages: stage s lies at worker s mod W. Inside a
-// worker the backwards of one stage go in the order of its forwards.
+// So with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late. flush, gpipe,
+// model_parallel, data_parallel and interleaved drain: they forward no minibatch before the one before it was
+// updated. `interleaved` is the only one whose workers hold several stages: stage s lies at worker s mod W.
+// Inside a worker the backwards of one stage go in the order of its forwards.
 //
-// Replicas. Minibatch i, all its microbatches, goes to replica i mod r_s of a stage with r_s replicas, which
-// has a program of its own over its own minibatches, in their order. A round is R_s minibatches in a row,
-// and the mean of their gradients is one update: R_s = r_s, one minibatch per replica; where the schedule
-// drains, all stages have the same rounds, R = lcm of all r_s, and what drains is a round (so the numbers are
-// those of plain training with minibatches R times as large). The last round of a run may be short, a mean
-// over those that there are. A version counts rounds; j = floor(i / R_s) is the round of minibatch i.
+// Replicas. Microbatch k goes to replica k mod r_s of a stage with r_s replicas, which has a program of its
+// own over its own microbatches, in their order. A round is R_s minibatches in a row, and the mean of their
+// gradients is one update: R_s = lcm(m, r_s) / m, so that each replica has as many microbatches of it, c_s =
+// R_s m / r_s. Where the schedule drains, all stages have the same rounds, R = lcm(m, all r_s) / m, and what
+// drains is a round; with m a multiple of every r_s it is a minibatch. The last round of a run may be short,
+// a mean over those minibatches that there are. A version counts rounds; j = floor(i / R_s) is the round of
+// minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
 //
 //   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
 //                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
-//   flush, 2 microbatches, stage 1 of 2-1  F0.0 B0.0 F0.1 B0.1 F1.0 B1.0 F1.1 B1.1 U0 | F2.0 ...
+//   flush, 2 microbatches, stage 0 of 2-1: replica 0   F0.0 B0.0 U0 F1.0 ...
+//                                          replica 1   F0.1 B0.1 U0 F1.1 ...
 //
-//   schedule                      minibatch i reads at stage s                  versions kept
-//   pipedream, staleness k        max(0, j - n_s + 1 - k)                       n_s + k
-//   vertical_sync                 floor(max(0, floor(i / r_0) - n_0 + 1)        1 + ceil((n_0 r_0 -
-//                                       r_0 / r_s)                                        gcd(r_0, r_s)) /
-//                                       r_s)
-//   naive                         max(0, j - n_s + 1), its backward j           1
-//   2bw, m >= n_s r_s             max(0, j - 1)                                 2
-//   flush, gpipe, model_parallel, j = floor(i / R)                              1
+//   schedule                      microbatch k reads at stage s                   versions kept
+//   pipedream, staleness x        max(0, floor((k' - n_s + 1) / c_s) - x)         1 + ceil((n_s - 1) / c_s) +
+//   x vertical_sync                 floor(v_0 R_0 / R_s), v_0 = max(0,              1 + ceil(((n_0 - 1) r_0 +
+//   M_0 -
+//                                   floor((floor(k / r_0) - n_0 + 1) / c_0))        gcd(M_0, M_s)) / M_s),
+//                                                                                   M_s = R_s m
+//   unstashed                     as pipedream, its backward j                    1
+//   2bw, c_s >= n_s - 1           max(0, j - 1)                                   2
+//   flush, gpipe, model_parallel, j = floor(i / R)                                1
 //   data_parallel
 //
-// With replicas W_s is min(R m / r_s, (n_s - 1) m + 1) of flush, whose n_s then counts minibatches, and
-// R m / r_s of gpipe. 2bw still counts microbatches, which keeps replicas that have different minibatches
-// from working at the same time; a plan that it would deadlock with is refused.
+// With replicas W_s is min(c_s, n_s) of flush, and c_s of gpipe.
 //
 // Every replica owns a shard of the stage's parameters, which it alone updates: it needs the gradients of all
 // members of the round there, and the others its new version (PUSH and PULL, transfers.h). So the UPDATE of a
@@ -67,10 +67,10 @@
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
 //
-// Where shards are asynchronous (Downpour SGD, NIPS'12; Project Adam, OSDI'14) a replica's minibatch is a
-// round of its own, and its version j + 1 of a shard what the owner had right after it had added this
-// replica's gradient of round j, with whatever others' had come by then. So every list is as static as the
-// others, and no replica waits for another's gradient; what is dynamic is the content alone.
+// Where shards are asynchronous (Downpour SGD, NIPS'12; Project Adam, OSDI'14) a replica's microbatches of a
+// round are a round of its own, and its version j + 1 of a shard what the owner had right after it had added
+// this replica's gradient of round j, with whatever others' had come by then. So every list is as static as
+// the others, and no replica waits for another's gradient; what is dynamic is the content alone.
 //
 // interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
 // W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
@@ -79,7 +79,7 @@
 //   f0.0 f0.1 F0.0 F0.1 | f0.2 B0.0 f0.3 B0.1 F0.2 b0.0 F0.3 b0.1 | B0.2 B0.3 b0.2 b0.3 u0 U0 | f1.0 ...
 //
 // Where recompute is asked for, a RECOMPUTE stands right before its BACKWARD and reads the same version: the
-// one its FORWARD read, or for naive the newest, which is then also what the gradient is computed with.
+// one its FORWARD read, or for unstashed the newest, which is then also what the gradient is computed with.
 //
 // Pure: position -> instruction. The number of minibatches need not be known at the start (an iterable
 // of unknown length): it is set once, at the latest when the first stage would forward a minibatch that does
@@ -120,9 +120,9 @@ struct ScheduleOptions {
   std::vector<TiedStages> ties{};             // ascending, each pair once
   // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
   bool exchanges_norms = false;
-  // Where the run starts: its first minibatch i0, a multiple of every r_s, with version i0 / R_s of the
-  // weights, and the oldest version that is there beside it. Minibatch i reads max(oldest, i - delay) where
-  // the table says max(0, i - delay).
+  // Where the run starts: its first minibatch i0, a multiple of every R_s, with version i0 / R_s of the
+  // weights, and the oldest version that is there beside it. A microbatch reads max(oldest, ...) where the
+  // table says max(0, ...).
   MinibatchId first_minibatch{};
   std::optional<WeightVersion> oldest_version{};  // none: that of the start alone
   std::int64_t staleness = 0;                     // k, in rounds: how much older a version may be
@@ -134,7 +134,7 @@ struct ScheduleOptions {
 
 // Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
 // or above kInFlightMax, num_microbatches < 1 or above kNumMicrobatchesMax, lists and a placement of the
-// wrong length, 2bw with m < n_s r_s anywhere or with replicas that it deadlocks with, data_parallel with
+// wrong length, 2bw with c_s < n_s - 1 anywhere, data_parallel with
 // several stages, stages at ranks other than 0, 1, 2, ... in order, replica by replica (for interleaved stage
 // s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
 // without interleaved, replicas with interleaved, rounds of more than kMinibatchesPerRoundMax,
@@ -163,31 +163,33 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // Where the stages are: options.placement, or what its being empty stands for.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
-// How the stage's minibatches fall on its replicas, and on updates.
+// How the stage's microbatches fall on its replicas, and on updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
+// Before every so many minibatches all rounds of all stages are over: lcm(m, all r_s) / m.
+[[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
 // Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
 // next one starts at any: flush, gpipe, interleaved, model_parallel, data_parallel. Then a norm over all
 // stages can be taken before the updates.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
-// Whether a backward reads what its forward read: all but naive.
+// Whether a backward reads what its forward read: all but unstashed.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options);
 
 // How many weight slots the stage needs: the table's last column.
 [[nodiscard]] std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
-                                            MinibatchId minibatch);
+                                            MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
-                                             MinibatchId minibatch);
+                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 // That is there when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
 // Of a parameter tied across stages, at each of them, forward and backward. It counts the owner's rounds, as
-// the owner updates it: what vertical sync would read at the owner, floor(max(0, floor(i / r_0) - n_0 + 1)
-// r_0 / r_owner) - k, where the stages read different versions, else what the owner reads.
+// the owner updates it: what vertical sync would read at the owner, less the staleness, where the stages read
+// different versions, else what the owner reads.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
-                                         MinibatchId minibatch);
+                                         MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
 // By how many versions the owner may be ahead of what a replica of the user has asked for.
@@ -232,16 +234,14 @@ class ComputeCursor {
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // Of the replica's own minibatches, while their number is unknown without a bound.
+  // Of the replica's own positions, while their number is unknown without a bound.
   [[nodiscard]] std::int64_t num_own() const;
-  [[nodiscard]] std::int64_t num_started() const;  // of the replica's own minibatches
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
   [[nodiscard]] Instruction update() const;
   [[nodiscard]] Instruction forward() const;
   [[nodiscard]] Instruction recompute_or_backward() const;
   [[nodiscard]] StageIndex stage_of(std::int64_t chunk) const;
-  [[nodiscard]] MinibatchId minibatch_at(std::int64_t position) const;
   [[nodiscard]] bool must_recompute(StageIndex stage) const;
   void pass_over_absent();
 
@@ -255,13 +255,14 @@ class ComputeCursor {
   MicrobatchOrder order_;
   // The same at all stages here.
   Rounds rounds_;
+  Rounds positions_;  // of order_, as the microbatches of the rounds
   VersionRule forward_rule_;
   VersionRule backward_rule_;
   std::int64_t window_ = 1;
   bool drains_ = false;
   std::int64_t num_delayed_ = 0;  // rounds by which an update stands later than the backward it needs
 
-  // Positions of order_ since the replica's first minibatch, absent ones counted too.
+  // The replica's own positions since the start, absent ones counted too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here

@@ -1,13 +1,16 @@
-// How the minibatches of a run fall on the replicas of one stage, and on the rounds of which each is one
+// How the microbatches of a run fall on the replicas of one stage, and on the rounds of which each is one
 // update (program.h). Pure arithmetic; any thread.
 //
-//   2 replicas, 7 minibatches      replica 0   0   2   4   6
-//   2 a round                      replica 1     1   3   5
-//                                  round       0 0 1 1 2 2 3     the last has one member
+//   3 replicas, 3 minibatches of 2     minibatch    0     1     2
+//   3 minibatches a round              microbatch   0  1  0  1  0  1
+//                                      number       0  1  2  3  4  5
+//                                      replica      0  1  2  0  1  2
 //
-// A replica counts its own minibatches from the start of the run, and rounds are counted from minibatch 0:
-// round j makes version j + 1 of j. Where shards are asynchronous a replica's part of a round is a round of
-// its own, with versions of its own. Spares, which count on from the replicas, have no minibatches.
+// A microbatch's number counts through the run: minibatch i has the numbers i m to i m + m - 1. Microbatches
+// are dealt to the replicas in turn. A round is as many minibatches as give each replica equally many
+// microbatches. Rounds are counted from minibatch 0: round j makes version j + 1 of j. A replica counts its
+// own microbatches from the start of the run. Where shards are asynchronous a replica's part of a round is a
+// round of its own, with versions of its own. Spares, which count on from the replicas, have no microbatches.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +25,27 @@ namespace pipedream {
 struct Rounds {
   std::int64_t first_minibatch = 0;        // of the run; begins a round
   std::int64_t num_replicas = 1;           // r
-  std::int64_t minibatches_per_round = 1;  // R, a multiple of r
+  std::int64_t minibatches_per_round = 1;  // R; R m is a multiple of r
   bool asynchronous = false;
+  std::int64_t num_microbatches = 1;  // m, of every minibatch
 
-  [[nodiscard]] ReplicaIndex replica_of(MinibatchId minibatch) const {
-    return ReplicaIndex(minibatch.value() % num_replicas);
+  [[nodiscard]] std::int64_t number_of(MinibatchId minibatch, MicrobatchIndex microbatch) const {
+    return minibatch.value() * num_microbatches + microbatch.value();
+  }
+  [[nodiscard]] MinibatchId minibatch_of(std::int64_t number) const {
+    return MinibatchId(number / num_microbatches);
+  }
+  [[nodiscard]] MicrobatchIndex microbatch_of(std::int64_t number) const {
+    return MicrobatchIndex(number % num_microbatches);
+  }
+  [[nodiscard]] ReplicaIndex replica_of(std::int64_t number) const {
+    return ReplicaIndex(number % num_replicas);
   }
   [[nodiscard]] std::int64_t round_of(MinibatchId minibatch) const {
     return minibatch.value() / minibatches_per_round;
+  }
+  [[nodiscard]] std::int64_t microbatches_per_round() const {
+    return minibatches_per_round * num_microbatches;
   }
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
@@ -39,9 +55,9 @@ struct Rounds {
     const std::int64_t end = begin_of(round + 1).value();
     return MinibatchId(num_minibatches ? std::min(end, *num_minibatches) : end);
   }
-  // Whether the replica has a minibatch in the round, where the run ends before minibatch num_minibatches.
+  // Whether the replica has a microbatch in the round, where the run ends before minibatch num_minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
-    return !is_spare(replica) && first_of(replica, round).value() < num_minibatches;
+    return !is_spare(replica) && first_number(replica, round) < num_minibatches * num_microbatches;
   }
   [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
@@ -53,57 +69,91 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // Of one replica.
-  [[nodiscard]] std::int64_t own_per_round() const { return minibatches_per_round / num_replicas; }
-  [[nodiscard]] MinibatchId own_minibatch(ReplicaIndex replica, std::int64_t index) const {
-    return MinibatchId(first_minibatch + replica.value() + index * num_replicas);
+  // Of one replica: microbatches, by their numbers.
+  [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
+  [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
+    return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
   }
-  [[nodiscard]] std::int64_t own_index(MinibatchId minibatch) const {
-    return (minibatch.value() - first_minibatch) / num_replicas;
+  [[nodiscard]] std::int64_t own_index(std::int64_t number) const {
+    return (number - first_minibatch * num_microbatches) / num_replicas;
   }
   [[nodiscard]] std::int64_t num_own(ReplicaIndex replica, std::int64_t num_minibatches) const {
-    const std::int64_t after = num_minibatches - first_minibatch - replica.value();
-    return after <= 0 || is_spare(replica) ? 0 : (after + num_replicas - 1) / num_replicas;
+    return count_from(replica, first_minibatch * num_microbatches + replica.value(),
+                      num_minibatches * num_microbatches);
   }
-  // Its first minibatch of the round, if there are so many.
+  // Whether it is the first, or the last, microbatch of its minibatch at the replica that has it.
+  [[nodiscard]] bool is_first_of_minibatch(MicrobatchIndex microbatch) const {
+    return microbatch.value() < num_replicas;
+  }
+  [[nodiscard]] bool is_last_of_minibatch(MicrobatchIndex microbatch) const {
+    return microbatch.value() + num_replicas >= num_microbatches;
+  }
+  // The minibatch of its first microbatch in the round, if there are so many.
   [[nodiscard]] MinibatchId first_of(ReplicaIndex replica, std::int64_t round) const {
-    return MinibatchId(begin_of(round).value() + replica.value());
+    return minibatch_of(first_number(replica, round));
   }
-  // The rounds in which it has a minibatch, those before the run's first included.
+  // The rounds in which it has a microbatch, those before the run's first included.
   [[nodiscard]] std::int64_t num_begun(ReplicaIndex replica, std::int64_t num_minibatches) const {
-    const std::int64_t after = num_minibatches - replica.value();
-    return after <= 0 || is_spare(replica) ? 0 : (after + minibatches_per_round - 1) / minibatches_per_round;
+    const std::int64_t after = num_minibatches * num_microbatches - replica.value();
+    return after <= 0 || is_spare(replica)
+               ? 0
+               : (after + microbatches_per_round() - 1) / microbatches_per_round();
   }
-  // Its minibatches in the round. While their number is unknown, all that a round may have.
+  // Its microbatches in the round. While the number of minibatches is unknown, all that a round may have.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
-    const std::int64_t after = end_of(round, num_minibatches).value() - first_of(replica, round).value();
-    return after <= 0 || is_spare(replica) ? 0 : (after + num_replicas - 1) / num_replicas;
+    return count_from(replica, first_number(replica, round),
+                      end_of(round, num_minibatches).value() * num_microbatches);
   }
-  // Whether the replica that has the minibatch has none of its round after it. As above.
-  [[nodiscard]] bool is_last_own(MinibatchId minibatch, std::optional<std::int64_t> num_minibatches) const {
-    return minibatch.value() + num_replicas >= end_of(round_of(minibatch), num_minibatches).value();
+  // Whether the replica has no microbatch of the minibatch's round in a later minibatch. As above.
+  [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
+                                   std::optional<std::int64_t> num_minibatches) const {
+    const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
+    const std::int64_t after = number_of(minibatch.next(), MicrobatchIndex(0));
+    const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
+    return next >= end;
+  }
+  // Whether the replica that has the microbatch has none of its round after it. As above.
+  [[nodiscard]] bool is_last_own(std::int64_t number, std::optional<std::int64_t> num_minibatches) const {
+    const std::int64_t end = end_of(round_of(minibatch_of(number)), num_minibatches).value();
+    return number + num_replicas >= end * num_microbatches;
+  }
+
+ private:
+  [[nodiscard]] std::int64_t first_number(ReplicaIndex replica, std::int64_t round) const {
+    return begin_of(round).value() * num_microbatches + replica.value();
+  }
+  // Of the replica's, from its microbatch with this number on and before the end.
+  [[nodiscard]] std::int64_t count_from(ReplicaIndex replica, std::int64_t number, std::int64_t end) const {
+    return end <= number || is_spare(replica) ? 0 : (end - number + num_replicas - 1) / num_replicas;
   }
 };
 
-// Which version a minibatch reads: max(lowest, floor((floor(i / unit) - delay) unit / R) - staleness). The
-// unit is R, in which the stage counts, but that of the input stage under vertical sync.
+// Which version a microbatch reads at a stage whose rounds have M microbatches:
+//
+//   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
+//
+// r replicas and c microbatches of each in a round count the delay: the stage's, and r c = M, but those of
+// the input stage under vertical sync.
 struct VersionRule {
-  std::int64_t unit = 1;
-  std::int64_t delay = 0;
-  std::int64_t minibatches_per_round = 1;
+  std::int64_t num_replicas = 1;            // r
+  std::int64_t own_per_round = 1;           // c
+  std::int64_t delay = 0;                   // microbatches of a replica
+  std::int64_t microbatches_per_round = 1;  // M
   std::int64_t lowest = 0;
   std::int64_t staleness = 0;  // rounds
 
-  [[nodiscard]] WeightVersion version_of(MinibatchId minibatch) const {
-    const std::int64_t delayed = (minibatch.value() / unit - delay) * unit;
-    return WeightVersion(std::max(lowest, delayed / minibatches_per_round - staleness));
+  [[nodiscard]] std::int64_t microbatches_counted() const { return num_replicas * own_per_round; }
+  [[nodiscard]] WeightVersion version_of(std::int64_t number) const {
+    const std::int64_t delayed = (number / num_replicas - delay) / own_per_round * microbatches_counted();
+    return WeightVersion(std::max(lowest, delayed / microbatches_per_round - staleness));
   }
   // From the version that the next backward reads to the one that its update writes. The input stage's rounds
-  // begin up to r_0 - gcd minibatches after the stage's.
+  // begin up to r c - gcd(r c, M) microbatches after the stage's.
   [[nodiscard]] std::int64_t num_versions_kept() const {
-    const std::int64_t num_between = (delay + 1) * unit - std::gcd(unit, minibatches_per_round);
-    return 1 + (num_between + minibatches_per_round - 1) / minibatches_per_round + staleness;
+    const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
+                                     std::gcd(microbatches_counted(), microbatches_per_round);
+    return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
   }
 };
 

@@ -133,12 +133,12 @@ class TransferChecker {
   // Whether a version in the slot of which this one is written is still read at the stage.
   [[nodiscard]] Fault check_overwritten(StageIndex stage, WeightVersion written,
                                         const VersionRule& rule) const {
-    const std::int64_t next_reader = num_backwarded_.at(stage) / options_.num_microbatches;
-    const MinibatchId reader = rounds_.own_minibatch(replica_, next_reader);
+    const std::int64_t reader = rounds_.own_number(replica_, num_backwarded_.at(stage));
+    const MinibatchId minibatch = rounds_.minibatch_of(reader);
     const std::int64_t overwritten = written.value() - rule.num_versions_kept();
-    if (reader.value() >= num_minibatches_ || overwritten < rule.version_of(reader).value()) return {};
+    if (minibatch.value() >= num_minibatches_ || overwritten < rule.version_of(reader).value()) return {};
     return "it overwrites version " + std::to_string(overwritten) + ", which minibatch " +
-           std::to_string(reader.value()) + " still reads";
+           std::to_string(minibatch.value()) + " still reads";
   }
 
   // The same of what the stage owns of ties, where this version of the stage is written or has come.
@@ -153,7 +153,7 @@ class TransferChecker {
 
   // The newest round whose gradient the replica has made, or is not a member of.
   [[nodiscard]] std::int64_t newest_complete() const {
-    const std::int64_t num_own = num_backwarded_.at(stages_.front()) / options_.num_microbatches;
+    const std::int64_t num_own = num_backwarded_.at(stages_.front());
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
       return rounds_.last_version(replica_, num_minibatches_).value() - 1;
     }
@@ -165,7 +165,7 @@ class TransferChecker {
     const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
     const std::int64_t num_own =
         std::min(rounds_.num_own(replica_, num_minibatches_), num_rounds * rounds_.own_per_round());
-    return num_backwarded_.at(stage) < num_own * options_.num_microbatches;
+    return num_backwarded_.at(stage) < num_own;
   }
 
   // The exchange that is under way, in the one order that it has.
@@ -236,7 +236,8 @@ class TransferChecker {
       WeightVersion read = instruction.version;
       // Of a stage that owns ties pulls bring those too.
       if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
-        const WeightVersion tied = tied_version(options_, edge.from.stage, instruction.minibatch);
+        const WeightVersion tied =
+            tied_version(options_, edge.from.stage, instruction.minibatch, instruction.microbatch);
         read = is_tied ? tied : std::max(read, tied);
       }
       if (read <= newest) continue;

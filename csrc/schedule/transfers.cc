@@ -40,15 +40,15 @@ std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& 
   return std::pair(upstream, downstream);
 }
 
-// The replicas that have a minibatch in common.
+// The replicas that have a microbatch in common.
 void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>& edges) {
   const StageIndex downstream = upstream.next();
   const std::int64_t num_upstream = placement.num_replicas(upstream);
   const std::int64_t num_downstream = placement.num_replicas(downstream);
   const std::int64_t num_edges = std::lcm(num_upstream, num_downstream);
-  for (std::int64_t minibatch = 0; minibatch < num_edges; ++minibatch) {
-    const StageReplica from{upstream, ReplicaIndex(minibatch % num_upstream)};
-    const StageReplica to{downstream, ReplicaIndex(minibatch % num_downstream)};
+  for (std::int64_t number = 0; number < num_edges; ++number) {
+    const StageReplica from{upstream, ReplicaIndex(number % num_upstream)};
+    const StageReplica to{downstream, ReplicaIndex(number % num_downstream)};
     edges.push_back({EdgeKind::kActivation, from, to});
     edges.push_back({EdgeKind::kGradient, to, from});
   }
@@ -76,10 +76,10 @@ void add_tie(const ScheduleOptions& options, const Placement& placement, const T
              std::vector<Edge>& edges) {
   const std::int64_t num_owners = placement.num_replicas(tied.owner);
   const std::int64_t num_users = placement.num_replicas(tied.user);
-  for (std::int64_t minibatch = 0; minibatch < std::lcm(num_owners, num_users); ++minibatch) {
+  for (std::int64_t number = 0; number < std::lcm(num_owners, num_users); ++number) {
     edges.push_back({EdgeKind::kTiedGradient,
-                     {tied.user, ReplicaIndex(minibatch % num_users)},
-                     {tied.owner, ReplicaIndex(minibatch % num_owners)}});
+                     {tied.user, ReplicaIndex(number % num_users)},
+                     {tied.owner, ReplicaIndex(number % num_owners)}});
   }
   for (ReplicaIndex owner; owner.value() < num_owners; owner = owner.next()) {
     for (ReplicaIndex user; user.value() < num_users; user = user.next()) {
@@ -89,16 +89,16 @@ void add_tie(const ScheduleOptions& options, const Placement& placement, const T
   }
 }
 
-// The first minibatch that both replicas have: of every one of a replica's, one after num_replicas others.
-MinibatchId first_in_common(const Rounds& one, ReplicaIndex replica, const Rounds& other,
-                            ReplicaIndex other_replica) {
+// The first microbatch that both replicas have, by its number.
+std::int64_t first_in_common(const Rounds& one, ReplicaIndex replica, const Rounds& other,
+                             ReplicaIndex other_replica) {
   for (std::int64_t index = 0; index < other.num_replicas; ++index) {
-    const MinibatchId minibatch = one.own_minibatch(replica, index);
-    if (other.replica_of(minibatch) == other_replica) return minibatch;
+    const std::int64_t number = one.own_number(replica, index);
+    if (other.replica_of(number) == other_replica) return number;
   }
   throw UserError("stage replicas " + std::to_string(replica.value()) + " of " +
                   std::to_string(one.num_replicas) + " and " + std::to_string(other_replica.value()) +
-                  " of " + std::to_string(other.num_replicas) + " have no minibatch in common");
+                  " of " + std::to_string(other.num_replicas) + " have no microbatch in common");
 }
 
 }  // namespace
@@ -128,16 +128,20 @@ EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
   switch (edge.kind) {
     case EdgeKind::kActivation:
     case EdgeKind::kGradient:
-    case EdgeKind::kTiedGradient:
       return {first_in_common(from, edge.from.replica, to, edge.to.replica),
               std::lcm(from.num_replicas, to.num_replicas)};
+    case EdgeKind::kTiedGradient: {
+      const std::int64_t number = first_in_common(from, edge.from.replica, to, edge.to.replica);
+      const std::int64_t stride = std::lcm(from.num_replicas, to.num_replicas);
+      return {from.minibatch_of(number).value(), options.num_microbatches == 1 ? stride : 0};
+    }
     case EdgeKind::kPush:
-      return {from.own_minibatch(edge.from.replica, 0), from.minibatches_per_round};
+      return {from.first_of(edge.from.replica, from.first_version().value()).value(),
+              from.minibatches_per_round};
     case EdgeKind::kPull:
-      return {options.first_minibatch, from.minibatches_per_round};
     case EdgeKind::kNorm:
     case EdgeKind::kTiedVersion:
-      return {options.first_minibatch, from.minibatches_per_round};
+      return {options.first_minibatch.value(), from.minibatches_per_round};
   }
   PD_CHECK(false, "edge kind " << static_cast<int>(edge.kind));
 }
@@ -167,19 +171,19 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
 void Transfers::add_before(const Instruction& computed, std::vector<Instruction>& instructions) const {
   const StageIndex stage = computed.stage;
   const MinibatchId minibatch = computed.minibatch;
+  const std::int64_t number = rounds().number_of(minibatch, computed.microbatch);
   switch (computed.opcode) {
     case Opcode::kForward: {
       if (stage.value() > 0) {
         const StageIndex upstream = upstream_of(stage);
-        const Edge edge{EdgeKind::kActivation, end_at(upstream, minibatch), end_at(stage, minibatch)};
+        const Edge edge{EdgeKind::kActivation, end_at(upstream, number), end_at(stage, number)};
         instructions.push_back(receive(edge, minibatch, computed.microbatch));
       }
-      if (computed.microbatch.value() == 0) add_before_forward(computed, instructions);
-      return;
+      return add_before_forward(computed, instructions);
     }
     case Opcode::kBackward: {
       if (stage == last_stage(options_)) return;
-      const Edge edge{EdgeKind::kGradient, end_at(stage.next(), minibatch), end_at(stage, minibatch)};
+      const Edge edge{EdgeKind::kGradient, end_at(stage.next(), number), end_at(stage, number)};
       instructions.push_back(receive(edge, minibatch, computed.microbatch));
       return;
     }
@@ -192,23 +196,23 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
   }
 }
 
-// Of a minibatch: the versions that it is the first to read.
+// The versions that the microbatch is the first of the replica's to read.
 void Transfers::add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const {
-  const MinibatchId minibatch = forward.minibatch;
-  const std::int64_t own_index = rounds().own_index(minibatch);
+  const std::int64_t number = rounds().number_of(forward.minibatch, forward.microbatch);
+  const std::int64_t own_index = rounds().own_index(number);
   for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
     const TiedStages& tied = options_.ties[tie];
     const VersionRule& rule = tied_rules_[tie];
     if (tied.user != forward.stage) continue;
     WeightVersion newest = newest_read(rule, tied.user, tied.owner, own_index);
-    while (newest < rule.version_of(minibatch)) {
+    while (newest < rule.version_of(number)) {
       newest = newest.next();
       receive_version(tied, newest, instructions);
     }
   }
   if (!exchanges_shards_ || !stashes_) return;
   WeightVersion newest = newest_read(rule_, forward.stage, forward.stage, own_index);
-  while (newest < rule_.version_of(minibatch)) {
+  while (newest < rule_.version_of(number)) {
     newest = newest.next();
     receive_pulls(newest, instructions);
   }
@@ -218,13 +222,13 @@ WeightVersion Transfers::newest_read(const VersionRule& rule, StageIndex reader,
                                      std::int64_t own_index) const {
   const WeightVersion first = rounds_at(updater).first_version();
   if (own_index == 0) return first;
-  return std::max(first, rule.version_of(rounds_at(reader).own_minibatch(replica_, own_index - 1)));
+  return std::max(first, rule.version_of(rounds_at(reader).own_number(replica_, own_index - 1)));
 }
 
 void Transfers::add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const {
   if (exchanges_shards_) {
     const std::int64_t round = rounds().round_of(update.minibatch);
-    if (drains_) send_pushes(round, instructions);
+    if (pushes_before_update(round)) send_pushes(round, instructions);
     if (!options_.asynchronous) receive_pushes(round, instructions);
   }
   if (update.stage == stages_.front()) add_norms(update.minibatch, instructions);
@@ -233,26 +237,24 @@ void Transfers::add_before_update(const Instruction& update, std::vector<Instruc
 void Transfers::add_after(const Instruction& computed, std::vector<Instruction>& instructions) const {
   const StageIndex stage = computed.stage;
   const MinibatchId minibatch = computed.minibatch;
+  const std::int64_t number = rounds().number_of(minibatch, computed.microbatch);
   switch (computed.opcode) {
     case Opcode::kForward: {
       if (stage == last_stage(options_)) return;
-      const Edge edge{EdgeKind::kActivation, end_at(stage, minibatch), end_at(stage.next(), minibatch)};
+      const Edge edge{EdgeKind::kActivation, end_at(stage, number), end_at(stage.next(), number)};
       instructions.push_back(send(edge, minibatch, computed.microbatch));
       return;
     }
     case Opcode::kBackward:
       if (stage.value() > 0) {
         const StageIndex upstream = upstream_of(stage);
-        const Edge edge{EdgeKind::kGradient, end_at(stage, minibatch), end_at(upstream, minibatch)};
+        const Edge edge{EdgeKind::kGradient, end_at(stage, number), end_at(upstream, number)};
         instructions.push_back(send(edge, minibatch, computed.microbatch));
       }
-      if (!is_last_microbatch(computed)) return;
-      for (const auto& [owner, user] : options_.ties) {
-        const Edge edge{EdgeKind::kTiedGradient, end_at(user, minibatch), end_at(owner, minibatch)};
-        if (user == stage) instructions.push_back(send(edge, minibatch));
-        if (owner == stage) instructions.push_back(receive(edge, minibatch));
+      if (rounds().is_last_of_minibatch(computed.microbatch)) add_tied_gradients(computed, instructions);
+      if (exchanges_shards_ && !drains_ && rounds().is_last_own(number, std::nullopt)) {
+        send_pushes(rounds().round_of(minibatch), instructions);
       }
-      if (exchanges_shards_ && !drains_) send_pushes(rounds().round_of(minibatch), instructions);
       return;
     case Opcode::kUpdate:
       for (const TiedStages& tied : options_.ties) {
@@ -267,6 +269,30 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
     case Opcode::kRecv:
       return;
   }
+}
+
+// What each replica of a user has of the minibatch goes to the owner's that has its last microbatch there.
+void Transfers::add_tied_gradients(const Instruction& backward,
+                                   std::vector<Instruction>& instructions) const {
+  const MinibatchId minibatch = backward.minibatch;
+  for (const auto& [owner, user] : options_.ties) {
+    if (owner != backward.stage && user != backward.stage) continue;
+    const std::int64_t end = options_.num_microbatches;
+    for (std::int64_t index = std::max<std::int64_t>(0, end - rounds_at(user).num_replicas); index < end;
+         ++index) {
+      const std::int64_t number = rounds().number_of(minibatch, MicrobatchIndex(index));
+      const Edge edge{EdgeKind::kTiedGradient, end_at(user, number), end_at(owner, number)};
+      const bool is_sent = user == backward.stage && edge.from.replica == replica_;
+      const bool is_received = owner == backward.stage && edge.to.replica == replica_;
+      if (is_sent) instructions.push_back(send(edge, minibatch));
+      if (is_received) instructions.push_back(receive(edge, minibatch));
+    }
+  }
+}
+
+// Whether a replica's part of the last round is short may be known late, and then stands before its update.
+bool Transfers::pushes_before_update(std::int64_t round) const {
+  return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
 }
 
 // Where the number of minibatches is unknown, as if there were no end.
@@ -384,22 +410,19 @@ void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
   if (version) receive_pulls(*version, instructions);
 }
 
-bool Transfers::is_last_microbatch(const Instruction& computed) const {
-  return computed.microbatch.value() + 1 == options_.num_microbatches;
-}
-
 std::size_t Transfers::num_added_max() const {
   // Around an update four to or from every other owner; before a forward the versions since the one before
   // it, which under vertical sync come as those of the input stage do.
   const std::int64_t num_per_replica =
-      std::max<std::int64_t>(4, 2 + rule_.unit / rule_.minibatches_per_round);
+      std::max<std::int64_t>(4, 2 + rule_.microbatches_counted() / rule_.microbatches_per_round);
   std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);
   for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
     const TiedStages& tied = options_.ties[tie];
     const VersionRule& rule = tied_rules_[tie];
     const std::int64_t num_users = rounds_at(tied.user).num_replicas;
-    const std::int64_t num_versions = 2 + (num_users + rule.unit) / rule.minibatches_per_round;
-    num_added += 2 + num_users + num_versions * rounds_at(tied.owner).num_replicas;
+    const std::int64_t num_versions =
+        2 + (num_users + rule.microbatches_counted()) / rule.microbatches_per_round;
+    num_added += 2 + 2 * num_users + num_versions * rounds_at(tied.owner).num_replicas;
   }
   return static_cast<std::size_t>(num_added);
 }
@@ -417,10 +440,10 @@ std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& optio
     const Rounds rounds = rounds_of(options, push.from.stage);
     const Edge pull{EdgeKind::kPull, push.to, push.from};
     std::vector<Instruction>& service = services.emplace_back();
-    for (std::int64_t index = 0; index < rounds.num_own(push.from.replica, num_minibatches); ++index) {
-      const MinibatchId minibatch = rounds.own_minibatch(push.from.replica, index);
-      service.push_back(receive(push, minibatch));
-      service.push_back(send(pull, rounds.begin_of(rounds.round_of(minibatch))));
+    const std::int64_t end = rounds.num_begun(push.from.replica, num_minibatches);
+    for (std::int64_t round = rounds.first_version().value(); round < end; ++round) {
+      service.push_back(receive(push, rounds.first_of(push.from.replica, round)));
+      service.push_back(send(pull, rounds.begin_of(round)));
     }
   }
   return services;

@@ -1,17 +1,18 @@
 // What travels in a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
 // worker computes, and so its whole program. Pure; any thread.
 //
-//   before FORWARD    RECV activation from upstream; of a user, before the first microbatch's, RECV
-//                     tied_version from every replica of the owner: what the minibatch reads, when no
-//                     minibatch of the replica's before it has read it; of a replica, so too, RECV pull from
-//                     every other one
+//   before FORWARD    RECV activation from upstream; of a user, RECV tied_version from every replica of the
+//                     owner: what the microbatch reads, when no microbatch of the replica's before it has
+//                     read it; of a replica, so too, RECV pull from every other one
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
-//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient, of
-//                     an owner, RECV tied_gradient from every user; of a replica, where the schedule does not
-//                     drain, SEND push to every other one
-//   before UPDATE     of a replica, where the schedule drains and if it is a member of the round, SEND push
-//                     to every other one; RECV push from every other member of the round;
+//   after BACKWARD    SEND gradient upstream; after the replica's last microbatch of a minibatch, of a user,
+//                     SEND tied_gradient, of an owner, RECV tied_gradient from every user; after its last
+//                     microbatch of a whole round, where the schedule does not drain, SEND push to every
+//                     other replica
+//   before UPDATE     of a member of the round, where the schedule drains and where its part of the run's
+//                     last round is short, SEND push to every other replica; RECV push from every other
+//                     member of the round;
 //                     where norms are exchanged, before the first UPDATE of the worker's:
 //                     RECV norm from downstream    partial sums, upstream
 //                     SEND norm upstream
@@ -42,14 +43,16 @@
 // schedule drains, else along the replicas of a stage, and are named by the minibatch of the UPDATE. The edge
 // of two stages at one rank has no channel: its items go from hand to hand.
 //
-// Minibatch i goes from replica i mod r_s of stage s to replica i mod r_{s+1} of stage s + 1, so that two
-// replicas have an edge when they have a minibatch in common; so do tied gradients, as the owner's replica
-// adds them to its own of the minibatch. Each replica of the owner sends every replica of a user its shard of
-// a tied version, named by the first minibatch of the owner's round; where replicas reduce together, and each
-// has all of it, replica q of the user has it from replica q mod r. Replicas of a stage take each other's
-// turns as owners of their shards and users of the others': what they push in round j is named by the
-// sender's first minibatch there, j R + its replica, what they pull, version j + 1, by the round's, j R. A
-// member of a round is a replica that has a minibatch in it: all of them but in the last one.
+// The microbatch with number k (rounds.h) goes from replica k mod r_s of stage s to replica k mod r_{s+1} of
+// stage s + 1, so that two replicas have an edge when they have a microbatch in common. So do tied gradients:
+// what a replica of the user has of a minibatch goes to the owner's replica that has its last microbatch
+// there, which adds it to its own of the minibatch. Each replica of the owner sends every replica of a user
+// its shard of a tied version, named by the first minibatch of the owner's round; where replicas reduce
+// together, and each has all of it, replica q of the user has it from replica q mod r. Replicas of a stage
+// take each other's turns as owners of their shards and users of the others': what they push in round j is
+// named by the minibatch of the sender's first microbatch there, what they pull, version j + 1, by the
+// round's first, j R. A member of a round is a replica that has a microbatch in it: all of them but in the
+// last one.
 #pragma once
 
 #include <cstddef>
@@ -67,10 +70,11 @@ namespace pipedream {
 
 // In the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
-// Which minibatches name the items of an edge: first, first + stride, ...
+// What names the items of an edge: a minibatch, or a microbatch by its number (rounds.h), first, first +
+// stride, ...; of a stride of 0, as tied gradients of several microbatches have, any after first.
 struct EdgeItems {
-  MinibatchId first_minibatch;
-  std::int64_t minibatch_stride = 1;
+  std::int64_t first = 0;
+  std::int64_t stride = 1;
 
   friend bool operator==(const EdgeItems&, const EdgeItems&) = default;
 };
@@ -102,7 +106,7 @@ class Transfers {
   void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;
-  // The newest version that the replica has read by its minibatches before the index-th, or started from.
+  // The newest version that the replica has read by its microbatches before the index-th, or started from.
   [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
                                           std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
@@ -113,11 +117,12 @@ class Transfers {
   void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
   // The newest version that the replica has pulled when it has pushed all that it pushes.
   [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
-  // The replica of the stage that has the minibatch.
-  [[nodiscard]] StageReplica end_at(StageIndex stage, MinibatchId minibatch) const {
-    return {stage, rounds_at(stage).replica_of(minibatch)};
+  // The replica of the stage that has the microbatch with this number.
+  [[nodiscard]] StageReplica end_at(StageIndex stage, std::int64_t number) const {
+    return {stage, rounds_at(stage).replica_of(number)};
   }
-  [[nodiscard]] bool is_last_microbatch(const Instruction& computed) const;
+  void add_tied_gradients(const Instruction& backward, std::vector<Instruction>& instructions) const;
+  [[nodiscard]] bool pushes_before_update(std::int64_t round) const;
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round) const;
   [[nodiscard]] const Rounds& rounds() const { return rounds_at(stages_.front()); }
   [[nodiscard]] const Rounds& rounds_at(StageIndex stage) const {

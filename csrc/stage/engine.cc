@@ -7,7 +7,8 @@ namespace pipedream {
 
 namespace {
 
-constexpr std::size_t kNumMinibatchesReserved = std::size_t{1} << 16;  // beyond, the record grows by doubling
+constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1}
+                                                 << 16;  // beyond, the record grows by doubling
 
 WorkKind work_kind_of(Opcode opcode) {
   switch (opcode) {
@@ -93,10 +94,11 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
     made.stage_part = given;
     made.replica = places[part].replica;
     made.rounds = rounds_of(options, given.stage);
+    made.rule = forward_rule_of(options, given.stage);
     PD_CHECK(
         given.slots->newest() == made.rounds.first_version(),
         "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
-    made.versions.reserve(kNumMinibatchesReserved);
+    made.versions.reserve(kNumMicrobatchesReserved);
   }
   if (const auto first = cursor_.current()) doing_ = *first;
 }
@@ -111,6 +113,11 @@ StageEngine::Part& StageEngine::part_of(StageIndex stage) {
 // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): one search for both
 const StageEngine::Part& StageEngine::part_of(StageIndex stage) const {
   return const_cast<StageEngine*>(this)->part_of(stage);
+}
+
+std::size_t StageEngine::own_index(const Part& part, const Instruction& instruction) {
+  return static_cast<std::size_t>(
+      part.rounds.own_index(part.rounds.number_of(instruction.minibatch, instruction.microbatch)));
 }
 
 const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
@@ -289,8 +296,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     case Opcode::kForward:
       // Without stashing the version is not kept for the backward: the update writes over it.
       work.read_slot = stashes_ ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
-      if (instruction.microbatch.value() == 0)
-        part.versions.push_back({instruction.version, instruction.version});
+      part.versions.push_back({instruction.version, instruction.version});
       ++part.num_forwards;
       work.received = std::exchange(part.activation, std::nullopt);
       break;
@@ -299,8 +305,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
       break;
     case Opcode::kBackward:
       work.read_slot = slots.slot_of(instruction.version);
-      part.versions.at(static_cast<std::size_t>(part.rounds.own_index(instruction.minibatch))).backward =
-          instruction.version;
+      part.versions.at(own_index(part, instruction)).backward = instruction.version;
       work.received = std::exchange(part.gradient, std::nullopt);
       break;
     case Opcode::kUpdate:
@@ -363,13 +368,12 @@ std::optional<SlotIndex> StageEngine::release_version() {
   return slots.slot_of(doing_.version);
 }
 
-// The next microbatch may still belong to a minibatch that others are forwarded of.
+// The next microbatches may still read what those before them have read.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
-  const ScheduleOptions& options = cursor_.options();
-  const MinibatchId next =
-      part.rounds.own_minibatch(part.replica, part.num_forwards / options.num_microbatches);
+  const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
+  const MinibatchId next = part.rounds.minibatch_of(number);
   if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
-  return version >= forward_version(options, part.stage_part.stage, next);
+  return version >= part.rule.version_of(number);
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches) {
@@ -382,8 +386,8 @@ void StageEngine::end_of_data(std::int64_t num_minibatches) {
       return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
              channel.edge.to.stage == doing_.stage;
     });
-    PD_CHECK(doing_.microbatch.value() == 0 && !is_told, to_string(doing_));
     Part& part = part_of(doing_.stage);
+    PD_CHECK(part.rounds.is_first_of_minibatch(doing_.microbatch) && !is_told, to_string(doing_));
     if (stashes_) part.stage_part.slots->release(doing_.version);
     part.versions.pop_back();
     --part.num_forwards;

@@ -99,6 +99,7 @@ struct Span {
 // As compute_ns of a completion: the device has yet to do what the caller enqueued; add_compute() follows.
 inline constexpr std::int64_t kComputedLater = -1;
 
+// Of one microbatch.
 struct VersionsRead {
   WeightVersion forward;
   WeightVersion backward;
@@ -133,8 +134,8 @@ class StageEngine {
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
   // been told yet, on the clock of now_ns(); not before the end of the one before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
-  // Instead of completing the FORWARD of a first microbatch at the first stage, or the RECV of a push: there
-  // is no such minibatch, but so many.
+  // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage, or
+  // the RECV of a push: there is no such minibatch, but so many.
   void end_of_data(std::int64_t num_minibatches);
   // Of the run, once that is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
@@ -145,8 +146,8 @@ class StageEngine {
   // tensor it was given. Null when that is not the reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
-  // What forward and backward of each minibatch actually read at one of the worker's stages; backward is
-  // valid for completed ones.
+  // What forward and backward of each microbatch actually read at one of the worker's stages, by the
+  // replica's own from the run's start; backward is valid for completed ones.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
   [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
@@ -167,7 +168,8 @@ class StageEngine {
     StagePart stage_part;
     ReplicaIndex replica;
     Rounds rounds;                       // of the stage
-    std::vector<VersionsRead> versions;  // by the replica's own minibatches, from the first
+    VersionRule rule;                    // of its forwards
+    std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
     // Received for the next forward and the next backward.
     std::optional<ReceivedItem> activation;
@@ -176,6 +178,7 @@ class StageEngine {
 
   [[nodiscard]] Part& part_of(StageIndex stage);
   [[nodiscard]] const Part& part_of(StageIndex stage) const;
+  [[nodiscard]] static std::size_t own_index(const Part& part, const Instruction& instruction);
   [[nodiscard]] const EdgeChannel* find_channel(const Edge& edge) const;
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
   [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;

@@ -118,8 +118,8 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
   options.spec = spec.item;
   options.chunk_bytes = spec.chunk_bytes;
   options.num_items_max = static_cast<std::size_t>(spec.num_items);
-  options.first_minibatch = spec.first_minibatch;
-  options.minibatch_stride = spec.minibatch_stride;
+  options.first_microbatch = spec.first_microbatch;
+  options.microbatch_stride = spec.microbatch_stride;
   options.num_microbatches = spec.num_microbatches;
   options.codec = spec.codec;
   options.num_transfers_kept = spec.num_transfers_kept;

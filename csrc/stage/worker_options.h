@@ -50,15 +50,16 @@ struct ChannelSpec {
   std::uint32_t channel_id = 0;
   ItemSpec item;
   std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
-  MinibatchId first_minibatch{};
-  std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
+  // Of its items' microbatches, counted through the run; a minibatch that is not cut is one microbatch.
+  std::int64_t first_microbatch = 0;
+  std::int64_t num_microbatches = 1;  // of every minibatch
   std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
   bool on_device = true;              // false: items live in host memory on every device
   Codec codec{};                      // of its float tensors
   // The sender writes into the receiver's device memory: nothing is staged. Both ends have found that it can.
   bool places_on_device = false;
   std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
-  std::int64_t minibatch_stride = 1;   // from one of its minibatches to the next
+  std::int64_t microbatch_stride = 1;  // from one of its microbatches to the next; 0: irregular
   std::int64_t num_residuals = 1;      // send: what the codec has left out is kept of so many items, in turn
   // Receive: the items have no slots, post_items() says where in this term each is to land, which lies in the
   // host's memory; and how many places may be posted before their items have begun to come. Empty: slots.

@@ -188,7 +188,9 @@ def simulate_command(
     ],
     schedule: Annotated[
         str,
-        typer.Option(help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel."),
+        typer.Option(
+            help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel."
+        ),
     ] = "pipedream",
     bandwidth: Annotated[
         str | None, typer.Option(help="Of the links between workers; without it the plan's.")
@@ -268,7 +270,7 @@ def trace_command(
     schedule: Annotated[
         str,
         typer.Option(
-            help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel,"
+            help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel,"
             " data_parallel."
         ),
     ] = "pipedream",

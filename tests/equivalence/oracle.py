@@ -13,6 +13,7 @@ from training import (
     Training,
     assert_close_losses,
     assert_close_state,
+    expected_microbatch_versions,
     expected_versions,
     model_of_oracle,
     state_of,
@@ -47,7 +48,7 @@ def assert_equals_reference(
     result, state = farm.results(train, training, num_ranks=training.num_workers, **options)[0]
     losses, expected_state = _expect(training, data)
     assert_same_numbers(result.losses, state, losses, expected_state, relative or tolerance(training.dtype))
-    assert result.versions == _expected_versions(training, len(losses))
+    _assert_versions(training, result, len(losses))
     assert_memory_as_predicted(result)
     return result, state
 
@@ -55,17 +56,20 @@ def assert_equals_reference(
 def _expect(training: Training, data: Any) -> tuple[list[float], State]:
     if data is None:
         result, state = train_by_reference(training)
-        assert result.versions == _expected_versions(training, len(result.losses))
+        _assert_versions(training, result, len(result.losses))
         return result.losses, state
     model = model_of_oracle(training)
     losses = reference.run(model, training.plan, **training.options() | {"data": data}).losses
     return losses, state_of(model)
 
 
-def _expected_versions(training: Training, num_minibatches: int) -> list[list[tuple[int, int]]]:
-    return expected_versions(
-        training.plan, num_minibatches, schedule=training.schedule, staleness=training.staleness
-    )
+def _assert_versions(training: Training, result: Any, num_minibatches: int) -> None:
+    how: dict[str, Any] = {
+        name: getattr(training, name) for name in ("schedule", "staleness", "microbatches")
+    }
+    assert result.versions == expected_versions(training.plan, num_minibatches, **how)
+    expected = expected_microbatch_versions(training.plan, num_minibatches, **how)
+    assert result.microbatch_versions == expected
 
 
 def assert_same_numbers(

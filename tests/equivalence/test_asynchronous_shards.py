@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,8 @@ def _check(result: RunResult, state: State, training: Training, **options: Any) 
         )
     assert_close_losses(result.losses, expected.losses, 1e-9)
     assert_close_state(state, model.state_dict(), 1e-9)
-    wanted = expected_versions(training.plan, len(result.losses), schedule=training.schedule)
+    how: dict[str, Any] = {"schedule": training.schedule, "microbatches": training.microbatches}
+    wanted = expected_versions(training.plan, len(result.losses), **how)
     assert result.versions == expected.versions == wanted
     assert_memory_as_predicted(result)
     _check_orders(result, training)
@@ -56,13 +58,14 @@ def _check_orders(result: RunResult, training: Training) -> None:
         assert len(orders) == (num_replicas if num_replicas > 1 else 0)
         for order in orders:
             for replica in range(num_replicas):
-                num_own = len(range(replica, num_minibatches, num_replicas))
-                assert order.replicas.count(replica) == num_own * len(order.parts)
+                m = training.microbatches
+                num_rounds = len(range(replica, num_minibatches * m, math.lcm(m, num_replicas)))
+                assert order.replicas.count(replica) == num_rounds * len(order.parts)
         assert len(result.updates_read[stage]) == (num_minibatches if num_replicas > 1 else 0)
         for (version, _), (fewest, most) in zip(
             result.versions[stage], result.updates_read[stage], strict=False
         ):
-            assert version <= fewest <= most <= num_minibatches
+            assert version <= fewest <= most <= max(num_minibatches, len(orders[0].replicas))
 
 
 def _train(farm: Farm, training: Training, **options: Any) -> tuple[RunResult, State]:
@@ -93,6 +96,7 @@ def test_data_parallel_replicas_find_the_end_by_themselves(farm: Farm, num_minib
 
 _HOW: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 3, "short_last": False},
+    "microbatches of uneven shares": {"microbatches": 4},
     "adam": {"optimizer": OPTIMIZERS["adam"]},
     "by name": {"optimizer": weight_decay_by_name},
     "whole tensors": {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)},

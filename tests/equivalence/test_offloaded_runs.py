@@ -75,7 +75,8 @@ def _assert_equals_reference(
     assert_close_losses(result.losses, expected.losses, relative)
     assert_close_state(state, expected_state, relative)
     num_minibatches = len(expected.losses)
-    assert result.versions == expected_versions(training.plan, num_minibatches, schedule=training.schedule)
+    how: dict[str, Any] = {"schedule": training.schedule, "microbatches": training.microbatches}
+    assert result.versions == expected_versions(training.plan, num_minibatches, **how)
     assert result.offload == offloaded
     return result
 
@@ -150,7 +151,8 @@ def test_versions_that_are_away_for_long_come_back(
         num_minibatches=13,
         short_last=False,
     )
-    kept = in_flight if schedule == "pipedream" else in_flight[:1] * 2
+    counted = in_flight if schedule == "pipedream" else in_flight[:1] * 2
+    kept = [1 + -(-(count - 1) // microbatches) for count in counted]
     offloaded = [["versions"] if num_versions > 3 else [] for num_versions in kept]
     result = _assert_equals_reference(farm, training, offloaded, "versions")
     for worker, num_versions in zip(result.memory, kept, strict=True):
@@ -222,7 +224,7 @@ def test_autocast_clipping_schedulers_and_uneven_microbatches_change_nothing(
         "transformer",
         2,
         torch.float32,
-        in_flight=(5, 1),
+        in_flight=(13, 1),
         microbatches=4,
         num_minibatches=7,
         short_last=False,

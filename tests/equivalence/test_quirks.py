@@ -223,7 +223,7 @@ def test_a_gradient_that_waits_to_be_sent_is_not_the_memory_of_a_parameters(
     # minibatch 1, so the gradient of the first, which is also the parameter's first, waits while that of the
     # second is added to the parameter's.
     make_model = functools.partial(_model_with_a_shared_gradient, str(tmp_path / "gate"))
-    plan = Plan(Plan.straight(3, 3).stages, in_flight=(3, 3, 1))
+    plan = Plan(Plan.straight(3, 3).stages, in_flight=(7, 7, 1))
     data = [(inputs[:3], targets[:3]) for inputs, targets in _data()]
     _assert_equals_reference(farm, make_model, 3, plan=plan, data=data, microbatches=3)
     assert (tmp_path / "gate").exists()

@@ -38,7 +38,7 @@ from training import (
     train_plainly,
 )
 
-DELAYED = ("pipedream", "vertical_sync", "naive", "2bw")
+DELAYED = ("pipedream", "vertical_sync", "unstashed", "2bw")
 DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
 SCHEDULES = (*DELAYED, *DRAINING)
 _MODELS = ("mlp", "cnn", "transformer", "tied", "tied_apart", "dropout", "lstm", "frozen")

@@ -867,7 +867,7 @@ def test_trace_without_an_output_prints_the_picture_and_writes_no_file(call: Cal
     ("schedule", "title"),
     [
         ("vertical_sync", "vertical_sync: 4 stages, 8 minibatches"),
-        ("naive", "naive: 4 stages, 8 minibatches"),
+        ("naive", "unstashed: 4 stages, 8 minibatches"),
         ("2bw", "2bw: 4 stages, 4 minibatches of 4 microbatches"),
         ("flush", "flush: 4 stages, 2 minibatches of 4 microbatches"),
         ("gpipe", "gpipe: 4 stages, 2 minibatches of 4 microbatches"),
@@ -1042,8 +1042,8 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "4", "--schedule", "interleaved", "--workers", "0"], "--workers is 0: give at least 1"),
         (["--stages", "4", "--workers", "2"], 'only schedule "interleaved" runs several stages at a worker'),
         (
-            ["--stages", "3", "--schedule", "2bw", "--microbatches", "2"],
-            "num_microbatches is 2 with in_flight 3",
+            ["--stages", "4", "--schedule", "2bw", "--microbatches", "2"],
+            "num_microbatches is 2 with in_flight 4",
         ),
         (["--stages", "2", "--microbatches", "0"], "num_microbatches is 0"),
         (["--stages", "2", "--minibatches", "0"], "--minibatches is 0: give at least 1"),

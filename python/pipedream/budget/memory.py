@@ -280,20 +280,20 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
     """Microbatches of one replica that upstream may be in flight by the version that its replicas read: there
     are the gradients of all rounds before it, whoever has them."""
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
-    per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round
+    m = schedule.num_microbatches
+    per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m
     # In one period all is as in any other.
     period = math.lcm(per_round, here, schedule.placement.num_replicas(0))
     is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
     if not is_shared or period > _PERIOD_MAX:
         return _NO_LIMIT
     begin = period * (2 + _core.num_versions_kept(schedule, 0) + _core.num_versions_kept(schedule, stage - 1))
-    begin += -(-schedule.first_minibatch // period) * period
+    begin += -(-schedule.first_minibatch * m // period) * period
 
     def first_open(last: int) -> int:
-        return _core.forward_version(schedule, stage - 1, last) * per_round
+        return _core.forward_version(schedule, stage - 1, *divmod(last, m)) * per_round
 
-    num_minibatches = max((last - first_open(last)) // here + 1 for last in range(begin, begin + period))
-    return schedule.num_microbatches * num_minibatches
+    return max((last - first_open(last)) // here + 1 for last in range(begin, begin + period))
 
 
 def choose_savings(

@@ -30,7 +30,7 @@ class Microbatch:
     weight: float = 1.0
     """Share of the minibatch's loss."""
     is_empty: bool = False
-    """torch.chunk made fewer pieces than microbatches."""
+    """torch.chunk made fewer pieces than microbatches. It counts nothing."""
     uneven_labels: tuple[UnevenLabels, ...] = ()
     """Labels of -100, by which the microbatches of the minibatch may count otherwise than by samples."""
 
@@ -64,6 +64,7 @@ class BatchReader:
         self._weight_fn = weight_fn
         self.ignored_labels = IgnoredLabels()
         self._pieces: list[Microbatch] = []
+        self._minibatch = -1  # of these
         self._early = _NOTHING_EARLY
 
     def read_ahead(self) -> None:
@@ -73,12 +74,13 @@ class BatchReader:
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
         """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
-        if microbatch == 0:
+        if minibatch != self._minibatch:
+            self._minibatch = minibatch
             batch, (early, pieces) = self.source.take(minibatch), self._early
             self._pieces = pieces if batch is early else self._open(minibatch, batch)
             self._early = _NOTHING_EARLY
         if microbatch >= len(self._pieces):
-            return Microbatch(is_empty=True)
+            return Microbatch(weight=0.0, is_empty=True)
         piece = self._pieces[microbatch]
         self._pieces[microbatch] = _HANDED_OUT
         return piece

@@ -4,9 +4,10 @@
                                         length     16   8  | 16   24 | 20   8
     3 is larger: the data end before 2, as if they were over, until there is memory for 4 x 24
 
-A group is read before one of it is handed out: of as many minibatches as all rounds have in common, one
-where no stage has replicas. So no round has a part before and a part after. Every reader sees all minibatches
-whole, so all find the same; of what is forwarded the caller sees it (launch/forwarder.py). Outlives what was
+A group is read before one of it is handed out: as many minibatches as lie between two places where all rounds
+of all stages are over, one where no stage has replicas. So no round has a part before and a part after. Every
+reader sees all minibatches whole, so all find the same; of what is forwarded the caller sees it
+(launch/forwarder.py). Outlives what was
 planned; owned by the worker's compute thread.
 """
 

@@ -17,7 +17,7 @@ import torch
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary, exportable, tensors_of
 from pipedream.model.exchange import TENSORS
-from pipedream.model.microbatch import check_enough, samples_of
+from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import RngStream
 from pipedream.planning.shapes import Shapes
 
@@ -144,37 +144,22 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
 
 
 def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
-    """Raises ValueError for a minibatch with fewer samples than microbatches, as far as that can be known
-    before any is read: in a list, and at the end of what a DataLoader cuts and collates by itself."""
+    """Raises ValueError where all minibatches have fewer samples than microbatches, as far as that is known
+    before any is read: of a list, and of what a DataLoader cuts and collates by itself."""
     if num_microbatches == 1:
         return
+    sizes: list[int | None] = []
     if isinstance(data, (list, tuple)):
-        for minibatch, batch in enumerate(data):
-            count = samples_of(*parts_of(batch, minibatch))
-            check_enough(count, num_microbatches, name="the data", minibatch=minibatch)
-    elif isinstance(data, torch.utils.data.DataLoader):
-        _check_loader(data, num_microbatches)
-
-
-def _check_loader(loader: torch.utils.data.DataLoader[Any], num_microbatches: int) -> None:
-    size = loader.batch_size
-    if size is None or loader.collate_fn is not torch.utils.data.default_collate:
-        return  # its minibatches may have any number of samples
-    if size < num_microbatches:
+        sizes = [samples_of(*parts_of(batch, minibatch)) for minibatch, batch in enumerate(data)]
+    elif (
+        isinstance(data, torch.utils.data.DataLoader) and data.collate_fn is torch.utils.data.default_collate
+    ):
+        sizes = [data.batch_size]
+    known = [size for size in sizes if size is not None]
+    if known and len(known) == len(sizes) and max(known) < num_microbatches:
         raise ValueError(
-            f"data has batch_size={size}, fewer samples than microbatches={num_microbatches}: use fewer"
-            " microbatches or larger minibatches"
-        )
-    try:
-        num_samples = len(loader.sampler)  # type: ignore[arg-type]
-    except TypeError:  # an iterable dataset has no length
-        return
-    num_last = num_samples % size
-    if 0 < num_last < num_microbatches and not loader.drop_last:
-        raise ValueError(
-            f"the last minibatch of data has {num_last} samples ({num_samples} in minibatches of {size}),"
-            f" fewer than microbatches={num_microbatches}: give the DataLoader drop_last=True, or use fewer"
-            " microbatches"
+            f"data has minibatches of {max(known)} samples, fewer than microbatches={num_microbatches}: use"
+            " fewer microbatches or larger minibatches"
         )
 
 

@@ -123,10 +123,9 @@ class FactorChoice:
         return self._run.plan.stages[stage].num_replicas
 
     def _candidates(self, stage: int) -> list[FactorLayer]:
-        options, schedule = self._run.options, self._run.schedule()
-        minibatches = _core.rounds_of(schedule, stage).minibatches_per_round // self._num_replicas(stage)
+        schedule = self._run.schedule()
         rows = self._footprints[stage].factor_rows
-        num_pieces = minibatches * options.microbatches
+        num_pieces = _core.rounds_of(schedule, stage).own_per_round
         return self._layers_of(stage, {name: num_rows * num_pieces for name, num_rows in rows.items()})
 
     def _propose(self, stage: int) -> list[FactorLayer]:

@@ -3,7 +3,7 @@ forwarded to the workers of the first and the last stage.
 
 Where a minibatch is larger than planned this ends the segment of the run (segment.py), as it alone sees all:
 
-    read      a group, as many minibatches as all rounds have in common (minibatch_source.py)
+    read      a group, minibatches after which all rounds are over (minibatch_source.py)
     larger    writes with what the next segment begins, the larger minibatch too, into the run's folder
     end       says on each channel that no more come; who finds that file then knows that it is not the end
     again     when the workers have left, other channels, planned for it
@@ -131,7 +131,7 @@ class _Forwarder(threading.Thread):
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:
         """By index; of what is read before any of it is forwarded."""
-        size = math.lcm(*(stage.num_replicas for stage in self._plan.stages))
+        size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
         while group := dict(itertools.islice(minibatches, size)):
             yield group
@@ -155,7 +155,7 @@ class _Forwarder(threading.Thread):
         )
         self._pulse = Pulse(core, links.peer_timeout_s)
         receivers = set()
-        for channel in data_channels(self._plan, self._forwarded):
+        for channel in data_channels(self._plan, self._forwarded, self._options.microbatches):
             if channel.sender == CALLER:
                 channel.add_to(core, CALLER, self._plan)
                 receivers.add(channel.receiver)
@@ -201,7 +201,9 @@ class _Forwarder(threading.Thread):
             num_replicas = self._replicas_of(channel)
             for replica in range(num_replicas):
                 sent = tensors
-                if minibatch % num_replicas != replica:  # it counts those of the others, and no more
+                first = minibatch * self._options.microbatches
+                if (replica - first) % num_replicas >= self._options.microbatches:
+                    # It has no microbatch of it: it counts those of the others, and no more.
                     sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
                 sent = boundary.sent(sent)
                 self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)

@@ -105,7 +105,9 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
         store, port = host_store()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
-            errors.losses_kept(lambda: board.losses(options.plan.stages[-1].num_replicas)),
+            errors.losses_kept(
+                lambda: board.losses(options.plan.stages[-1].num_replicas, options.microbatches)
+            ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous),
             _trained_weights_told(stages, options, folder),

@@ -103,6 +103,9 @@ def options_table() -> str:
 # Checks.
 
 
+_OLD_NAME = "naive"  # of schedule "unstashed"
+
+
 def _choice_of(*choices: str) -> Callable[[str, Any], None]:
     return lambda name, value: check_choice(name, value, choices)
 
@@ -199,7 +202,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "schedule",
         "a name of [docs/schedules.md](docs/schedules.md)",
         "pipedream",
-        _choice_of(*_core.schedule_names()),
+        _choice_of(*_core.schedule_names(), _OLD_NAME),
         CommandOption("How minibatches and weight versions are ordered."),
     ),
     RunOption(

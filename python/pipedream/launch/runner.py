@@ -125,7 +125,8 @@ def run(
         argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1). Any of
         torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
-        "gpipe", "interleaved", "model_parallel", or "naive" for comparison; docs/schedules.md helps choose.
+        "gpipe", "interleaved", "model_parallel", or "unstashed" (alias "naive"); docs/schedules.md helps
+        choose.
     microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
         are the means over them, weighted by their samples, or by weight_fn.
     weight_fn: (targets) -> what a microbatch counts, with dicts (batch); for a loss that is a mean over
@@ -273,6 +274,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
         **as_they_are
         | {
             "plan": plan,
+            "schedule": _schedule_of(arguments["schedule"]),
             "links": links,
             "autocast": autocast,
             "memory_bytes": None if memory is None else parse_size(memory, "memory"),
@@ -289,6 +291,10 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     check_replicas(options)
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
+
+
+def _schedule_of(name: str) -> str:
+    return "unstashed" if name == "naive" else name
 
 
 def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:

@@ -17,7 +17,6 @@ thread.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -129,8 +128,8 @@ class Segment:
             return {}
         boundary = self._rehearsed.input_boundary
         if boundary is not None and not source.stream.looks_ahead:
-            num_replicas = [stage.num_replicas for stage in run.plan.stages]
-            source.look_ahead(functools.partial(exceeds, boundary), math.lcm(*num_replicas))
+            group_size = _core.minibatches_between_drains(run.schedule())
+            source.look_ahead(functools.partial(exceeds, boundary), group_size)
         self._loop = self._make_loop(source)
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
             report = self._loop.train(lambda: self.what_follows(source) is not None)

@@ -161,10 +161,10 @@ class RunChannel:
     """By which its float tensors travel."""
     edge: _core.Edge | None = None
     """Of the program, whose items it carries; None for every other channel."""
-    first_minibatch: int = 0
-    """Of its items; in no program their number."""
-    minibatch_stride: int = 1
-    """From one of its minibatches to the next."""
+    first_microbatch: int = 0
+    """Of its items, counted through the run; in no program their number."""
+    microbatch_stride: int = 1
+    """From one of its microbatches to the next."""
     num_transfers_kept: int = 0
     """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
     num_residuals: int = 1
@@ -205,8 +205,8 @@ class RunChannel:
             channel_id=self.channel_id,
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,
-            first_minibatch=self.first_minibatch,
-            minibatch_stride=self.minibatch_stride,
+            first_microbatch=self.first_microbatch,
+            microbatch_stride=self.microbatch_stride,
             num_microbatches=self.num_microbatches,
             on_device=self.on_device,
             codec=self.codec,
@@ -237,8 +237,8 @@ class _ChannelList:
         on_device: bool = True,
         codec: str = NO_CODEC,
         edge: _core.Edge | None = None,
-        first_minibatch: int = 0,
-        minibatch_stride: int = 1,
+        first_microbatch: int = 0,
+        microbatch_stride: int = 1,
         num_transfers_kept: int = 0,
         num_residuals: int = 1,
     ) -> None:
@@ -257,8 +257,8 @@ class _ChannelList:
                 on_device,
                 codec,
                 edge,
-                first_minibatch,
-                minibatch_stride,
+                first_microbatch,
+                microbatch_stride,
                 num_transfers_kept,
                 num_residuals,
             )
@@ -307,7 +307,7 @@ def channels_of_run(
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
-    from_caller = [] if forwarded is None else data_channels(plan, forwarded)
+    from_caller = [] if forwarded is None else data_channels(plan, forwarded, schedule.num_microbatches)
     return from_caller + found.channels
 
 
@@ -381,14 +381,14 @@ def _add_edge(
     codec: CodecChoice,
 ) -> None:
     sender, receiver = edge.from_stage, edge.to_stage
-    first_minibatch, minibatch_stride = _core.items_of(schedule, edge)
+    first_microbatch, microbatch_stride = _core.items_of(schedule, edge)
     add = functools.partial(
         found.add,
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         edge=edge,
-        first_minibatch=first_minibatch,
-        minibatch_stride=minibatch_stride,
+        first_microbatch=first_microbatch,
+        microbatch_stride=microbatch_stride,
     )
     if edge.kind == "norm":
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
@@ -399,16 +399,16 @@ def _add_edge(
             ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
             add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
         else:
-            microbatches = _core.num_microbatches_in_flight(schedule, receiver)
-            minibatches = -(-microbatches // schedule.num_microbatches)
-            unsent = max(schedule.in_flight[0], minibatches, 2) + 3
+            # One of each minibatch, of which the owner has a microbatch in flight.
+            in_flight = _core.num_microbatches_in_flight(schedule, receiver)
+            unsent = max(schedule.in_flight[0], in_flight, 2) + 3
             add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
     else:
         upstream = min(sender, receiver)
         activations, gradients = _crossing(boundaries.get(upstream))
         goes_downstream = edge.kind == "activation"
         # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
-        in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, minibatch_stride)
+        in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, microbatch_stride)
         in_flight = _core.num_microbatches_in_flight(schedule, upstream)
         add(
             activations if goes_downstream else gradients,
@@ -420,16 +420,16 @@ def _add_edge(
         )
 
 
-def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, minibatch_stride: int) -> int:
+def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, microbatch_stride: int) -> int:
     """Microbatches, of those that a replica of the stage has in flight: what may be of one edge between
-    stages, as its minibatches come from several replicas in turn, or go to them."""
-    in_flight, m = _core.num_microbatches_in_flight(schedule, stage), schedule.num_microbatches
-    num_neighbours = minibatch_stride // schedule.placement.num_replicas(stage)
-    of_replica = -(-(in_flight + m - 1) // m)  # minibatches
-    of_edge = -(-of_replica // num_neighbours)
+    stages, as its microbatches come from several replicas in turn, or go to them."""
+    in_flight = _core.num_microbatches_in_flight(schedule, stage)
+    num_neighbours = microbatch_stride // schedule.placement.num_replicas(stage)
+    of_edge = -(-in_flight // num_neighbours)
     if _core.drains_every_minibatch(schedule):  # none but those of one round
-        of_edge = min(of_edge, _core.rounds_of(schedule, stage).minibatches_per_round // minibatch_stride)
-    return min(in_flight, of_edge * m)
+        per_round = _core.rounds_of(schedule, stage).minibatches_per_round * schedule.num_microbatches
+        of_edge = min(of_edge, -(-per_round // microbatch_stride))
+    return of_edge
 
 
 def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[int, int]:
@@ -464,14 +464,16 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     return found.channels
 
 
-def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
+def data_channels(plan: Plan, forwarded: ForwardedData, num_microbatches: int = 1) -> list[RunChannel]:
     """The caller's channels, whose channel_ids are the first: the caller knows nothing of the others."""
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free when its last microbatch has been through.
-        rank, slots = plan.placement.rank_of(stage, replica), plan.in_flight[stage] + 1
+        in_flight, replicas = plan.in_flight[stage], plan.stages[stage].num_replicas
+        minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // num_microbatches))
+        rank, slots = plan.placement.rank_of(stage, replica), minibatches + 1
         specs = [*boundaries[channel].tensors, counts]
         name = forwarded_name(channel, replica)
         found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)

@@ -127,8 +127,8 @@ def chunk(
     fewer pieces than asked for (5 samples in 4: 2, 2, 1); a value without samples is repeated for each piece
     of the minibatch's num_samples.
 
-    Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for fewer
-    samples than microbatches and for tensors that disagree in their number of samples; TypeError for an
+    Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for no samples
+    and for tensors that disagree in their number of samples; TypeError for an
     object that hides its samples.
     """
     if num_microbatches == 1:
@@ -180,12 +180,12 @@ def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
 
 
 def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
-    """Raises ValueError for fewer samples than microbatches; None are no samples at all."""
-    if num_samples is not None and num_samples < num_microbatches:
+    """Raises ValueError for a minibatch without samples to cut; None are no samples at all. With fewer
+    samples than microbatches some are empty, which is no mistake of a short last minibatch."""
+    if num_samples == 0 and num_microbatches > 1:
         raise ValueError(
-            f"minibatch {minibatch}: {num_samples} samples in {name}, fewer than microbatches="
-            f"{num_microbatches}: use fewer microbatches or larger minibatches (a DataLoader drops a short "
-            f"last one with drop_last=True)"
+            f"minibatch {minibatch}: no samples in {name}, which cannot be cut into microbatches="
+            f"{num_microbatches}: leave it out, or use microbatches=1"
         )
 
 

@@ -82,10 +82,14 @@ def autocast_left() -> Iterator[dict[str, torch.dtype]]:
             torch.autocast_increment_nesting()
 
 
-def num_steps_in_flight(in_flight: int, num_replicas_first: int, num_replicas_last: int) -> int:
-    """Where no round drains: for how many steps of the scale minibatches are under way that have an older
-    one. in_flight: minibatches at each replica of the first stage."""
-    steps = -(-in_flight * num_replicas_first // num_replicas_last)
+def num_steps_in_flight(
+    in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
+) -> int:
+    """Where no round drains: for how many steps of the scale microbatches are under way that have an older
+    one. in_flight: microbatches at each replica of the first stage. microbatches_per_step: in a row, of one
+    scale."""
+    others = in_flight * num_replicas_first - num_replicas_last
+    steps = 1 + max(0, -(-others // microbatches_per_step))
     # Replicas of the last stage tell each other with its next update what they have heard.
     return steps if num_replicas_last == 1 else steps + 1
 

@@ -60,7 +60,7 @@ class FactoredSum(NamedTuple):
     """Of the gradients of one minibatch: what a backward leaves to the update, which each replica adds to."""
 
 
-def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: int = 1) -> FactoredSum:
+def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
     """Of a stage of these layers. minibatches: that a replica has of a round."""
     found = FactoredSum()
     if num_replicas == 1:

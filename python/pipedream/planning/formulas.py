@@ -14,13 +14,15 @@ from pipedream.planning.stage_links import StageLinks
 __all__ = ["formula_figures", "parameter_bytes_of", "samples_per_s"]
 
 
-def formula_figures(profile: Profile, stages: tuple[Stage, ...], links: StageLinks) -> dict[str, Any]:
+def formula_figures(
+    profile: Profile, stages: tuple[Stage, ...], links: StageLinks, *, microbatches: int = 1
+) -> dict[str, Any]:
     """Of each stage and boundary, as a plan's `predicted` has them."""
     layers = profile.layers
     crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
     return {
         "stage_ms": [
-            _stage_ms(profile, stage, bytes_per_s)
+            _stage_ms(profile, stage, bytes_per_s, microbatches)
             for stage, bytes_per_s in zip(stages, links.replicas, strict=True)
         ],
         "boundary_ms": [
@@ -39,19 +41,21 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
     return rate if math.isfinite(rate) else None
 
 
-def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """T(i..j, m) of the cost model, in milliseconds; with spare shards their round in the place of its own,
-    both directions of a link as there. Weights that go as factors as csrc/planner/stage_cost.h has them."""
+def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: int) -> float:
+    """T(i..j, m) of the cost model, in milliseconds, with rounds of lcm(M, m) / M minibatches of M
+    microbatches; with spare shards their round in the place of its own, both directions of a link as there.
+    Weights that go as factors as csrc/planner/stage_cost.h has them."""
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     factored = factored_sum(layers, replicas)
     compute_ms = sum(layer.compute_ms for layer in layers) + (replicas - 1) * factored.product_ms
     num_bytes = parameter_bytes_of(profile, stage) - factored.weight_bytes
     sync_ms = 4e3 * (replicas - 1) * num_bytes / (replicas * bytes_per_s)
-    sync_ms += 2e3 * (replicas - 1) * factored.factor_bytes / bytes_per_s
+    per_round = math.lcm(microbatches, replicas) // microbatches
+    sync_ms += 2e3 * (replicas - 1) * (factored.factor_bytes * (per_round / replicas)) / bytes_per_s
     if stage.num_spare_shards:
         sync_ms = 2 * round_ms(num_bytes, replicas, stage.num_spare_shards, bytes_per_s)
-    return max(compute_ms, sync_ms) / replicas
+    return max(compute_ms / replicas, sync_ms / per_round)
 
 
 def parameter_bytes_of(profile: Profile, stage: Stage) -> int:

@@ -1,4 +1,4 @@
-"""How many minibatches a replica of each stage may have begun and not finished. Pure; any thread."""
+"""How many microbatches a replica of each stage may have begun and not finished. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
         )
     for stage_index, count in enumerate(in_flight):
         check_whole(f"in_flight[{stage_index}]", count, at_least=1)
-    # A replica of stage s starts (n_s - 1) r_s minibatches before it must see the first one come back;
+    # A replica of stage s starts (n_s - 1) r_s microbatches before it must see the first one come back;
     # where a downstream stage waits for more than upstream ever admits, both wait for ever.
     admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
     for stage_index in range(1, len(stages)):

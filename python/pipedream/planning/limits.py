@@ -129,7 +129,7 @@ class Limits:
             exact = replace(exact, memory_bytes=tuple(left))
         layers_ms = [layer.compute_ms for layer in profile.layers]
         # What time it takes, and on which links, is no matter of these limits.
-        figures = solve_within(layers_ms, profile, num_workers, 1.0, False, exact)[2]
+        figures = solve_within(layers_ms, profile, num_workers, 1.0, False, exact, 1)[2]
         held_bytes = [
             held + more for held, more in zip(figures["stage_memory_bytes"], more_bytes, strict=True)
         ]
@@ -284,6 +284,7 @@ def solve_within(
     bytes_per_s: float,
     straight: bool,
     limits: Limits,
+    microbatches: int,
 ) -> tuple[tuple[Stage, ...], float, dict[str, Any]]:
     """The optimum of the formulas within limits, its bottleneck in seconds, and per stage recompute and
     memory_bytes. Raises ValueError where nothing fits."""
@@ -308,6 +309,7 @@ def solve_within(
         num_replicas=limits.num_replicas,
         num_replicas_max=1 if straight else num_workers,
         factors=core_factors(profile, layers_ms),
+        num_microbatches=microbatches,
     )
     if found is None:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))

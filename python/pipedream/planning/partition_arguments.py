@@ -14,7 +14,7 @@ _SYNCS = ("bsp", "ssp", "asp", "allreduce")
 _COST_MODELS = ("paper", "calibrated")
 CUT_SCHEDULES = ("2bw", "flush", "gpipe")
 """Of microbatches."""
-_SCHEDULES = ("pipedream", "vertical_sync", "naive", "model_parallel", *CUT_SCHEDULES)
+_SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "model_parallel", *CUT_SCHEDULES)
 
 
 def check_partition_arguments(

@@ -89,7 +89,9 @@ def _summary(plan: Plan) -> Iterator[str]:
         parts.append(f"predicted by cost model {plan.cost_model!r}")
     yield ", ".join(parts)
     schedule = plan.predicted.get("schedule")
-    round_of_all = math.lcm(*(stage.num_replicas for stage in plan.stages))
+    microbatches = plan.predicted.get("microbatches")
+    m = microbatches if isinstance(microbatches, int) and microbatches > 0 else 1
+    round_of_all = math.lcm(m, *(stage.num_replicas for stage in plan.stages)) // m
     if schedule in _DRAINING and round_of_all > 1:
         yield f"an update is of {round_of_all} minibatches, a round of all stages' replicas"
     in_phase = in_flight_in_phase(plan.in_flight, plan.stages)

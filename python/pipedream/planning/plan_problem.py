@@ -81,7 +81,8 @@ class PlanProblem:
     # By the paper's formulas.
 
     def formula_figures_of(self, stages: Stages) -> dict[str, Any]:
-        return formula_figures(self.limits.slowed(self.profile, stages), stages, self.links_of(stages))
+        profile = self.limits.slowed(self.profile, stages)
+        return formula_figures(profile, stages, self.links_of(stages), microbatches=self.microbatches or 1)
 
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
         predicted = self.formula_figures_of(stages)
@@ -100,11 +101,12 @@ class PlanProblem:
         """The optimum of the formulas, its bottleneck in seconds, and what limits say of it."""
         from pipedream import _core
 
+        m = self.microbatches or 1
         if self.limits.any:
+            limits = self.limits
             if num_workers != self.num_workers:
-                limits = self.limits.for_workers(num_workers)
-                return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, limits)
-            return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, self.limits)
+                limits = limits.for_workers(num_workers)
+            return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, limits, m)
         found, bottleneck_s = _core.partition(
             [layer_ms / 1e3 for layer_ms in layers_ms],
             [float(layer.activation_bytes) for layer in self.profile.layers],
@@ -113,6 +115,7 @@ class PlanProblem:
             self.bytes_per_s,
             straight,
             core_factors(self.profile, layers_ms),
+            m,
         )
         return tuple(Stage(*stage) for stage in found), bottleneck_s, {}
 
@@ -173,7 +176,7 @@ class PlanProblem:
             links = links.without_latency()
         profile = self.limits.slowed(self.profile, stages)
 
-        def costs_with(minibatches: Sequence[int] | None) -> list[StageCosts]:
+        def costs_with(minibatches: Sequence[float] | None) -> list[StageCosts]:
             return stage_costs(
                 profile,
                 self.runtime,
@@ -185,7 +188,7 @@ class PlanProblem:
 
         costs, drained = costs_with(None), None
         if self.codec:
-            of_round = minibatches_of_round(Plan(stages), "flush")
+            of_round = minibatches_of_round(any_schedule_of(Plan(stages), "flush"))
             drained = costs_with(of_round) if max(of_round) > 1 else None
         predicted = formula_figures(self.profile, stages, links)
         figures: dict[str, Any] = {
@@ -214,8 +217,9 @@ class PlanProblem:
         return figures
 
     def is_allowed(self, stages: Stages) -> bool:
-        if self.schedule == "2bw" and len({stage.num_replicas for stage in stages}) > 1:
-            return False
+        is_equal = len({stage.num_replicas for stage in stages}) == 1
+        if self.schedule == "2bw" and not is_equal and not self.limits.num_replicas:
+            return False  # its own planner's plans, unless replicas are given
         if not self.has_microbatches(stages):
             return False
         if not self.limits.any:

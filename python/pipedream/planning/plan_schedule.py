@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,13 @@ def microbatches_min(plan: Plan, schedule: str) -> int:
     """The fewest that a minibatch can have."""
     if schedule != "2bw":
         return 1
-    return max(n * stage.num_replicas for n, stage in zip(plan.in_flight, plan.stages, strict=True))
+
+    def are_enough(m: int) -> bool:
+        """As every replica has as many of an update as are in flight beside one."""
+        counts = ((n, stage.num_replicas) for n, stage in zip(plan.in_flight, plan.stages, strict=True))
+        return all(math.lcm(m, replicas) // replicas >= n - 1 for n, replicas in counts)
+
+    return next(m for m in itertools.count(1) if are_enough(m))
 
 
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
@@ -32,13 +40,12 @@ def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
-def minibatches_of_round(plan: Plan, schedule: str) -> list[int]:
-    """By stage, that each replica has of a round."""
+def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
+    """By stage, that each replica has of a round: less than 1 where it has some microbatches of one."""
     from pipedream import _core
 
-    options = any_schedule_of(plan, schedule)
-    rounds = [_core.rounds_of(options, index).minibatches_per_round for index in range(plan.num_stages)]
-    return [count // stage.num_replicas for count, stage in zip(rounds, plan.stages, strict=True)]
+    rounds = [_core.rounds_of(options, index) for index in range(options.num_stages)]
+    return [of_stage.own_per_round / of_stage.num_microbatches for of_stage in rounds]
 
 
 def profile_of_rounds(profile: Profile, plan: Plan, schedule: str) -> Profile:
@@ -46,9 +53,9 @@ def profile_of_rounds(profile: Profile, plan: Plan, schedule: str) -> Profile:
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)
-    for stage, count in zip(plan.stages, minibatches_of_round(plan, schedule), strict=True):
+    for stage, count in zip(plan.stages, minibatches_of_round(any_schedule_of(plan, schedule)), strict=True):
         for index in range(stage.first_layer, stage.last_layer + 1):
             weights = layers[index].factors or ()
-            scaled = tuple(one._replace(factor_bytes=count * one.factor_bytes) for one in weights)
+            scaled = tuple(one._replace(factor_bytes=round(count * one.factor_bytes)) for one in weights)
             layers[index] = replace(layers[index], factors=scaled)
     return replace(profile, layers=tuple(layers))

@@ -130,12 +130,6 @@ def _some_counts(num_workers: int) -> list[int]:
 
 
 def _why_none_is_allowed(problem: PlanProblem, starts: Sequence[Stages]) -> str:
-    counts = problem.limits.num_replicas
-    if problem.schedule == "2bw" and len(set(counts)) > 1:
-        return (
-            f"replicas is {list(counts)}, but schedule '2bw' is planned with as many at all stages: give one"
-            " number for all, or another schedule"
-        )
     if starts and not any(map(problem.has_microbatches, starts)):
         given = problem.microbatches is not None
         count = problem.microbatches if given else problem.profile.batch_size

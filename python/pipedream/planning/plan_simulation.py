@@ -26,6 +26,7 @@ from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_schedule import minibatches_of_round
 from pipedream.planning.prediction import boundary_links, simulate_programs
 from pipedream.planning.runtime_costs import costed_for, costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
@@ -276,10 +277,7 @@ def simulate_plan(
         )
     if not factors:
         profile = profile.without_factors()
-    minibatches_of_round = [
-        _core.rounds_of(traced.options, index).minibatches_per_round // stage.num_replicas
-        for index, stage in enumerate(plan.stages)
-    ]
+    of_rounds = minibatches_of_round(traced.options)
     shares = [
         shares_of_a_shard(
             profile.layers[stage.first_layer : stage.last_layer + 1],
@@ -287,7 +285,7 @@ def simulate_plan(
             factors=factors,
             minibatches=of_round,
         )
-        for stage, of_round in zip(plan.stages, minibatches_of_round, strict=True)
+        for stage, of_round in zip(plan.stages, of_rounds, strict=True)
     ]
     transfers = _transfers(plan, profile, stage_links)
     if costs_of(plan) is not None:
@@ -300,7 +298,7 @@ def simulate_plan(
         else:
             simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
     else:
-        times = _stage_times(plan, profile, traced.options, stage_links, shares, minibatches_of_round)
+        times = _stage_times(plan, profile, traced.options, stage_links, shares, of_rounds)
         simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
     return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
 
@@ -399,7 +397,7 @@ def _stage_times(
     schedule: _core.ScheduleOptions,
     links: StageLinks,
     shares: Sequence[SyncedBytes],
-    minibatches: Sequence[int],
+    minibatches: Sequence[float],
 ) -> Sequence[StageTimes]:
     """minibatches: by stage, that a replica has of a round."""
     times = []

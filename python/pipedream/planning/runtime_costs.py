@@ -240,7 +240,7 @@ def stage_costs(
     bytes_per_s: Sequence[float],
     *,
     latency_ms: Sequence[float] | None = None,
-    minibatches: Sequence[int] | None = None,
+    minibatches: Sequence[float] | None = None,
 ) -> list[StageCosts]:
     """Of each stage of a plan, by the calibrated cost model. bytes_per_s, latency_ms: between its replicas;
     the longer latency counts, this or the calibration's. minibatches: that a replica has of a round;

@@ -133,7 +133,7 @@ class _StageBytes(NamedTuple):
         )
         before = profile.layers[stage.first_layer - 1].activation_bytes if index else 0
         replicas = stage.num_replicas
-        minibatches = _core.rounds_of(schedule, index).minibatches_per_round // replicas
+        minibatches = _core.rounds_of(schedule, index).own_per_round / m
         return cls(
             schedule=schedule,
             num_versions=_core.num_versions_kept(schedule, index),

@@ -35,7 +35,7 @@ class SyncedBytes(NamedTuple):
 
 
 def synced_bytes(
-    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: int = 1
+    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: float = 1
 ) -> SyncedBytes:
     """Of a stage of these layers. minibatches: that a replica has of a round."""
     found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
@@ -44,7 +44,7 @@ def synced_bytes(
 
 
 def shares_of_a_shard(
-    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool, minibatches: int
+    layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool, minibatches: float
 ) -> SyncedBytes:
     """The same over what each of both would be without factors."""
     dense = synced_bytes(layers, num_replicas).pulled

@@ -1,11 +1,13 @@
 """Training with asynchronous shards, once it is known in which order each of them has had the gradients.
 
-    a stage's forward    when the version that the minibatch reads is complete, in the order of the replica's
-                         own minibatches
+    a stage's forward    when the version that the microbatch reads is complete, in the order of the replica's
+                         own microbatches
     the backward         when the last stage's forward is done
     a gradient           at each shard when those before it in the shard's order are in it, part by part; each
                          part by an optimizer of its own on all of the stage's parameters, of which the part
                          alone is looked at
+
+A gradient is that of a replica's microbatches of a round, their shares divided by their sum.
 
 A replica's version j + 1 of a part is what the part was right after it had the replica's j-th gradient, and
 where the pipeline drained what it was when it had had all.
@@ -13,9 +15,10 @@ where the pipeline drained what it was when it had had all.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from pipedream.model.boundary import check_loss, map_tensors, to_device
 from pipedream.reference.cuts import cross
 from pipedream.reference.trainer import Trainer, cut
 from pipedream.reference.updates import Updater
+from pipedream.reference.versions import Versions
 
 __all__ = ["AsynchronousTrainer", "AsynchronousWeights", "UpdateOrder"]
 
@@ -66,11 +70,15 @@ class AsynchronousWeights:
         self,
         owned: Sequence[tuple[str, nn.Parameter]],
         make_updater: MakeUpdater,
-        num_replicas: int,
+        versions: Versions,
+        stage_index: int,
         orders: Sequence[UpdateOrder],
         num_minibatches: int,
     ) -> None:
         """orders: by shard; none of a stage without replicas."""
+        num_replicas = versions.num_replicas(stage_index)
+        self._own_per_round = versions.own_per_round(stage_index)
+        self._num_microbatches = num_minibatches * versions.num_microbatches
         if num_replicas == 1:
             whole = [(name, 0, parameter.numel()) for name, parameter in owned]
             orders = [_WholeStage([whole], [0] * num_minibatches)]
@@ -85,27 +93,50 @@ class AsynchronousWeights:
         self._versions = [[first] for _ in range(num_replicas)]
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
-        self._early: dict[int, Gradients] = {}
-        """By minibatch, those that came before one of their replica's earlier ones."""
+        self._early: dict[int, tuple[Gradients, float]] = {}
+        """By microbatch, gradients and shares that came before one of their replica's earlier ones."""
+        self._num_added = [0] * num_replicas
+        self._open: list[tuple[Gradients, float]] = [({}, 0.0)] * num_replicas
+        """By replica, the sums of its round."""
 
     def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
         """The replica's version, where it is complete."""
         missing = self._num_missing[replica]
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 
-    def add(self, minibatch: int, gradients: Gradients) -> None:
-        """In any order: a replica makes its backwards in the order of its minibatches, wherever else they may
-        have been done in another."""
-        self._early[minibatch] = gradients
+    def add(self, number: int, gradients: Gradients, share: float) -> None:
+        """Of a microbatch, counted through the run, in any order: a replica makes its backwards in the order
+        of its microbatches, wherever else they may have been done in another."""
+        self._early[number] = gradients, share
         num_replicas = len(self._gradients)
-        replica = minibatch % num_replicas
-        while (following := len(self._gradients[replica]) * num_replicas + replica) in self._early:
-            self._gradients[replica].append(self._early.pop(following))
-            self._versions[replica].append({n: p.detach().clone() for n, p in self._parameters.items()})
-            self._num_missing[replica].append(self._num_parts)
+        replica = number % num_replicas
+        while (following := self._num_added[replica] * num_replicas + replica) in self._early:
+            self._add_next(replica, *self._early.pop(following))
+            is_last = following + num_replicas >= self._num_microbatches
+            if is_last or self._num_added[replica] % self._own_per_round == 0:
+                self._end_round(replica)
         for shard in self._shards:
             while self._apply_next(shard):
                 pass
+
+    def _add_next(self, replica: int, gradients: Gradients, share: float) -> None:
+        self._num_added[replica] += 1
+        sums, share_sum = self._open[replica]
+        self._open[replica] = (
+            {name: _sum(sums.get(name), gradient) for name, gradient in gradients.items()},
+            share_sum + share,
+        )
+
+    def _end_round(self, replica: int) -> None:
+        sums, share_sum = self._open[replica]
+        self._open[replica] = {}, 0.0
+        # A single microbatch is divided by nothing, so that it is plain training to the last bit.
+        divisor = share_sum or 1.0
+        self._gradients[replica].append(
+            {n: g if g is None or divisor == 1.0 else g / divisor for n, g in sums.items()}
+        )
+        self._versions[replica].append({n: p.detach().clone() for n, p in self._parameters.items()})
+        self._num_missing[replica].append(self._num_parts)
 
     def _apply_next(self, shard: _Shard) -> bool:
         """False: it is another's turn, or all are done."""
@@ -159,33 +190,38 @@ class AsynchronousWeights:
 
 @dataclass
 class _Flight:
-    """A minibatch that has not been backwarded."""
+    """A microbatch that has not been backwarded."""
 
     minibatch: int
-    values: list[Any]
-    """By microbatch: what its next stage gets."""
-    targets: list[Any]
-    shares: list[float]
+    microbatch: int
+    value: Any
+    """What its next stage gets."""
+    targets: Any
+    share: float
+    """Of its minibatch."""
+    is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
     """By the parameter's id, of the stages that have forwarded it."""
     num_stages_done: int = 0
 
 
 class AsynchronousTrainer(Trainer):
-    """Trains all minibatches, whichever can be."""
+    """Trains all microbatches, whichever can be."""
 
     def train_all(
         self, batches: Iterable[tuple[Any, Any]], weights: Sequence[AsynchronousWeights]
     ) -> list[float]:
         """weights: by stage. The losses, by minibatch."""
-        flights = [self._flight(minibatch, *batch) for minibatch, batch in enumerate(batches)]
-        self.versions_read = [[(0, 0)] * len(flights) for _ in self._stages]
-        losses = [0.0] * len(flights)
+        of_minibatches = [self._flights(minibatch, *batch) for minibatch, batch in enumerate(batches)]
+        num_minibatches, m = len(of_minibatches), self._num_microbatches
+        self.microbatch_versions = [[[(0, 0)] * m for _ in range(num_minibatches)] for _ in self._stages]
+        losses = [0.0] * num_minibatches
         num_forwarded = [[0] * len(stage.buffers) for stage in self._stages]
-        for first, end in itertools.pairwise([0, *self._versions.drained_at, len(flights)]):
+        for first, end in itertools.pairwise([0, *self._versions.drained_at, num_minibatches]):
             for of_stage in weights:
                 of_stage.drain()
-            self._train_some(flights[first:end], weights, num_forwarded, losses)
+            flights = list(itertools.chain(*of_minibatches[first:end]))
+            self._train_some(flights, weights, num_forwarded, losses)
         for of_stage, stage in zip(weights, self._stages, strict=True):
             of_stage.finish()
             stage.buffers.average()
@@ -207,19 +243,26 @@ class AsynchronousTrainer(Trainer):
                 ):
                     pass
                 if flight.num_stages_done == len(self._stages):
-                    losses[flight.minibatch] = self._backward(flight, weights)
+                    losses[flight.minibatch] += self._backward(flight, weights)
                 else:
                     left.append(flight)
             assert len(left) < len(flights), "the orders cannot have been those of a run"
             flights = left
 
-    def _flight(self, minibatch: int, inputs: Any, targets: Any) -> _Flight:
+    def _flights(self, minibatch: int, inputs: Any, targets: Any) -> list[_Flight]:
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)
         values = [to_device(piece, self._device) for piece, _ in pieces]
         if len(self._stages) > 1:
             values = [map_tensors(Tensor.clone, value) for value in values]
         on_device = [to_device(piece_targets, self._device) for _, piece_targets in pieces]
-        return _Flight(minibatch, values, on_device, self._shares(inputs, targets, pieces, minibatch))
+        made = [
+            _Flight(minibatch, microbatch, *of_piece, is_empty=False)
+            for microbatch, of_piece in enumerate(
+                zip(values, on_device, self._shares(inputs, targets, pieces, minibatch), strict=True)
+            )
+        ]
+        absent = range(len(made), self._num_microbatches)
+        return [*made, *(_Flight(minibatch, microbatch, None, None, 0.0, True) for microbatch in absent)]
 
     def _forward_next(
         self,
@@ -228,56 +271,68 @@ class AsynchronousTrainer(Trainer):
         num_forwarded: list[list[int]],
     ) -> bool:
         """At the flight's next stage. False: it cannot be yet."""
-        stage_index, minibatch = flight.num_stages_done, flight.minibatch
+        stage_index, minibatch, microbatch = flight.num_stages_done, flight.minibatch, flight.microbatch
         stage = self._stages[stage_index]
-        own_index, replica = divmod(minibatch, len(stage.buffers))
-        version = self._versions.of_forward(stage_index, minibatch)
+        own_index, replica = divmod(minibatch * self._num_microbatches + microbatch, len(stage.buffers))
+        version = self._versions.of_forward(stage_index, minibatch, microbatch)
         content = weights[stage_index].find(replica, version)
         if num_forwarded[stage_index][replica] < own_index or content is None:
             return False
         num_forwarded[stage_index][replica] += 1
-        self.versions_read[stage_index][minibatch] = (version, version)
-        names = weights[stage_index].names
-        for name, parameter in zip(names, stage.parameters, strict=True):
-            flight.leaves[id(parameter)] = content[name].clone().requires_grad_()
-        stage.begin(minibatch)
-        with self._bound(flight.leaves):
-            for index, crossing in enumerate(flight.values):
-                value = crossing
+        self.microbatch_versions[stage_index][minibatch][microbatch] = (version, version)
+        stage.use(replica)
+        if not flight.is_empty:
+            names = weights[stage_index].names
+            for name, parameter in zip(names, stage.parameters, strict=True):
+                flight.leaves[id(parameter)] = content[name].clone().requires_grad_()
+            with self._bound(flight.leaves):
+                value = flight.value
                 if stage_index > 0 and self._across_cut is not None:
-                    value = cross(crossing, stage_index - 1, stage_index, self._across_cut)
-                at = (minibatch, index)
-                value = stage.forward_on_copies(value, flight.targets[index], at)
+                    value = cross(value, stage_index - 1, stage_index, self._across_cut)
+                at = (minibatch, microbatch)
+                value = stage.forward_on_copies(value, flight.targets, at)
                 is_last = stage_index + 1 == len(self._stages)
-                flight.values[index] = value if is_last else stage.seeding_backward(value, at)
-        if stage.statistics is not None:
+                flight.value = value if is_last else stage.seeding_backward(value, at)
+        if stage.statistics is not None and microbatch + len(stage.buffers) >= self._num_microbatches:
             stage.statistics.update()
         flight.num_stages_done += 1
         return True
 
     def _backward(self, flight: _Flight, weights: Sequence[AsynchronousWeights]) -> float:
-        """Gives all stages their gradients. The loss."""
-        loss_sum = 0.0
-        with self._bound(flight.leaves), self._statistics_kept():
-            for index, (value, share) in enumerate(zip(flight.values, flight.shares, strict=True)):
-                if share == 0:
-                    continue  # its loss may be NaN, a mean over nothing
-                loss = check_loss(value, flight.minibatch)
-                loss_sum += loss.item() * share
-                counted = loss if self._num_microbatches == 1 else loss * share
-                self._stages[-1].seed_backward((flight.minibatch, index))
+        """Gives all stages their gradients. What the microbatch adds to the loss."""
+        loss_value = 0.0
+        if flight.share > 0:  # else its loss may be NaN, a mean over nothing
+            self._use_replicas(flight.minibatch, flight.microbatch)
+            with self._bound(flight.leaves), self._statistics_kept():
+                loss = check_loss(flight.value, flight.minibatch)
+                loss_value = loss.item() * flight.share
+                counted = loss if self._num_microbatches == 1 else loss * flight.share
+                self._stages[-1].seed_backward((flight.minibatch, flight.microbatch))
                 counted.backward()  # type: ignore[no-untyped-call]
+        number = flight.minibatch * self._num_microbatches + flight.microbatch
         for of_stage, stage in zip(weights, self._stages, strict=True):
             gradients = {
-                name: stage.gradient_of(parameter, flight.leaves[id(parameter)])
+                name: stage.gradient_of(parameter, flight.leaves[id(parameter)]) if flight.leaves else None
                 for name, parameter in zip(of_stage.names, stage.parameters, strict=True)
             }
-            of_stage.add(flight.minibatch, gradients)
-        return loss_sum
+            of_stage.add(number, gradients, flight.share)
+        return loss_value
+
+    @contextlib.contextmanager
+    def _bound(self, leaves: Mapping[int, Tensor]) -> Iterator[None]:
+        self._bind(leaves)
+        try:
+            yield
+        finally:
+            self._unbind()
 
 
 def _copies(owned: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     return [(name, copy.deepcopy(parameter)) for name, parameter in owned]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if other is None else other if one is None else one + other
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -31,14 +31,13 @@ def check_microbatches(
     check_count("microbatches", microbatches)
     if schedule != "2bw":
         return
-    needed = [held * replicas for held, replicas in zip(in_flight, num_replicas, strict=True)]
-    most = max(needed)
-    if microbatches < most:
-        stage = "the first stage" if needed[0] == most else f"stage {needed.index(most)}"
-        raise ValueError(
-            f"microbatches is {microbatches}, but schedule '2bw' has {most} of them in flight at {stage}: use"
-            f" microbatches={most} or more"
-        )
+    for stage, (held, replicas) in enumerate(zip(in_flight, num_replicas, strict=True)):
+        own_per_round = math.lcm(microbatches, replicas) // replicas
+        if own_per_round < held - 1:
+            raise ValueError(
+                f"microbatches is {microbatches}, but schedule '2bw' has {held} of them in flight at stage"
+                f" {stage}: use microbatches={(held - 1) * replicas} or more"
+            )
 
 
 def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:
@@ -99,9 +98,9 @@ def check_sync_every(
         )
 
 
-def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int]) -> None:
+def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], microbatches: int) -> None:
     """Raises ValueError for boundaries inside of a round, and for those that are not in order."""
-    multiple = math.lcm(*num_replicas)
+    multiple = math.lcm(microbatches, *num_replicas) // microbatches
     for minibatch in drained_at:
         check_whole("drained_at", minibatch, at_least=0)
         if minibatch % multiple != 0:

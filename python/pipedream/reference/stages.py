@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,17 @@ class Stage:
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
     """Of the last stage, whose output is the loss."""
-    statistics: MinibatchStatistics | None
-    """With several microbatches per minibatch."""
+    statistics_of: Sequence[MinibatchStatistics]
+    """By replica, with several microbatches per minibatch; else none."""
     updaters: list[Updater]
     """One, or one of each replica, with parameters of its own."""
     buffers: ReplicaBuffers
+    replica: int = 0
+    """That computes what comes next."""
+
+    @property
+    def statistics(self) -> MinibatchStatistics | None:
+        return self.statistics_of[self.replica] if self.statistics_of else None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -56,9 +62,9 @@ class Stage:
             raise frozen_meanwhile(next(name for name, other in named if other is parameter))
         return leaf.grad
 
-    def updater_of(self, minibatch: int) -> Updater:
-        """Which has the weights that the minibatch reads, and takes its gradients."""
-        return self.updaters[minibatch % len(self.updaters)]
+    def updater_of(self, replica: int) -> Updater:
+        """Which has the weights that the replica reads, and takes its gradients."""
+        return self.updaters[replica % len(self.updaters)]
 
     @torch.no_grad()
     def average(self) -> None:
@@ -70,8 +76,10 @@ class Stage:
             for parameter in copies:
                 parameter.copy_(mean)
 
-    def begin(self, minibatch: int) -> None:
-        self.buffers.use(minibatch)
+    def use(self, replica: int) -> None:
+        """What comes next is the replica's."""
+        self.replica = replica
+        self.buffers.use(replica)
 
     def seed_backward(self, at: At) -> None:
         """Its backward of the microbatch follows."""
@@ -88,6 +96,8 @@ class Stage:
         return value
 
     def forward(self, value: Any, targets: Any, at: At) -> Any:
+        if len(self.buffers) > 1:  # other replicas' take their place before the backward
+            return self.forward_on_copies(value, targets, at)
         return self._forward(value, targets, {}, at, is_first_time=True)
 
     def forward_on_copies(self, value: Any, targets: Any, at: At) -> Any:
@@ -140,12 +150,12 @@ class ReplicaBuffers:
         """The replicas."""
         return self._num_replicas
 
-    def use(self, minibatch: int) -> None:
-        """The replica's that has the minibatch."""
-        if self._num_replicas == 1:
+    def use(self, replica: int) -> None:
+        """The replica's."""
+        if self._num_replicas == 1 or replica == self._in_use:
             return
         self._keep()
-        self._in_use = minibatch % self._num_replicas
+        self._in_use = replica
         self._put(self._kept[self._in_use])
 
     def average(self) -> None:

@@ -43,7 +43,8 @@ class Trainer:
         sync_every: int,
     ) -> None:
         """tied: ids of the parameters that several stages use."""
-        self.versions_read: list[list[tuple[int, int]]] = [[] for _ in stages]
+        self.microbatch_versions: list[list[list[tuple[int, int]]]] = [[] for _ in stages]
+        """By stage, minibatch and microbatch."""
         self._stages = stages
         self._versions = versions
         self._tied = tied
@@ -57,6 +58,11 @@ class Trainer:
         self._overflows: set[tuple[int, int]] = set()  # (stage, round)
         self._scale: float | None = None
         self._sync_every = sync_every
+        self._parameters = {id(p): p for stage in stages for p in stage.parameters}
+        self._bound_leaves: dict[int, Tensor] = {}
+        """By the parameter's id, what the layers read in its place."""
+        self._leaves: dict[tuple[int, int], Tensor] = {}
+        """Of the minibatch, by the id of a replica's parameter and its version."""
         self._histories = {
             id(p): History(p) for stage in stages for updater in stage.updaters for p in updater.parameters
         }
@@ -65,44 +71,69 @@ class Trainer:
         """One minibatch; its loss."""
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)
         shares = self._shares(inputs, targets, pieces, minibatch)
-        for stage in self._stages:
-            stage.begin(minibatch)
-        leaves = self._read(minibatch)
         scale = self._next_scale(minibatch)
-        losses = []
-        backwards = []
-        with self._bound(leaves):
-            for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
-                at = (minibatch, microbatch)
-                loss, recomputed = self._forward(at, piece, piece_targets)
-                if share == 0:
-                    continue  # its loss may be NaN, a mean over nothing
-                # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
-                counted = loss if self._num_microbatches == 1 else loss * share
-                backwards.append((counted if scale is None else counted * scale, recomputed, at))
-                losses.append(loss.item() * share)
-            for stage in self._stages:
-                if stage.statistics is not None:
-                    stage.statistics.update()
-            self._overwrite(minibatch, leaves)
-            for root, recomputed, at in backwards:
-                with self._statistics_kept():
-                    self._stages[-1].seed_backward(at)
-                    root.backward()  # type: ignore[no-untyped-call]
-                    for stage_again in reversed(recomputed):
-                        stage_again.backward()
-        self._add_gradients(minibatch, leaves, scale)
+        self._note_versions(minibatch)
+        try:
+            losses = self._compute(minibatch, pieces, shares, scale)
+        finally:
+            self._unbind()
+        self._add_gradients(minibatch, shares, scale)
         self._update(
             minibatch, [stage_index for stage_index in self._all if self._ends_round(stage_index, minibatch)]
         )
         return sum(losses)
+
+    def _compute(
+        self,
+        minibatch: int,
+        pieces: Sequence[tuple[Any, Any]],
+        shares: Sequence[float],
+        scale: float | None,
+    ) -> list[float]:
+        """The losses of the microbatches, whose gradients are left in the leaves."""
+        losses = []
+        backwards = []
+        for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
+            at = (minibatch, microbatch)
+            self._use_replicas(*at)
+            leaves = self._read(minibatch, microbatch)
+            self._bind(leaves)
+            loss, recomputed = self._forward(at, piece, piece_targets)
+            if share == 0:
+                continue  # its loss may be NaN, a mean over nothing
+            # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
+            counted = loss if self._num_microbatches == 1 else loss * share
+            root = counted if scale is None else counted * scale
+            backwards.append((at, leaves, root, recomputed))
+            losses.append(loss.item() * share)
+        self._update_statistics()
+        self._overwrite(minibatch)
+        for at, leaves, root, recomputed in backwards:
+            self._use_replicas(*at)
+            self._carry_gradients(leaves)
+            self._bind(leaves)
+            with self._statistics_kept():
+                self._stages[-1].seed_backward(at)
+                root.backward()  # type: ignore[no-untyped-call]
+                for stage_again in reversed(recomputed):
+                    stage_again.backward()
+        return losses
+
+    def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
+        """Those of the minibatch so far add up microbatch by microbatch, whatever versions they are at."""
+        found = {id(leaf): key for key, leaf in self._leaves.items()}
+        for leaf in leaves.values():
+            of_replica, version = found[id(leaf)]
+            for (held, other), before in self._leaves.items():
+                if held == of_replica and other != version and before.grad is not None:
+                    before.grad, leaf.grad = None, before.grad
 
     def finish(self, num_minibatches: int) -> None:
         """The last round is over, however few minibatches it has."""
         begun = [
             stage_index
             for stage_index, stage in enumerate(self._stages)
-            if any(updater.num_added for updater in stage.updaters)
+            if any(updater.minibatches for updater in stage.updaters)
         ]
         self._update(num_minibatches - 1, begun)
         for stage in self._stages:
@@ -144,16 +175,22 @@ class Trainer:
                     around.enter_context(stage.statistics.microbatch(collect=False))
             yield
 
-    @contextlib.contextmanager
-    def _bound(self, leaves: dict[int, Tensor]) -> Iterator[None]:
+    def _bind(self, leaves: Mapping[int, Tensor]) -> None:
         """The layers read the leaves, wherever they hold parameters; in the backward too, where layers that
         checkpoint themselves run again."""
-        self._replace(leaves)
-        try:
-            yield
-        finally:
-            parameters = {id(p): p for stage in self._stages for p in stage.parameters}
-            self._replace({id(leaf): parameters[key] for key, leaf in leaves.items()})
+        now = self._bound_leaves
+        changed = {
+            id(now.get(key, self._parameters[key])): leaf
+            for key, leaf in leaves.items()
+            if now.get(key) is not leaf
+        }
+        if changed:
+            self._replace(changed)
+            self._bound_leaves = {**now, **leaves}
+
+    def _unbind(self) -> None:
+        self._replace({id(leaf): self._parameters[key] for key, leaf in self._bound_leaves.items()})
+        self._bound_leaves = {}
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
         """Puts others in the places of the tensors that have these ids."""
@@ -161,19 +198,44 @@ class Trainer:
             if id(place.tensor) in others and place.container is not None:
                 place.container[place.key] = place.filled(lambda tensor: others.get(id(tensor), tensor))
 
-    def _read(self, minibatch: int) -> dict[int, Tensor]:
-        """The leaf of each parameter, by the parameter's id, at the version that the minibatch reads."""
+    def _use_replicas(self, minibatch: int, microbatch: int) -> None:
+        for stage_index, stage in enumerate(self._stages):
+            stage.use(self._versions.replica_of(stage_index, minibatch, microbatch))
+
+    def _update_statistics(self) -> None:
+        """The minibatch's, of each replica over its own microbatches."""
+        for stage in self._stages:
+            for replica, statistics in enumerate(stage.statistics_of):
+                stage.use(replica)
+                statistics.update()
+
+    def _note_versions(self, minibatch: int) -> None:
+        for stage_index, of_stage in enumerate(self.microbatch_versions):
+            of_stage.append(
+                [
+                    (
+                        self._versions.of_forward(stage_index, minibatch, microbatch),
+                        self._versions.of_backward(stage_index, minibatch, microbatch),
+                    )
+                    for microbatch in range(self._num_microbatches)
+                ]
+            )
+
+    def _read(self, minibatch: int, microbatch: int) -> dict[int, Tensor]:
+        """The leaf of each parameter, by the parameter's id, at the version that the microbatch reads. Those
+        of the minibatch that read one version share it."""
         leaves = {}
         for stage_index, stage in enumerate(self._stages):
-            version = self._versions.of_forward(stage_index, minibatch)
-            read = (version, self._versions.of_backward(stage_index, minibatch))
-            self.versions_read[stage_index].append(read)
-            newest = stage.updater_of(minibatch).parameters
+            version = self._versions.of_forward(stage_index, minibatch, microbatch)
+            newest = stage.updater_of(stage.replica).parameters
             for parameter, of_replica in zip(stage.parameters, newest, strict=True):
-                is_tied = id(parameter) in self._tied
-                leaves[id(parameter)] = self._histories[id(of_replica)].leaf(
-                    self._versions.of_tied(stage_index, minibatch) if is_tied else version
-                )
+                read = version
+                if id(parameter) in self._tied:
+                    read = self._versions.of_tied(stage_index, minibatch, microbatch)
+                key = id(of_replica), read
+                if key not in self._leaves:
+                    self._leaves[key] = self._histories[id(of_replica)].leaf(read)
+                leaves[id(parameter)] = self._leaves[key]
         return leaves
 
     def _forward(self, at: At, inputs: Any, targets: Any) -> tuple[Tensor, list[Recomputed]]:
@@ -198,16 +260,18 @@ class Trainer:
                     value = stage.seeding_backward(value, at)
         return check_loss(value, at[0]), recomputed
 
-    def _overwrite(self, minibatch: int, leaves: dict[int, Tensor]) -> None:
+    def _overwrite(self, minibatch: int) -> None:
         """Without stashing the backward finds the newest version where its forward found an older one."""
+        if self._versions.stashes:
+            return
         for stage_index, stage in enumerate(self._stages):
-            if self._versions.of_backward(stage_index, minibatch) == self.versions_read[stage_index][-1][0]:
-                continue
-            newest = stage.updater_of(minibatch).parameters
-            for parameter, of_replica in zip(stage.parameters, newest, strict=True):
-                if id(parameter) not in self._tied:
-                    # .data: autograd must not see that what it saved has changed.
-                    leaves[id(parameter)].data.copy_(of_replica.detach())
+            newest = self._versions.of_backward(stage_index, minibatch)
+            for updater in stage.updaters:
+                for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
+                    for (held, version), leaf in self._leaves.items():
+                        if held == id(of_replica) and version != newest and id(parameter) not in self._tied:
+                            # .data: autograd must not see that what it saved has changed.
+                            leaf.data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
         """What float16 multiplies the minibatch's loss by, as the last stage can know it."""
@@ -225,34 +289,49 @@ class Trainer:
     def _ends_round(self, stage_index: int, minibatch: int) -> bool:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
-    def _add_gradients(self, minibatch: int, leaves: dict[int, Tensor], scale: float | None) -> None:
+    def _add_gradients(self, minibatch: int, shares: Sequence[float], scale: float | None) -> None:
         """Of a minibatch to those of its round, which are in `grad` of the parameters."""
-        for stage in self._stages:
-            updater = stage.updater_of(minibatch)
-            updater.num_added += 1
-            for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
-                gradient = stage.gradient_of(parameter, leaves[id(parameter)])
-                if gradient is None:
-                    continue
-                if scale is not None:
-                    gradient = gradient / scale
-                of_replica.grad = gradient if of_replica.grad is None else of_replica.grad + gradient
+        shown = {
+            id(of_replica): (stage, parameter)
+            for stage in self._stages
+            for updater in stage.updaters
+            for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True)
+        }
+        for (of_replica, _), leaf in self._leaves.items():
+            stage, known = shown[of_replica]
+            gradient, parameter = stage.gradient_of(known, leaf), self._histories[of_replica].parameter
+            if gradient is None:
+                continue
+            if scale is not None:
+                gradient = gradient / scale
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._leaves.clear()
+        for stage_index, stage in enumerate(self._stages):
+            for microbatch in range(self._num_microbatches):
+                updater = stage.updater_of(self._versions.replica_of(stage_index, minibatch, microbatch))
+                updater.minibatches.add(minibatch)
+                updater.share += shares[microbatch] if microbatch < len(shares) else 0.0
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
         """Of these stages, whose round ends with the minibatch."""
-        for updater in itertools.chain(*(self._stages[stage_index].updaters for stage_index in stages)):
-            # A single minibatch is divided by nothing, so that it is plain training to the last bit.
-            for parameter in updater.parameters:
-                if parameter.grad is not None and updater.num_added > 1:
-                    parameter.grad /= updater.num_added
+        for stage_index in stages:
+            updaters = self._stages[stage_index].updaters
+            for updater in updaters:
+                # A replica that updates by itself has a part of each minibatch alone.
+                count = len(updater.minibatches) if len(updaters) == 1 else updater.share
+                # A single minibatch is divided by nothing, so that it is plain training to the last bit.
+                for parameter in updater.parameters:
+                    if parameter.grad is not None and count not in (0, 1):
+                        parameter.grad /= count
         skipped = self._overflowed_stages(minibatch, stages) if self._scaler is not None else set()
         self._clip(stages)
         for stage_index in stages:
             stage = self._stages[stage_index]
             for updater in stage.updaters:
-                if stage_index not in skipped and updater.num_added > 0:
+                if stage_index not in skipped and updater.minibatches:
                     updater.step()
-                updater.num_added = 0
+                updater.minibatches.clear()
+                updater.share = 0.0
             num_rounds = minibatch // self._versions.minibatches_per_round(stage_index) + 1
             if num_rounds % self._sync_every == 0:
                 stage.average()

@@ -68,8 +68,13 @@ class RunnablePlan(Protocol):
 class ReferenceResult:
     losses: list[float]
     """One per minibatch, in order, unrounded."""
-    versions: list[list[tuple[int, int]]]
-    """versions[stage][minibatch] = (read by the forward, read by the backward)."""
+    microbatch_versions: list[list[list[tuple[int, int]]]]
+    """microbatch_versions[stage][minibatch][microbatch] = (read by the forward, read by the backward)."""
+
+    @property
+    def versions(self) -> list[list[tuple[int, int]]]:
+        """versions[stage][minibatch]: of its first microbatch's forward and of its last one's backward."""
+        return [[(read[0][0], read[-1][1]) for read in of_stage] for of_stage in self.microbatch_versions]
 
 
 def run(
@@ -98,14 +103,14 @@ def run(
     """Trains the model in place as the schedule would, any that pipedream.run takes. Arguments as there, but
     for across_cut, update_orders and drained_at.
 
-    The gradients of round j, taken at the versions that their minibatches read (see Versions), update each
+    The gradients of round j, taken at the versions that their microbatches read (see Versions), update each
     stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
     staleness rounds; or asp, whose versions depend on who was faster: update_orders, which RunResult has,
     says by stage and shard in which order gradients were applied. sync_every: replicas of a stage update
     copies of their own, each by its own gradients and with an optimizer of its own, and after so many rounds,
     and in the end, all copies become their mean. With one worker every schedule but 2bw is plain training,
     with one microbatch bit for bit. recompute, True for all stages or the indices of some, changes numbers
-    with naive only, whose recomputed forward reads the newest version. Raises ValueError or TypeError for
+    with unstashed only, whose recomputed forward reads the newest version. Raises ValueError or TypeError for
     what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a floating-point activation,
     or coming back a gradient, becomes between two stages; called in the order of the microbatches, returns a
     new tensor. None: they stay as they are. drained_at: minibatches before which the pipeline had drained, as
@@ -115,9 +120,9 @@ def run(
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replicas(schedule, num_replicas, sync, staleness)
-    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, drained_at)
-    check_drained_at(drained_at, num_replicas)
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
+    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, microbatches, drained_at)
+    check_drained_at(drained_at, num_replicas, microbatches)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
     check_max_grad_norm(max_grad_norm)
@@ -144,11 +149,11 @@ def run(
             Stage(
                 module,
                 # Elsewhere a recomputed forward is the first one again, number by number.
-                recomputes_newest=schedule == "naive" and stage_index in recomputed,
+                recomputes_newest=not versions.stashes and stage_index in recomputed,
                 backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
                 loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
-                statistics=MinibatchStatistics(module) if microbatches > 1 else None,
+                statistics_of=_statistics_of(module, num_replicas[stage_index], microbatches),
                 updaters=make_updaters(
                     _owned_parameters(module, ties),
                     optimizer,
@@ -177,12 +182,17 @@ def run(
             owned = [_owned_parameters(module, ties) for module in modules]
             make_updater = functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler)
             losses = _train_asynchronously(
-                trainer, list(batches), owned, make_updater, num_replicas, update_orders
+                trainer, list(batches), owned, make_updater, versions, update_orders
             )
         else:
             losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
             trainer.finish(len(losses))
-    return ReferenceResult(losses, trainer.versions_read)
+    return ReferenceResult(losses, trainer.microbatch_versions)
+
+
+def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
+    """By replica; none where a minibatch is one microbatch, whose norms keep their own."""
+    return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 
 
 def _with_layers(
@@ -215,13 +225,15 @@ def _train_asynchronously(
     batches: list[tuple[Any, Any]],
     owned: Sequence[list[tuple[str, nn.Parameter]]],
     make_updater: Callable[..., Updater],
-    num_replicas: Sequence[int],
+    versions: Versions,
     orders: Sequence[Sequence[UpdateOrder]] | None,
 ) -> list[float]:
     """owned: the parameters that each stage updates."""
     weights = [
-        AsynchronousWeights(parameters, make_updater, replicas, order, len(batches))
-        for parameters, replicas, order in zip(owned, num_replicas, orders or [[]] * len(owned), strict=True)
+        AsynchronousWeights(parameters, make_updater, versions, stage_index, order, len(batches))
+        for stage_index, (parameters, order) in enumerate(
+            zip(owned, orders or [[]] * len(owned), strict=True)
+        )
     ]
     return trainer.train_all(batches, weights)
 

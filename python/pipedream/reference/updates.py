@@ -53,8 +53,10 @@ class Updater:
         self._draws = draws
         self._num_steps = 0
         self.parameters = [parameter for _, parameter in owned]
-        self.num_added = 0
-        """Minibatches, to the gradients of the round."""
+        self.minibatches: set[int] = set()
+        """Whose gradients are in those of the round."""
+        self.share = 0.0
+        """What their microbatches that were added count, in minibatches."""
         # A stage with nothing to train has no optimizer: torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None

@@ -11,11 +11,14 @@ from pipedream.model.precision import num_steps_in_flight
 __all__ = ["SCHEDULES", "Versions"]
 
 DRAINING = ("flush", "gpipe", "model_parallel", "data_parallel", "interleaved")
-SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", *DRAINING)
+SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAINING)
 
 
 class Versions:
-    """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4."""
+    """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4.
+
+    k is a microbatch counted through the run. It goes to replica k mod r of a stage, as number floor(k / r)
+    of that replica's own."""
 
     def __init__(
         self,
@@ -23,52 +26,79 @@ class Versions:
         in_flight: Sequence[int],
         num_replicas: Sequence[int],
         staleness: int,
+        num_microbatches: int = 1,
         drained_at: Sequence[int] = (),
     ) -> None:
         """drained_at: minibatches before which everything had been updated, beside the first."""
         check_choice("schedule", schedule, SCHEDULES)
-        self._schedule = schedule
+        self._schedule = "unstashed" if schedule == "naive" else schedule
         self._in_flight = in_flight
         self._num_replicas = num_replicas
         self._staleness = staleness
+        self.num_microbatches = num_microbatches
         self.drained_at = drained_at
 
     @property
     def drains(self) -> bool:
         return self._schedule in DRAINING
 
-    def minibatches_per_round(self, stage_index: int) -> int:
-        return math.lcm(*self._num_replicas) if self.drains else self._num_replicas[stage_index]
+    @property
+    def stashes(self) -> bool:
+        """Whether a backward reads what its forward has read."""
+        return self._schedule != "unstashed"
 
-    def of_forward(self, stage_index: int, minibatch: int) -> int:
-        replicas, in_flight = self._num_replicas[stage_index], self._in_flight[stage_index]
+    def minibatches_per_round(self, stage_index: int) -> int:
+        replicas = self._num_replicas if self.drains else self._num_replicas[stage_index : stage_index + 1]
+        return math.lcm(self.num_microbatches, *replicas) // self.num_microbatches
+
+    def num_replicas(self, stage_index: int) -> int:
+        return self._num_replicas[stage_index]
+
+    def own_per_round(self, stage_index: int) -> int:
+        """Microbatches that each replica of the stage has of a round."""
+        return self._microbatches_per_round(stage_index) // self._num_replicas[stage_index]
+
+    def replica_of(self, stage_index: int, minibatch: int, microbatch: int) -> int:
+        return self._number(minibatch, microbatch) % self._num_replicas[stage_index]
+
+    def of_forward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
+        rounds = minibatch // self.minibatches_per_round(stage_index)
         if self.drains:
-            return minibatch // self.minibatches_per_round(stage_index)
+            return rounds
         oldest = self._oldest(stage_index, minibatch)
         if self._schedule == "2bw":
-            return max(oldest, minibatch // replicas - 1)
+            return max(oldest, rounds - 1)
+        k = self._number(minibatch, microbatch)
         if self._schedule == "vertical_sync":
-            return max(oldest, self._seen_at_input(minibatch) // replicas)
-        return max(oldest, minibatch // replicas - in_flight + 1 - self._staleness)
+            return max(oldest, self._seen_at_input(k) // self._microbatches_per_round(stage_index))
+        own = k // self._num_replicas[stage_index] - self._in_flight[stage_index] + 1
+        return max(oldest, own // self.own_per_round(stage_index) - self._staleness)
 
-    def of_backward(self, stage_index: int, minibatch: int) -> int:
-        if self._schedule == "naive":
-            return minibatch // self._num_replicas[stage_index]
-        return self.of_forward(stage_index, minibatch)
+    def of_backward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
+        if self._schedule == "unstashed":
+            return minibatch // self.minibatches_per_round(stage_index)
+        return self.of_forward(stage_index, minibatch, microbatch)
 
-    def of_tied(self, owner: int, minibatch: int) -> int:
+    def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
         """Of a parameter that several stages use: at each of them the same, forward and backward. It counts
         the rounds of its owner, whose update makes it: what vertical sync would read there, the staleness
         older, where stages read different versions, else what the owner reads."""
         if self.drains or self._schedule == "2bw":
-            return self.of_forward(owner, minibatch)
-        seen = self._seen_at_input(minibatch) // self._num_replicas[owner]
+            return self.of_forward(owner, minibatch, microbatch)
+        seen = self._seen_at_input(self._number(minibatch, microbatch))
+        seen //= self._microbatches_per_round(owner)
         return max(self._oldest(owner, minibatch), seen - self._staleness)
 
-    def _seen_at_input(self, minibatch: int) -> int:
-        """Minibatches whose updates the input stage has made when it forwards this one."""
-        input_replicas = self._num_replicas[0]
-        return max(0, minibatch // input_replicas - self._in_flight[0] + 1) * input_replicas
+    def _number(self, minibatch: int, microbatch: int) -> int:
+        return minibatch * self.num_microbatches + microbatch
+
+    def _microbatches_per_round(self, stage_index: int) -> int:
+        return self.minibatches_per_round(stage_index) * self.num_microbatches
+
+    def _seen_at_input(self, k: int) -> int:
+        """Microbatches in whose updates the input stage has been when it forwards this one."""
+        own = k // self._num_replicas[0] - self._in_flight[0] + 1
+        return max(0, own // self.own_per_round(0)) * self._microbatches_per_round(0)
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
         """The version that was there when the pipeline last began, before the minibatch."""
@@ -80,7 +110,13 @@ class Versions:
         """How many scales of the loss a backoff waits for before the next one."""
         if self.drains:
             return 1
-        return num_steps_in_flight(self._in_flight[0], self._num_replicas[0], self._num_replicas[-1])
+        last = len(self._num_replicas) - 1
+        return num_steps_in_flight(
+            self._in_flight[0],
+            self._num_replicas[0],
+            self._num_replicas[last],
+            self._microbatches_per_round(last),
+        )
 
     @property
     def minibatches_per_scale(self) -> int:
@@ -91,35 +127,38 @@ class Versions:
         """The (stage, round) whose overflow decides on the scale of the minibatch, the first that has it, and
         has decided on none before.
 
-        The activation of a minibatch tells the last stage of the rounds that each stage has updated since
-        the activation before. Replicas of the last stage, where they have one minibatch of a round each, tell
-        each other with their update.
+        The activation of a microbatch tells the last stage of the rounds that each stage has updated since
+        the activation before. Replicas of the last stage, which have different ones, tell each other with
+        their update.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
             return {(stage, minibatch // self.minibatches_per_scale - 1) for stage in range(last + 1)}
-        if self.minibatches_per_scale == 1:
-            return {known for stage in range(last + 1) for known in self._updated_since(stage, minibatch)}
-        of_last, per_round = self._updated_since(last, minibatch), self.minibatches_per_scale
-        told_with = [i for _, r in of_last for i in range(r * per_round, (r + 1) * per_round)]
+        per_scale = self._microbatches_per_round(last)
+        k = self._number(minibatch, 0)
+        if self._num_replicas[last] == 1:
+            forwarded = range(max(0, k - per_scale + 1), k + 1)
+            stages = range(last + 1)
+            return {known for i in forwarded for stage in stages for known in self._updated_since(stage, i)}
+        of_last = self._updated_since(last, k, microbatches=per_scale)
+        told_with = [i for _, r in of_last for i in range(r * per_scale, (r + 1) * per_scale)]
         told = (known for i in told_with for stage in range(last) for known in self._updated_since(stage, i))
         return {*of_last, *told}
 
-    def _updated_since(self, stage_index: int, minibatch: int) -> set[tuple[int, int]]:
-        """(stage, round) of what the stage has updated when it forwards the minibatch, and had not when the
-        same replica forwarded the one before. One round, but for the first after the pipeline had drained."""
-        before = minibatch - self._num_replicas[stage_index]
+    def _updated_since(
+        self, stage_index: int, k: int, *, microbatches: int | None = None
+    ) -> set[tuple[int, int]]:
+        """(stage, round) of what the stage has updated when it forwards microbatch k, and had not when it
+        forwarded the one so many before; None: the same replica's one before."""
+        before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
-        return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, minibatch) + 1)}
+        return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, k) + 1)}
 
-    def _newest_updated(self, stage_index: int, minibatch: int) -> int:
-        """The newest round that the stage has updated when it forwards the minibatch; -1 is none."""
+    def _newest_updated(self, stage_index: int, k: int) -> int:
+        """The newest round that the stage has updated when it forwards microbatch k; -1 is none."""
         replicas = self._num_replicas[stage_index]
-        delay = self._in_flight[stage_index]
-        if self._schedule == "2bw":
-            # in_flight counts microbatches here, and the one before the first of a minibatch is the last of
-            # the minibatch before: only where none else is in flight has that one been updated.
-            delay = 1 if self._in_flight[stage_index] == 1 else 2
+        own = k // replicas - self._in_flight[stage_index] + 1
+        newest = own // self.own_per_round(stage_index) - 1
         if replicas > 1:  # where updates wait for half of the staleness
-            delay += (self._staleness + 1) // 2
-        return max(self._oldest(stage_index, minibatch) - 1, minibatch // replicas - delay)
+            newest -= (self._staleness + 1) // 2
+        return max(self._oldest(stage_index, k // self.num_microbatches) - 1, newest)

@@ -27,16 +27,18 @@ __all__ = ["LateLossRecord", "LossRecord", "make_loss_record"]
 
 
 class LossRecord:
-    """The mean of each minibatch over its microbatches by their samples."""
+    """The loss of each minibatch, a sum over the microbatches that this replica has of it, each by its share:
+    of all, it is the mean."""
 
     reads_late = False
     """Whether read_pending() must follow an add(): before the next one, and before its backward counts."""
 
-    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None]) -> None:
+    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
+        self._share = 0.0
 
     def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
         """Of a microbatch whose forward was run just now."""
@@ -44,9 +46,9 @@ class LossRecord:
 
     def close(self, minibatch: int) -> None:
         """All its microbatches are added."""
-        value, self._sum = self._sum, 0.0
+        value, share, self._sum, self._share = self._sum, self._share, 0.0, 0.0
         self.values.append(value)
-        self._on_minibatch(minibatch, value)
+        self._on_minibatch(minibatch, value, share)
 
     def read_pending(self) -> None:
         """Where it reads late: what was added before. When the next item has been launched."""
@@ -59,6 +61,7 @@ class LossRecord:
                 ' read in the first minibatch), or go on with on_nonfinite="continue"'
             )
         self._sum += value if weight == 1.0 else value * weight
+        self._share += weight
 
 
 class Copier(Protocol):
@@ -76,7 +79,9 @@ class LateLossRecord(LossRecord):
 
     reads_late = True
 
-    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None], copier: Copier) -> None:
+    def __init__(
+        self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], copier: Copier
+    ) -> None:
         super().__init__(on_nonfinite, on_minibatch)
         self._copier = copier
         self._under_way: tuple[int, float] | None = None  # minibatch and weight of the loss that is copied
@@ -125,9 +130,10 @@ class _PinnedCopier:
 
 
 def make_loss_record(
-    on_nonfinite: str, on_minibatch: Callable[[int, float], None], device: torch.device
+    on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], device: torch.device
 ) -> LossRecord:
-    """on_nonfinite: of run(). on_minibatch: takes each minibatch and its loss, in order."""
+    """on_nonfinite: of run(). on_minibatch: takes each minibatch, its loss and what the microbatches of
+    that count in it, in order."""
     if device.type == "cpu":
         return LossRecord(on_nonfinite, on_minibatch)
     return LateLossRecord(on_nonfinite, on_minibatch, _PinnedCopier())

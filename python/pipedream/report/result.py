@@ -16,7 +16,7 @@ from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
 from pipedream.planning.prediction import predict_ms_of_run
 from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
-from pipedream.report.status import in_turn
+from pipedream.report.status import in_turn, losses_of
 from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
 from pipedream.report.transfers import (
     ChannelTransfers,
@@ -104,7 +104,8 @@ class RunResult:
     epoch_losses: list[float]
     """Mean loss per sample of each epoch."""
     versions: list[list[tuple[int, int]]]
-    """versions[stage][minibatch] = the weight versions that (forward, backward) actually read."""
+    """versions[stage][minibatch] = the weight versions that the forward of its first microbatch and the
+    backward of its last one actually read."""
     samples_per_s: float
     """All samples over the time from the first work item to the last, without pauses to plan again."""
     predicted_ms: float | None
@@ -123,6 +124,9 @@ class RunResult:
     memory: list[dict[str, dict[str, int | None]]]
     """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
     host the terms that torch makes are measured over the first minibatches."""
+    microbatch_versions: list[list[list[tuple[int, int]]]] = field(default_factory=list)
+    """microbatch_versions[stage][minibatch][microbatch] = the weight versions that (forward, backward)
+    actually read."""
     overhead_us: list[float] = field(default_factory=list)
     """Per worker: mean time per work item in which it neither ran user code nor waited for data."""
     wait_share: list[float] = field(default_factory=list)
@@ -202,6 +206,10 @@ class RunResult:
         """The result from its JSON form, with tuples where JSON has lists."""
         fields = dict(fields)
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
+        fields["microbatch_versions"] = [
+            [[(pair[0], pair[1]) for pair in minibatch] for minibatch in stage]
+            for stage in fields.get("microbatch_versions", [])
+        ]
         fields["channels"] = [ChannelFigures(*channel) for channel in fields["channels"]]
         fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
         fields["transfers"] = transfers_from_json(fields["transfers"])
@@ -258,22 +266,25 @@ def combine_reports(
         for stage in range(plan.num_stages)
     ]
     last = of_stages[-1][0]
-    losses = in_turn([report["losses"] for report in of_stages[-1]])
+    m = schedule.num_microbatches
+    losses = losses_of([report["losses"] for report in of_stages[-1]], m)
     samples, epochs = last["samples"], last["epochs"]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
     stages = [replicas[0]["stages"][str(stage)] for stage, replicas in enumerate(of_stages)]
     versions = [
-        in_turn([report["stages"][str(stage)]["versions"] for report in replicas])
+        _by_minibatch(in_turn([report["stages"][str(stage)]["versions"] for report in replicas]), m)
         for stage, replicas in enumerate(of_stages)
     ]
     figures = [_figures_of(channel, reports) for channel in channels]
     # Besides the warm-up those in which memory is measured, which takes time per operator on the host.
-    num_warm_up = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
+    num_in_flight = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
+    num_warm_up = -(-num_in_flight // m)
     return RunResult(
         losses=losses,
         epoch_losses=_epoch_losses(losses, samples, epochs),
-        versions=[[(forward, backward) for forward, backward in stage] for stage in versions],
+        versions=[[(read[0][0], read[-1][1]) for read in stage] for stage in versions],
+        microbatch_versions=versions,
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=predict_ms_of_run(plan, schedule),
         measured_ms=_steady_ms(last["spans"], num_warm_up, last["drained_at"]),
@@ -313,6 +324,12 @@ def combine_reports(
     )
 
 
+def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list[tuple[int, int]]]:
+    """versions: (forward, backward) by microbatch, counted through the run."""
+    pairs = [(forward, backward) for forward, backward in versions]
+    return [pairs[first : first + num_microbatches] for first in range(0, len(pairs), num_microbatches)]
+
+
 def _order_of(parts: list[Any], replicas: list[int]) -> UpdateOrder:
     return UpdateOrder([[(name, first, count) for name, first, count in part] for part in parts], replicas)
 
@@ -320,7 +337,7 @@ def _order_of(parts: list[Any], replicas: list[int]) -> UpdateOrder:
 def _updates_read(
     schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
-    """By minibatch, what the forward's version contained."""
+    """By minibatch, what the version of its first forward contained."""
     first = _core.rounds_of(schedule, stage).first_version
     read: list[list[tuple[int, int]]] = []
     for report in replicas:
@@ -330,7 +347,7 @@ def _updates_read(
         versions = report["stages"][str(stage)]["versions"]
         contained = [shard["contained"][forward - first] for forward, _ in versions]
         read.append([(fewest, most) for fewest, most in contained])
-    return in_turn(read)
+    return in_turn(read)[:: schedule.num_microbatches]
 
 
 def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:

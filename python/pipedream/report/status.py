@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["StatusBoard", "in_turn"]
+__all__ = ["StatusBoard", "in_turn", "losses_of"]
 
 _Item = TypeVar("_Item")
 
@@ -50,9 +50,10 @@ class StatusBoard:
         self._losses[num_losses] = loss
         self._counts[0] = num_losses  # the loss is there before it counts
 
-    def losses(self, num_replicas: int = 1) -> list[float]:
+    def losses(self, num_replicas: int = 1, num_microbatches: int = 1) -> list[float]:
         """All that so many replicas have added, up to the first minibatch that is missing."""
-        return in_turn([_losses_in(self._path_of(replica)) for replica in range(num_replicas)])
+        parts = [_losses_in(self._path_of(replica)) for replica in range(num_replicas)]
+        return losses_of(parts, num_microbatches)
 
     def _path_of(self, replica: int) -> Path:
         return self._path.with_name(f"{self._path.name}-losses-{replica}")
@@ -78,8 +79,25 @@ def _losses_in(path: Path) -> list[float]:
     return [loss for (loss,) in _LOSS.iter_unpack(content[_COUNT.size : end])]
 
 
+def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:
+    """By minibatch, up to the first that is missing somewhere. parts: by replica, of each minibatch of which
+    it has a microbatch; they add up."""
+    num_replicas, m = len(parts), num_microbatches
+    nexts = [0] * num_replicas
+    losses: list[float] = []
+    while True:
+        number = len(losses) * m  # of its first microbatch
+        having = sorted({(number + index) % num_replicas for index in range(min(m, num_replicas))})
+        if any(nexts[replica] >= len(parts[replica]) for replica in having):
+            return losses
+        first, *others = [parts[replica][nexts[replica]] for replica in having]
+        losses.append(sum(others, start=first))
+        for replica in having:
+            nexts[replica] += 1
+
+
 def in_turn(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    """What replicas have, one of each in turn, as minibatches go to them; up to the first that is missing."""
+    """What replicas have, one of each in turn as microbatches go to them, up to the first that is missing."""
     found: list[_Item] = []
     while len(found) // len(lists) < len(lists[len(found) % len(lists)]):
         found.append(lists[len(found) % len(lists)][len(found) // len(lists)])

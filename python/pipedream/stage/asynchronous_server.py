@@ -1,14 +1,15 @@
 """One replica's end of a parameter server whose shards are asynchronous: every replica's gradient is an
 update of its own, made when it comes, and who has pushed it is answered with what the shard is then.
 
-    replica q, its j-th minibatch                  the owner of another shard
+    replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
     UPDATE       the same of its own shard         |
     RECV pull    its version j + 1 <-------------- SEND pull: the chunk as it is now, and how many gradients
                                                    it has had: its own j + 1, and what others' have come
 
 Nobody waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam, OSDI'14).
-A gradient is not divided: r minibatches are r updates, with the learning rate as it is given. Before it
+A gradient is the mean over a replica's microbatches of a round by what they count. It is not divided by r: r
+replicas make r updates, with the learning rate as it is given. Before it
 pushes again a replica has taken in its answer, so that the owner keeps one for each.
 
     master     memory of its own: one version, which forwards do not read while it changes

@@ -83,7 +83,7 @@ class EdgeTransfers:
             return [self._norms.send(edge, minibatch)]
         tied = self._tied[edge.from_stage]
         if edge.kind == "tied_gradient":
-            return tied.gradients_for(edge.to_stage, minibatch)
+            return tied.gradients_for(edge.to_stage)
         return tied.version_for(edge.to_stage)
 
     def _take(self, edge: _core.Edge, minibatch: int, tensors: list[Tensor]) -> None:

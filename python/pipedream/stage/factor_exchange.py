@@ -68,7 +68,7 @@ class FactorExchange:
         return self._index_of[parameter] % self._num_replicas == self._replica
 
     def push(self, num_summed: int) -> list[Tensor]:
-        """To all others, what this replica has of a round, of so many minibatches. Gives what it sends."""
+        """To all others, what this replica has of a round, of so many microbatches. Gives what it sends."""
         self._pushed = self._left.take()
         item = item_of(self._weights, self._pushed, self._device)
         for channel in self._channels_to.values():
@@ -96,13 +96,13 @@ class FactorExchange:
         """What that replica has pushed."""
         self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
 
-    def mean_of(self, round_index: int, parameter: int, num_members: int) -> Tensor | None:
+    def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:
         """The mean gradient of a weight over the round's minibatches, once all have come; None where nobody
         has one."""
         index = self._index_of[parameter]
         by_replica = {replica: found[index] for replica, found in self._of_rounds[round_index].items()}
         factors = {replica: found for replica, found in by_replica.items() if found is not None}
-        return mean_product(factors, num_members) if factors else None
+        return mean_product(factors, num_minibatches) if factors else None
 
     def end_round(self, round_index: int) -> None:
         """It is updated."""

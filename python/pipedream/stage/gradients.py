@@ -108,12 +108,21 @@ class StageGradients:
         """A backward is next: there is room for what it makes."""
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
-        """The minibatch's last backward is next, of a loss that was multiplied by loss_scale."""
+        """The last backward of the minibatch here is next, of a loss that was multiplied by loss_scale."""
+
+    def move(self, from_slot: int, to_slot: int) -> None:
+        """The next backward of the round reads the version in another slot."""
+        self._weights.own.move_gradients(from_slot, to_slot)
+
+    def rescale(self, own_slot: int, factor: float) -> None:
+        """The next backward of the round is of a loss that was multiplied by so much more."""
+        self._weights.own.scale_gradients(own_slot, factor)
+        self._tied.rescale(factor)
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
         parameters. own_slot: of the version that the last backward read."""
-        self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
+        self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
 
     def figures(self) -> GradientFigures:
         return figures_of(self._taken)

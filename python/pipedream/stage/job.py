@@ -78,6 +78,12 @@ class JobOptions:
         """Whether every gradient of a replica is an update of its own."""
         return self.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
+    @property
+    def sums_shares(self) -> bool:
+        """Whether replicas of a stage update by the mean over their own microbatches alone."""
+        has_replicas = any(stage.num_replicas > 1 for stage in self.plan.stages)
+        return has_replicas and (self.sync == "asp" or self.sync_every > 1)
+
     def schedule_options(
         self, ties: Sequence[tuple[int, int]] = (), *, first_minibatch: int = 0
     ) -> _core.ScheduleOptions:

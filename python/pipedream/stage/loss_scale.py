@@ -4,9 +4,9 @@ anywhere so far, told upstream with the gradients. Owned by the worker's compute
     overflow   upstream --activations--> downstream, the last stage scales the loss
     scale      upstream <--gradients---- downstream
 
-With replicas the minibatches of a round of the last stage have one scale. Where rounds drain, an overflow
-skips the update of all stages, so every replica knows it. Elsewhere each replica of the last stage has the
-activation of another minibatch of the round, and what that tells goes to the others with the round's norms.
+The minibatches of a round of the last stage have one scale, taken with the first of its activations. Where
+rounds drain, an overflow skips the update of all stages, so every replica knows it. Elsewhere each replica of
+the last stage has other activations of the round, and what these tell goes to the others with its norms.
 
 Between two segments of a run (launch/segment.py) nothing is under way: what has overflowed before is told
 with the activation of the first minibatch after.
@@ -27,31 +27,39 @@ class LossScaling:
         placement, last = schedule.placement, schedule.num_stages - 1
         num_replicas = placement.num_replicas(last)
         drains = _core.drains_every_minibatch(schedule)
+        self._drains = drains
         self._scaler: LossScaler | None = None
         if stage_index == last:
+            per_scale = _core.rounds_of(schedule, last).minibatches_per_round * schedule.num_microbatches
             num_in_flight = num_steps_in_flight(
-                schedule.in_flight[0], placement.num_replicas(0), num_replicas
+                schedule.in_flight[0], placement.num_replicas(0), num_replicas, per_scale
             )
             self._scaler = LossScaler(1 if drains else num_in_flight)
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # whose scale it is
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
-        self._heard = False  # of an overflow, with the updates since the last round began
+        # Of an overflow, since the last round began: with updates where these tell of it, else with
+        # activations.
+        self._heard = False
         self._kept = False  # an overflow, of the segment before
         self.scale = 1.0
-        """Of the minibatch that is being forwarded; at the last stage."""
+        """Of the microbatch that is being forwarded; at the last stage."""
 
-    def begin_minibatch(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
-        """overflowed: at this stage since the minibatch before; told: upstream, with the activation."""
+    def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
+        """Of a microbatch. overflowed: at this stage since the one before; told: upstream, with the
+        activation."""
         if self._scaler is None:
             return
+        if not self._exchanges:
+            self._heard = self._heard or overflowed or told
         round_index = minibatch // self._minibatches_per_scale
-        if self._exchanges:
-            overflowed, told, self._heard = self._heard, False, False
         if round_index != self._round:
             self._round = round_index
-            self.scale = self._scaler.next_scale(overflowed or told)
+            heard, self._heard = self._heard, False
+            self.scale = self._scaler.next_scale(heard)
+        elif self._drains:  # every worker tells of the round before, of which the first has told
+            self._heard = False
 
     def note_told(self, minibatch: int) -> None:
         """The activation of the minibatch has told of an overflow."""
@@ -75,4 +83,4 @@ class LossScaling:
 
     def hear(self, *, overflowed: bool) -> None:
         """With an update: whether its round overflowed or has been told of an overflow, at any replica."""
-        self._heard = self._heard or overflowed
+        self._heard = self._heard or (self._exchanges and overflowed)

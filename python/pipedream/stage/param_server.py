@@ -2,7 +2,7 @@
 its exchange with the shards of the others.
 
     round t, at each replica                       who                     what travels, chunk by chunk
-    SEND push   by its last backward of t          with a minibatch in t   its gradient, to the shards' owners
+    SEND push   by its last backward of t          with a microbatch in t  its gradient, to the shards' owners
     RECV push   before the update                  all                     the gradients of its own shard
     UPDATE      chunk by chunk: its mean over the round's minibatches, its version t + 1 of the optimizer
     SEND pull   with it                            all                     that, to the others
@@ -53,9 +53,9 @@ class _Round:
     arrived: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     """By replica: what has come of its chunks, in the order of sending."""
     num_summed: dict[int, int] = field(default_factory=dict)
-    """By replica: minibatches that its gradient is the sum of."""
-    num_members: int = 0
-    """Minibatches that all of them have; known when the update begins."""
+    """By replica: microbatches that its gradient is the sum of."""
+    num_minibatches: int = 0
+    """Whose microbatches all of them have; known when the update begins."""
 
 
 class ParameterServer(ShardClient):
@@ -120,9 +120,10 @@ class ParameterServer(ShardClient):
         entry = self._updated = self._open.pop(round_index, _Round(round_index))
         entry.own = self._own.pop(round_index, None)
         # As those say who have them: how many minibatches there are need not be known here yet.
-        entry.num_members = sum(entry.num_summed.values())
+        num_summed = sum(entry.num_summed.values())
         if entry.own is not None:
-            entry.num_members += self._num_own(entry.index)
+            num_summed += self._num_own(entry.index)
+        entry.num_minibatches = num_summed // self._rounds.num_microbatches
 
     def figures(self) -> GradientFigures:
         """Of this shard's mean gradients, once all have come."""
@@ -269,7 +270,7 @@ class ParameterServer(ShardClient):
         assert self._factors is not None
         index = len(self._chunks[self._replica]) + self._shared.index(piece.parameter)
         self._note_arrived(entry, index)
-        return self._factors.mean_of(entry.index, piece.parameter, entry.num_members)
+        return self._factors.mean_of(entry.index, piece.parameter, entry.num_minibatches)
 
     def _note_arrived(self, entry: _Round, index: int) -> list[int]:
         """The gradients of the index-th chunk, or after the chunks of a shared weight, are all there, and in
@@ -283,18 +284,18 @@ class ParameterServer(ShardClient):
         return members
 
     def _means(self, entry: _Round, index: int, chunk: Chunk, *, is_read: bool) -> list[Tensor | None]:
-        """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
+        """Of the chunk's pieces, once it has come from all who have a microbatch in the round."""
         parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
         members = self._note_arrived(entry, index)
         means = []
         for position, piece in enumerate(chunk.pieces):
             of_piece = {member: self._part(entry, parts, member, position, piece) for member in members}
-            if is_read and entry.num_members == 1 and self._steps_by_element:
+            if is_read and entry.num_minibatches == 1 and len(members) == 1 and self._steps_by_element:
                 (gradient,) = of_piece.values()  # the run's last round has one
                 means.append(None if gradient is None else self._shaped(gradient, piece))
                 continue
             room = [_bytes_in_item(content, piece) for _, content in parts.values()]
-            means.append(self._mean(piece, of_piece, entry.num_members, room))
+            means.append(self._mean(piece, of_piece, entry.num_minibatches, room))
         return means
 
     def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:
@@ -317,7 +318,7 @@ class ParameterServer(ShardClient):
         return own_piece(entry.own, piece)
 
     def _mean(
-        self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int, room: Sequence[Tensor]
+        self, piece: Piece, found: Mapping[int, Tensor | None], num_minibatches: int, room: Sequence[Tensor]
     ) -> Tensor | None:
         """Of the members' gradients, by replica in their order; None where nobody has one. room: where the
         others' have been received, also one that has none. It lies there, unless the optimizer may keep it,
@@ -334,7 +335,7 @@ class ParameterServer(ShardClient):
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
             _core.aggregate(
                 [part.data_ptr() for part in in_order],
-                num_members,
+                num_minibatches,
                 mean.data_ptr(),
                 mean.numel(),
                 dtype=dtype_name(mean.dtype),
@@ -344,7 +345,7 @@ class ParameterServer(ShardClient):
             total = in_order[0].clone()
             for part in in_order[1:]:
                 total += part
-            mean.copy_(total.div_(num_members))
+            mean.copy_(total.div_(num_minibatches))
         return self._shaped(mean, piece)
 
 

@@ -62,7 +62,7 @@ class RoundPushes:
         """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
         they travel in. feeds_back: what the codec leaves out of a gradient is in the next one.
         factored: parameters whose gradients are pushed as factors. push_factors: pushes all of these, of so
-        many minibatches. before_sending: given what a chunk leaves from, where that is a copy of
+        many microbatches. before_sending: given what a chunk leaves from, where that is a copy of
         gradients that share it; older ones may go while it is sent."""
         self._core = core
         self._channels = channels
@@ -91,7 +91,7 @@ class RoundPushes:
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
         """The last backward of a round is next, of a loss that was multiplied by loss_scale. num_summed:
-        minibatches whose gradients it completes."""
+        microbatches whose gradients it completes."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed
@@ -124,7 +124,7 @@ class RoundPushes:
                     self._send_next(other)
 
     def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
-        """The backward is over. gradients: all, by parameter, of so many minibatches."""
+        """The backward is over. gradients: all, by parameter, of so many microbatches."""
         self._is_open = False
         for chunk in self._chunks[other][self._num_sent[other] :]:
             of_chunk = [gradients[piece.parameter] for piece in chunk.pieces]

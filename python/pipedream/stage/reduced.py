@@ -6,10 +6,10 @@ stage's parameters and the whole state of the optimizer.
 
 or, where replicas are kept alike once in n rounds
 
-    UPDATE      the mean of its own gradients, version t + 1 of its own; with every n-th round, and at the end
-                of the run, the mean of all replicas' weights. The optimizer's state stays its own, and
-                between two segments of a run (launch/segment.py) so do the weights
-                What it owns of tied parameters leaves after that, for the user's replica of its minibatches
+    UPDATE      the mean of its own gradients by what they count, version t + 1 of its own; with every n-th
+                round, and at the end of the run, the mean of all replicas' weights. The optimizer's state
+                stays its own, and between two segments of a run (launch/segment.py) so do the weights
+                What it owns of tied parameters leaves after that, for the user's replica of its microbatches
 
 All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
 backward is over, in buckets. Owned by the worker's compute thread.
@@ -71,9 +71,8 @@ class ReducedGradients(_GroupGradients):
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
         round_index = self._rounds.round_of(minibatch)
-        own_minibatch = self._rounds.first_of(self._replica, round_index)
-        leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(own_minibatch))
-        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(own_minibatch)]
+        leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
         flats = [
             in_order(gradient, leaf, self._loss_scale)
             for gradient, leaf in zip(gradients, leaves, strict=True)
@@ -83,7 +82,8 @@ class ReducedGradients(_GroupGradients):
         counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
         counts = counts.to(self._weights.own.slots[0].device)
         self._group.all_reduce([counts])
-        num_members, *num_having = counts.tolist()
+        num_summed, *num_having = counts.tolist()
+        num_minibatches = num_summed / self._rounds.num_microbatches
         used = [index for index, having in enumerate(num_having) if having > 0]
         for index in used:
             if flats[index] is None:
@@ -93,7 +93,7 @@ class ReducedGradients(_GroupGradients):
         flats.clear()
         self._group.all_reduce([flat for _, flat in buckets])
         for indices, flat in buckets:
-            offset = flat.div_(num_members).storage_offset()
+            offset = flat.div_(num_minibatches).storage_offset()
             for index in indices:
                 leaf = leaves[index]
                 self._taken[index] = flat.as_strided(leaf.shape, leaf.stride(), offset)
@@ -108,15 +108,19 @@ class LocalSteps(_GroupGradients):
         super().__init__(*arguments, **options)
         self._sync_every = sync_every
         self._num_rounds = self._rounds.first_version
-        self._num_own = 0  # minibatches, in the round that is updated
+        self._num_own = 0  # microbatches, in the round that is updated
+        self._share = 1.0  # in minibatches, of the latest backward's round so far
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._share = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the replica's own gradients of the minibatch's round, if it has any."""
         round_index = self._rounds.round_of(minibatch)
-        super().take(self._rounds.first_of(self._replica, round_index), own_slot)
+        super().take(minibatch, own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
-        if self._num_own > 1:
-            torch._foreach_div_([g for g in self._taken if g is not None], self._num_own)
+        if self._num_own > 0 and self._share != 1.0:
+            torch._foreach_div_([g for g in self._taken if g is not None], self._share)
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         if self._num_own == 0:

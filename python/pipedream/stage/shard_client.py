@@ -59,8 +59,9 @@ class ReplicaChannels:
 class Received(NamedTuple):
     """An item of another replica."""
 
-    num_minibatches: int
-    """Of a push: that the gradient is the sum of; of an asynchronous shard's answer: that are in it."""
+    num_summed: int
+    """Of a push: microbatches that the gradient is the sum of; of an asynchronous shard's answer: gradients
+    that are in it."""
     tensors: list[Tensor]
 
 
@@ -162,7 +163,8 @@ class ShardClient(StageGradients):
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
-        if self._pushes_early and self._rounds.is_last_own(minibatch, self._core.num_minibatches()):
+        num_minibatches = self._core.num_minibatches()
+        if self._pushes_early and self._rounds.is_over_after(self._replica, minibatch, num_minibatches):
             self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
@@ -172,7 +174,7 @@ class ShardClient(StageGradients):
         round_index = self._rounds.round_of(minibatch)
         own = self._own.get(round_index)
         if own is None:
-            own = self._own[round_index] = self._take_gradients(own_slot, minibatch)
+            own = self._own[round_index] = self._take_gradients(own_slot)
             self._note_pushed(own)
             if self._factors is not None:
                 if not self._factors.has_pushed:
@@ -231,10 +233,10 @@ class ShardClient(StageGradients):
     def _num_own(self, round_index: int) -> int:
         return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
 
-    def _take_gradients(self, own_slot: int, minibatch: int) -> list[Tensor | None]:
+    def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
         """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
-        leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(minibatch))
-        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
+        leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
         early = self._pushes.gradients
         if self._factors is not None:
             self._factors.check(gradients)
@@ -253,22 +255,22 @@ class ShardClient(StageGradients):
         self._tied.pulled_from(other)
 
     def _take_in(self, other: int, slot_index: int | None, tied_slot: int) -> list[int]:
-        """What comes next of that replica's shard, all its chunks. By chunk, how many minibatches it says
-        that it is of."""
+        """What comes next of that replica's shard, all its chunks. By chunk, how many gradients it says
+        that are in it."""
         if other in self._channels.posted_from:  # it is where it was to land
             for _ in self._chunks[other]:
                 self._core.receive_item(self._channels.pull_from[other])
             return []
         self._settle(slot_index, tied_slot)
-        num_minibatches = []
+        num_gradients = []
         for chunk in self._chunks[other]:
             received = self._receive(self._channels.pull_from[other])
             assert not isinstance(received, EndOfData)
             place = self._place_of(chunk, slot_index, tied_slot)
             if place is not None:
                 place.copy_(received.tensors[0])
-            num_minibatches.append(received.num_minibatches)
-        return num_minibatches
+            num_gradients.append(received.num_summed)
+        return num_gradients
 
     def _post_places(self, write_slot: int) -> None:
         """From now on the others' shards of the next version may land in the slot, which nobody reads."""

@@ -122,8 +122,8 @@ class WorkerLoop:
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full. Of
-        # n minibatches in flight at each replica the last to be forwarded for the first time is the n r-th of
-        # the loop; one round more has a backward and an update beside them.
+        # n microbatches in flight at each replica the last to be forwarded for the first time is the n r-th
+        # of the loop; one round more has a backward and an update beside them.
         num_replicas_max = max(stage.num_replicas for stage in options.plan.stages)
         num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
         self._measured_until = None if device.type == "cuda" else schedule.first_minibatch + num_measured
@@ -173,7 +173,9 @@ class WorkerLoop:
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
-        show = functools.partial(_show, self._progress, self._data, board, self._replica, num_replicas)
+        # From one minibatch that this replica has a part of to the next.
+        stride = -(-num_replicas // self._options.microbatches)
+        show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
         if board is not None and not self._options.progress:
             show = functools.partial(_add_to, board, self._replica)
         return make_loss_record(self._options.on_nonfinite, show, self._device)
@@ -446,7 +448,7 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
         boundary.checked(inputs, stage=0, minibatch=minibatch)
 
 
-def _add_to(board: StatusBoard, replica: int, minibatch: int, loss: float) -> None:
+def _add_to(board: StatusBoard, replica: int, minibatch: int, loss: float, share: float) -> None:
     board.add_loss(loss, replica)
 
 
@@ -455,13 +457,15 @@ def _show(
     source: MinibatchSource,
     board: StatusBoard | None,
     replica: int,
-    num_replicas: int,
+    stride: int,
     minibatch: int,
     loss: float,
+    share: float,
 ) -> None:
+    """loss: this replica's part, which counts so much of the minibatch. stride: to its minibatch before."""
     if progress.is_shown:  # the other replicas have done about as much
-        samples = sum(source.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
-        progress.advance(minibatch, source.epochs[minibatch], loss, samples)
+        samples = sum(source.samples[max(0, minibatch + 1 - stride) : minibatch + 1])
+        progress.advance(minibatch, source.epochs[minibatch], loss / (share or 1.0), samples)
     if board is not None:
         board.add_loss(loss, replica)
 

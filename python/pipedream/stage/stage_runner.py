@@ -100,7 +100,9 @@ class StageRunner:
         self.gradient_slot = 0
         """Of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """Of the gradients that the latest backward left."""
+        """Of the gradients that the latest backward left; where replicas update alone, what their
+        microbatches of the round so far count."""
+        self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
         self.step_meter: StepMeter | None = None
@@ -108,7 +110,12 @@ class StageRunner:
         self._device = device
         self._user = user
         self._describe = describe
-        self._last_microbatch = schedule.num_microbatches - 1
+        self._num_microbatches = schedule.num_microbatches
+        rounds = _core.rounds_of(schedule, self.stage_index)
+        self._num_replicas = rounds.num_replicas
+        self._minibatches_per_round = rounds.minibatches_per_round
+        self._own_per_round = rounds.own_per_round
+        self._sums_shares = options.sums_shares
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
         self._statistics: MinibatchStatistics | None = None
         if schedule.num_microbatches > 1:
@@ -144,7 +151,20 @@ class StageRunner:
     def prepare(self, work: _core.WorkItem) -> None:
         """The item is next; its tensors have not come."""
         if self._binds_early:
-            self._bind(work.read_slot, work.minibatch)
+            self._bind(work)
+
+    def _is_first_of_minibatch(self, microbatch: int) -> bool:
+        """Of those that this replica has."""
+        return microbatch < self._num_replicas
+
+    def _is_last_of_minibatch(self, microbatch: int) -> bool:
+        """Of those that this replica has."""
+        return microbatch + self._num_replicas >= self._num_microbatches
+
+    def _is_first_of_round(self, work: _core.WorkItem) -> bool:
+        """Of those that this replica has."""
+        in_round = work.minibatch % self._minibatches_per_round * self._num_microbatches + work.microbatch
+        return in_round < self._num_replicas
 
     # Forward.
 
@@ -157,8 +177,7 @@ class StageRunner:
         self.fields = fields = self._activation_fields
         if not self.is_last:
             fields.data_fingerprint, fields.is_empty = piece.fingerprint, piece.is_empty
-        if microbatch == 0:
-            self._begin_minibatch(work)
+        self._begin_forward(work)
         scale = 1.0 if self._loss_scaling is None else self._loss_scaling.scale
         if piece.is_empty:
             work.tensors.clear()
@@ -170,7 +189,7 @@ class StageRunner:
         work.tensors.clear()
         stashed = Stashed(minibatch, leaves, value, piece, work.read_slot, scale, microbatch=microbatch)
         del value, leaves
-        self._bind(work.read_slot, minibatch)
+        self._bind(work)
         if piece.uneven_labels:
             self._judge_labels(stashed)
         if self.meter is None:
@@ -184,12 +203,12 @@ class StageRunner:
         if self._evaluated_norms is not None:
             self._evaluated_norms.check((minibatch, microbatch), self._in_flight)
         if self.is_last:
-            self._add_loss(stashed, output, closes=microbatch == self._last_microbatch)
+            self._add_loss(stashed, output, closes=self._is_last_of_minibatch(microbatch))
             return []
         crossing = self._passes.crossing(output, minibatch)
         if not self._recomputes:
             stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
-        if microbatch == self._last_microbatch:
+        if self._is_last_of_minibatch(microbatch):
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         assert boundary is not None
@@ -207,7 +226,7 @@ class StageRunner:
                 labels,
                 loss_with,
                 minibatch=stashed.minibatch,
-                num_microbatches=self._last_microbatch + 1,
+                num_microbatches=self._num_microbatches,
             )
 
     def _read(self, work: _core.WorkItem) -> Microbatch | None:
@@ -215,7 +234,7 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = work.microbatch == 0 and not self._user.run(
+        is_over = self._is_first_of_minibatch(work.microbatch) and not self._user.run(
             "reading data", reader.source.fetch, work.minibatch
         )
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
@@ -227,12 +246,12 @@ class StageRunner:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
 
-    def _begin_minibatch(self, work: _core.WorkItem) -> None:
+    def _begin_forward(self, work: _core.WorkItem) -> None:
         if self._loss_scaling is not None:
             overflowed, told = self._take_overflow(), work.gradients_overflowed
             if told:
                 self._loss_scaling.note_told(work.minibatch)
-            self._loss_scaling.begin_minibatch(work.minibatch, overflowed=overflowed, told=told)
+            self._loss_scaling.begin_forward(work.minibatch, overflowed=overflowed, told=told)
             self.fields.gradients_overflowed = overflowed or told
 
     def _take_overflow(self) -> bool:
@@ -241,10 +260,12 @@ class StageRunner:
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
 
-    def _bind(self, read_slot: int, minibatch: int) -> None:
-        """The layers read the weights of the minibatch from now on."""
-        tied_slots = _NO_SLOTS if self._tied is None else self._tied.slots_read_by(minibatch)
-        self._weights.bind(read_slot, tied_slots)
+    def _bind(self, work: _core.WorkItem) -> None:
+        """The layers read the weights of the microbatch from now on."""
+        if self._tied is None:
+            self._weights.bind(work.read_slot, _NO_SLOTS)
+        else:
+            self._weights.bind(work.read_slot, self._tied.slots_read_by(work.minibatch, work.microbatch))
 
     def _look_at_what_was_made(self) -> None:
         """The first forward may make buffers, and keep parameters of the version that it read."""
@@ -294,14 +315,14 @@ class StageRunner:
             )
 
     def _close_minibatch(self, minibatch: int) -> None:
-        """The forward of its last microbatch is done."""
+        """The forward of its last microbatch here is done."""
         if self._statistics is not None:
             self._statistics.update()
         if self._losses is not None:
             self._losses.close(minibatch)
 
     def _forward_nothing(self, minibatch: int, microbatch: int) -> list[Tensor]:
-        if microbatch == self._last_microbatch:
+        if self._is_last_of_minibatch(microbatch):
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
@@ -319,7 +340,7 @@ class StageRunner:
         if stashed.piece.is_empty:
             return []
         assert isinstance(self._passes, RecomputedPasses)
-        self._bind(work.read_slot, work.minibatch)
+        self._bind(work)
         with contextlib.nullcontext() if self.meter is None else self.meter.recompute():
             output = self._passes.recompute(stashed)
         if self.is_last:
@@ -334,12 +355,14 @@ class StageRunner:
         """The gradients that go upstream; none at the first stage."""
         minibatch, microbatch, read_slot = work.minibatch, work.microbatch, work.read_slot
         stashed = self._in_flight.pop((minibatch, microbatch))
-        self.gradient_slot = read_slot
         self.fields = self._gradient_fields
-        if self._loss_scaling is not None:
-            self.loss_scale = self.fields.loss_scale = stashed.scale if self.is_last else work.loss_scale
+        if self._own_per_round > 1:
+            self._join_round(work)
+        self.gradient_slot = read_slot
+        if self._loss_scaling is not None or self._sums_shares:
+            self._note_scale(work, stashed)
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
-        self._bind(read_slot, minibatch)
+        self._bind(work)
         following: Stashed | None = None
         if self._offload is not None:  # backwards come in the order of forwards
             following = next(iter(self._in_flight.values()), None)
@@ -347,7 +370,7 @@ class StageRunner:
             of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
             seed_torch(_core.derived_seed(of_minibatch, microbatch))
         self._gradients.begin_backward()
-        if microbatch == self._last_microbatch:
+        if self._is_last_of_minibatch(microbatch):
             self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
@@ -364,12 +387,33 @@ class StageRunner:
             return nothing_like(boundary, self._device, gradients=True)
         return boundary.sent(gradients_of(stashed.leaves, self._device), gradients=True)
 
+    def _join_round(self, work: _core.WorkItem) -> None:
+        """The gradients of the round are in the leaves of the version that the backward reads."""
+        if work.read_slot != self.gradient_slot:
+            self._gradients.move(self.gradient_slot, work.read_slot)
+        if self._tied is not None:
+            self._tied.begin_backward(work.minibatch, work.microbatch)
+
+    def _note_scale(self, work: _core.WorkItem, stashed: Stashed) -> None:
+        """What the losses of the round were multiplied by, so far."""
+        begins = self._is_first_of_round(work)
+        if self._sums_shares:  # a mean over the replica's own microbatches is divided by what they count
+            share = stashed.piece.weight if self.is_last else work.loss_scale
+            self.fields.loss_scale = share
+            if self._num_replicas > 1:
+                self._share = share if begins else self._share + share
+                self.loss_scale = self._share or 1.0
+            return
+        scale = self.fields.loss_scale = stashed.scale if self.is_last else work.loss_scale
+        if not begins and scale != self.loss_scale:
+            self._gradients.rescale(self.gradient_slot, scale / self.loss_scale)
+        self.loss_scale = scale
+
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
         """After a backward: whoever reads a version after its last one gets NaN. freed_slot: -1 is none."""
         if freed_slot >= 0:
             self._gradients.poison(freed_slot)
-        if done.microbatch == self._last_microbatch:
-            self.parts.tied.poison_freed_by(done.minibatch)
+        self.parts.tied.poison_freed_by(done.minibatch, done.microbatch)
 
     # Update.
 

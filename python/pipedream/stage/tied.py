@@ -1,18 +1,19 @@
 """Parameters tied across stages: one parameter that several stages use, updated once a round of its owner's.
 
-The most upstream stage that uses it owns it. Every use of minibatch i, forward and backward, reads the same
+The most upstream stage that uses it owns it. Every use of a microbatch, forward and backward, reads the same
 version, in the owner's rounds vertical sync's where stages would differ (design.md, section 4).
 
-    user    RECV tied_version   before the first forward of i: up to the version that i reads
-            SEND tied_gradient  after the last backward of i: its gradient of i
-    owner   RECV tied_gradient  after its own last backward of i, to whose gradient the users' are added
+    user    RECV tied_version   before a forward: up to the version that it reads
+            SEND tied_gradient  after its last backward of a minibatch: its gradient of that
+    owner   RECV tied_gradient  after its own last backward there, to whose gradient the users' are added
             SEND tied_version   after the update of the round: the next version
 
-With replicas the gradient goes to the owner's replica that has i, and each replica of the owner sends every
-replica of a user the pieces of the version that it has updated. The program says when (transfers.h); here is
-what is sent, and what becomes of what is received. Version v lies in slot (v - v0) mod K, of K versions that
-are kept and v0, which is there at the start: it is overwritten by v + K, right after the backward of the last
-minibatch that reads it. Owned by the worker's compute thread.
+With replicas the gradient goes to the owner's replica that has the last of its microbatches, and each
+replica of the owner sends every replica of a user the pieces of the version that it has updated. The program
+says when (transfers.h); here is what is sent, and what becomes of what is received. Version v lies in slot
+(v - v0) mod K, of K versions that are kept and v0, which is there at the start. Version v + K overwrites it,
+right after the backward of the last microbatch that reads it. The gradients of a round are in the leaves of
+the version that was read last. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -58,14 +59,24 @@ class _Group:
         self.versions = versions
         self.pieces = pieces
         self._first = _core.rounds_of(schedule, owner).first_version
+        self.gradient_slot = 0
+        """Of the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
         """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
 
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
 
-    def slot_read_by(self, minibatch: int) -> int:
-        return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch))
+    def slot_read_by(self, minibatch: int, microbatch: int = 0) -> int:
+        return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """What the backwards accumulated, of whatever version."""
+        found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
+        for slot in range(self.versions.num_slots):
+            of_slot = self.versions.take_gradients(slot)
+            found = [_sum(one, other) for one, other in zip(found, of_slot, strict=True)]
+        return found
 
     @property
     def newest(self) -> int:
@@ -116,6 +127,7 @@ class TiedParameters:
                 self._users.setdefault(user, []).append(index)
         self._owned = self._groups.get(stage_index)
         self._received: dict[int, list[Tensor | None]] = {}  # gradients of the next update, by user
+        self._num_microbatches = schedule.num_microbatches
         self._num_replicas = schedule.placement.num_replicas
         self._has_replicas = any(
             schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
@@ -150,38 +162,61 @@ class TiedParameters:
         if self._owned is not None:
             self._owned.versions.copy_version(read_slot, write_slot)
 
-    def owned_slot_read_by(self, minibatch: int) -> int:
-        return 0 if self._owned is None else self._owned.slot_read_by(minibatch)
+    @property
+    def owned_gradient_slot(self) -> int:
+        """Of the version that the latest backward read."""
+        return 0 if self._owned is None else self._owned.gradient_slot
 
     def owned_slot_of(self, version: int) -> int:
         return 0 if self._owned is None else self._owned.slot_of(version)
 
-    def slots_read_by(self, minibatch: int) -> dict[int, int]:
+    def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
         """By owner."""
-        return {owner: group.slot_read_by(minibatch) for owner, group in self._groups.items()}
+        return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
+
+    def begin_backward(self, minibatch: int, microbatch: int) -> None:
+        """Its gradients add to those that are in the leaves of another version."""
+        for group in self._groups.values():
+            slot = group.slot_read_by(minibatch, microbatch)
+            if slot != group.gradient_slot:
+                group.versions.move_gradients(group.gradient_slot, slot)
+                group.gradient_slot = slot
+
+    def rescale(self, factor: float) -> None:
+        """Of the gradients of the round so far."""
+        if self._owned is None:
+            return
+        self._owned.versions.scale_gradients(self._owned.gradient_slot, factor)
+        for user, received in self._received.items():
+            self._received[user] = [None if part is None else part * factor for part in received]
 
     @property
     def newest_slots(self) -> dict[int, int]:
         """By owner, of the newest version of which all is here."""
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
-    def poison_freed_by(self, minibatch: int) -> None:
-        """Of the versions that no minibatch after this one reads, if the backwards of this one were the last
-        to; their slots are written again by the update of this minibatch. Where there are replicas what the
-        stage owns may still be on its way to another."""
+    def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
+        """Of the versions that no later microbatch of this replica reads, if the backward of this one was the
+        last to; their slots are written again by an update that waits for it. Where there are replicas what
+        the stage owns may still be on its way to another."""
+        next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():
-            slot = group.slot_read_by(minibatch)
-            is_read = slot == group.slot_read_by(minibatch + 1) or group.versions.num_slots == 1
+            slot = group.slot_read_by(minibatch, microbatch)
+            is_read = slot == group.slot_read_by(next_minibatch, next_microbatch)
             is_leaving = group is self._owned and self._has_replicas
-            if not is_read and not is_leaving:
+            if not is_read and group.versions.num_slots > 1 and not is_leaving:
                 group.versions.poison(slot)
 
-    def gradients_for(self, owner: int, minibatch: int) -> list[Tensor]:
-        """This stage's gradients of the minibatch, of what it shares with that owner; they are given up.
+    def _own_after(self, minibatch: int, microbatch: int) -> tuple[int, int]:
+        """The replica's next microbatch."""
+        m = self._num_microbatches
+        return divmod(minibatch * m + microbatch + self._num_replicas(self._stage), m)
+
+    def gradients_for(self, owner: int) -> list[Tensor]:
+        """This stage's gradients of a minibatch, of what it shares with that owner; they are given up.
         Before them which there are: an optimizer leaves alone what no use has a gradient of."""
         group = self._groups[owner]
-        slot = group.slot_read_by(minibatch)
-        leaves, gradients = group.versions.leaves(slot), group.versions.take_gradients(slot)
+        leaves, gradients = group.versions.leaves(group.gradient_slot), group.take_gradients()
         are_there = [gradient is not None for gradient in gradients]
         flags = torch.tensor(are_there, dtype=torch.uint8, device=leaves[0].device)
         pairs = zip(gradients, leaves, strict=True)
@@ -196,12 +231,11 @@ class TiedParameters:
             gradients = [_sum(one, other) for one, other in zip(before, gradients, strict=True)]
         self._received[user] = gradients
 
-    def collect(self, minibatch: int) -> list[Tensor | None]:
-        """The gradients of the owned parameters, summed over all uses; the users' have come. minibatch: of
-        the update, one that this replica has, if it has any: else there is nothing."""
+    def collect(self) -> list[Tensor | None]:
+        """The gradients of the owned parameters, summed over all uses; the users' have come."""
         if self._owned is None:
             return []
-        total = self._owned.versions.take_gradients(self._owned.slot_read_by(minibatch))
+        total = self._owned.take_gradients()
         for user, indices in self._users.items():
             for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
                 if gradient is not None:

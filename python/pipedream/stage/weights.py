@@ -148,6 +148,18 @@ class WeightVersions:
             gradients.append(gradient)
         return gradients
 
+    def move_gradients(self, from_slot: int, to_slot: int) -> None:
+        """What the backwards accumulated in one slot's leaves, to which those of another version add."""
+        for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
+            if old.grad is not None:
+                gradient, old.grad = old.grad, None
+                new.grad = gradient
+
+    def scale_gradients(self, slot: int, factor: float) -> None:
+        gradients = [leaf.grad for leaf in self._leaves[slot] if leaf.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def check_gradients_taken(self) -> None:
         for leaves in self._leaves:
             for name, leaf in zip(self.names, leaves, strict=True):

@@ -88,8 +88,8 @@ class ChannelPair : public testing::Test {
     std::size_t chunk_bytes = 1000;
     Codec codec{};
     std::size_t num_transfers_kept = 0;
-    std::int64_t first_minibatch = 0;
-    std::int64_t minibatch_stride = 1;
+    std::int64_t first_microbatch = 0;
+    std::int64_t microbatch_stride = 1;
     std::int64_t num_residuals = 1;
   };
 
@@ -146,8 +146,8 @@ class ChannelPair : public testing::Test {
     ChannelOptions options = channel_options(spec, sizes.chunk_bytes, sizes.num_items_max);
     options.codec = sizes.codec;
     options.num_transfers_kept = sizes.num_transfers_kept;
-    options.first_minibatch = MinibatchId(sizes.first_minibatch);
-    options.minibatch_stride = sizes.minibatch_stride;
+    options.first_microbatch = sizes.first_microbatch;
+    options.microbatch_stride = sizes.microbatch_stride;
     return options;
   }
 

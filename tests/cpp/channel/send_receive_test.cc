@@ -627,7 +627,7 @@ TEST_P(BrokenSender, ASecondEndIsRefused) {
 
 // As between replicas: each has a share of the minibatches.
 TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
-  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   for (const std::int64_t minibatch : {5, 8, 11}) {
     send_one_tensor(minibatch);
     EXPECT_EQ(take().minibatch, MinibatchId(minibatch));
@@ -639,21 +639,21 @@ TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
 }
 
 TEST_P(Channels, MinibatchOfAnotherShareIsRefused) {
-  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   send_one_tensor(5);
   send_one_tensor(9);
   expect_refused("minibatch 9 microbatch 0 where 8 microbatch 0 is due");
 }
 
 TEST_P(Channels, EndThatDoesNotFitTheShareIsRefused) {
-  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   send_one_tensor(5);
   sender_->send_end(9);
   expect_refused("an end after 9 minibatches where minibatch 8 is due");
 }
 
 TEST_P(Channels, EndBeforeWhatHasComeIsRefused) {
-  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   send_one_tensor(5);
   sender_->send_end(5);
   expect_refused("an end after 5 minibatches where minibatch 8 is due");

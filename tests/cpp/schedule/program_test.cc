@@ -62,12 +62,15 @@ TEST(PipeDream, FewerMinibatchesThanInFlightGoesFromWarmUpToCoolDown) {
   EXPECT_EQ(on_paper(options, 0, 0), "");
 }
 
-TEST(PipeDream, MicrobatchesOfAMinibatchReadOneVersionAndAreUpdatedOnce) {
+TEST(PipeDream, OnlyTheFirstMicrobatchesOfAMinibatchReadAnOlderVersion) {
   const ScheduleOptions options = make_options("pipedream", {2, 1}, 2);
   EXPECT_EQ(on_paper(options, 0, 3),
-            "F0.0 F0.1 | F1.0 B0.0 F1.1 B0.1 U0 F2.0 B1.0 F2.1 B1.1 U1 | B2.0 B2.1 U2");
+            "F0.0 | F0.1 B0.0 F1.0 B0.1 U0 F1.1 B1.0 F2.0 B1.1 U1 F2.1 B2.0 | B2.1 U2");
   EXPECT_EQ(on_paper(options, 1, 2), "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
-  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 3), (Counts{0, 0, 0, 0, 1, 1}));
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 3), (Counts{0, 0, 0, 1, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 3), (Counts{0, 0, 0, 1, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, make_options("unstashed", {2, 1}, 2), 0, 3),
+            (Counts{0, 0, 1, 1, 2, 2}));
   EXPECT_EQ(versions_of(Opcode::kUpdate, options, 0, 3), (Counts{1, 2, 3}));
 }
 
@@ -188,43 +191,49 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
 
 // design.md, section 4, written out once more.
 std::int64_t version_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
-                                std::int64_t minibatch) {
+                                std::int64_t minibatch, std::int64_t microbatch, std::int64_t m) {
+  const std::int64_t k = minibatch * m + microbatch;
   if (schedule == "pipedream" || schedule == "naive") {
-    return std::max<std::int64_t>(0, minibatch - in_flight[stage] + 1);
+    return std::max<std::int64_t>(0, (k - in_flight[stage] + 1) / m);
   }
-  if (schedule == "vertical_sync") return std::max<std::int64_t>(0, minibatch - in_flight[0] + 1);
+  if (schedule == "vertical_sync") return std::max<std::int64_t>(0, (k - in_flight[0] + 1) / m);
   if (schedule == "2bw") return std::max<std::int64_t>(0, minibatch - 1);
   return minibatch;
 }
 
-std::int64_t num_kept_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage) {
+std::int64_t num_kept_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
+                                 std::int64_t m) {
+  const auto kept_of = [m](std::int64_t count) { return 1 + (count - 1 + m - 1) / m; };
   const std::map<std::string, std::int64_t> kept = {
-      {"pipedream", in_flight[stage]}, {"vertical_sync", in_flight[0]}, {"2bw", 2}};
+      {"pipedream", kept_of(in_flight[stage])}, {"vertical_sync", kept_of(in_flight[0])}, {"2bw", 2}};
   return kept.contains(schedule) ? kept.at(schedule) : 1;
 }
 
 TEST(Versions, EqualTheFormulas) {
   for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
     for (const std::string& schedule : kStraightSchedules) {
-      const ScheduleOptions options = make_options(schedule, straight(num_stages), 6);
-      for (std::int64_t stage = 0; stage < num_stages; ++stage) {
-        const auto stage_index = static_cast<std::size_t>(stage);
-        EXPECT_EQ(num_versions_kept(options, StageIndex(stage)),
-                  num_kept_by_formula(schedule, options.in_flight, stage_index));
-        for (const Instruction& instruction : make_compute_program(options, Rank(stage), 9)) {
-          const std::int64_t minibatch = instruction.minibatch.value();
-          const std::int64_t formula =
-              version_by_formula(schedule, options.in_flight, stage_index, minibatch);
-          if (instruction.opcode == Opcode::kForward) {
-            EXPECT_EQ(instruction.version.value(), formula);
-            EXPECT_EQ(forward_version(options, instruction.stage, instruction.minibatch),
-                      instruction.version);
-          } else if (instruction.opcode == Opcode::kBackward) {
-            EXPECT_EQ(instruction.version.value(), schedule == "naive" ? minibatch : formula);
-            EXPECT_EQ(backward_version(options, instruction.stage, instruction.minibatch),
-                      instruction.version);
-          } else {
-            EXPECT_EQ(instruction.version.value(), minibatch + 1);
+      for (const std::int64_t m : {1, 2, 4, 5, 12}) {
+        if (schedule == "2bw" && m < num_stages - 1) continue;
+        const ScheduleOptions options = make_options(schedule, straight(num_stages), m);
+        for (std::int64_t stage = 0; stage < num_stages; ++stage) {
+          const auto stage_index = static_cast<std::size_t>(stage);
+          EXPECT_EQ(num_versions_kept(options, StageIndex(stage)),
+                    num_kept_by_formula(schedule, options.in_flight, stage_index, m));
+          for (const Instruction& instruction : make_compute_program(options, Rank(stage), 9)) {
+            const auto& [minibatch, microbatch] = std::pair(instruction.minibatch, instruction.microbatch);
+            const std::int64_t formula = version_by_formula(schedule, options.in_flight, stage_index,
+                                                            minibatch.value(), microbatch.value(), m);
+            if (instruction.opcode == Opcode::kForward) {
+              EXPECT_EQ(instruction.version.value(), formula);
+              EXPECT_EQ(forward_version(options, instruction.stage, minibatch, microbatch),
+                        instruction.version);
+            } else if (instruction.opcode == Opcode::kBackward) {
+              EXPECT_EQ(instruction.version.value(), schedule == "naive" ? minibatch.value() : formula);
+              EXPECT_EQ(backward_version(options, instruction.stage, minibatch, microbatch),
+                        instruction.version);
+            } else {
+              EXPECT_EQ(instruction.version.value(), minibatch.value() + 1);
+            }
           }
         }
       }
@@ -260,11 +269,13 @@ TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
 
 TEST(TiedVersions, FollowVerticalSyncWhereStagesReadDifferentVersions) {
   const auto version = [](const std::string& schedule, std::int64_t minibatch) {
-    return tied_version(make_options(schedule, {3, 2, 1}, 3), StageIndex(0), MinibatchId(minibatch)).value();
+    return tied_version(make_options(schedule, {3, 2, 1}, 3), StageIndex(0), MinibatchId(minibatch),
+                        MicrobatchIndex(1))
+        .value();
   };
   for (std::int64_t minibatch = 0; minibatch < 9; ++minibatch) {
     for (const std::string schedule : {"pipedream", "vertical_sync", "naive"}) {
-      EXPECT_EQ(version(schedule, minibatch), std::max<std::int64_t>(0, minibatch - 2)) << schedule;
+      EXPECT_EQ(version(schedule, minibatch), std::max<std::int64_t>(0, (3 * minibatch - 1) / 3)) << schedule;
     }
     for (const std::string schedule : {"flush", "gpipe", "model_parallel", "interleaved"}) {
       EXPECT_EQ(version(schedule, minibatch), minibatch) << schedule;
@@ -275,7 +286,7 @@ TEST(TiedVersions, FollowVerticalSyncWhereStagesReadDifferentVersions) {
 
 TEST(TiedVersions, KeepWhatTheirRuleNeeds) {
   const std::map<std::string, std::int64_t> kept = {
-      {"pipedream", 3}, {"vertical_sync", 3}, {"naive", 3},          {"2bw", 2},
+      {"pipedream", 2}, {"vertical_sync", 2}, {"naive", 2},          {"2bw", 2},
       {"flush", 1},     {"gpipe", 1},         {"model_parallel", 1}, {"interleaved", 1}};
   for (const auto& [schedule, num_kept] : kept) {
     const ScheduleOptions options = make_options(schedule, {3, 2, 1}, 3);
@@ -290,7 +301,7 @@ TEST(Window, IsTheTables) {
   };
   for (const std::string schedule : {"pipedream", "vertical_sync", "naive"}) {
     EXPECT_EQ(window(schedule, 1, 0), 4);
-    EXPECT_EQ(window(schedule, 5, 0), 16);
+    EXPECT_EQ(window(schedule, 5, 0), 4);
     EXPECT_EQ(window(schedule, 5, 3), 1);
   }
   EXPECT_EQ(window("2bw", 5, 1), 3);
@@ -321,7 +332,7 @@ TEST(Schedules, KnowWhichDrainAndWhichStash) {
 
 TEST(Schedules, AreNamedInTheOrderOfTheTable) {
   EXPECT_EQ(schedule_names(),
-            (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe",
+            (std::vector<std::string>{"pipedream", "vertical_sync", "unstashed", "2bw", "flush", "gpipe",
                                       "model_parallel", "data_parallel", "interleaved"}));
 }
 
@@ -452,7 +463,8 @@ TEST(ComputeCursorDeathTest, AbortsOnMisuse) {
   ComputeCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
   cursor.advance();
   cursor.advance();
-  EXPECT_DEATH(cursor.set_num_minibatches(1), "num_minibatches 1 is below the 2 already forwarded");
+  EXPECT_DEATH(cursor.set_num_minibatches(1),
+               "num_minibatches 1 is below the 2 microbatches already forwarded");
   EXPECT_DEATH(cursor.set_num_minibatches(-1), "num_minibatches -1");
   cursor.set_num_minibatches(2);
   EXPECT_DEATH(cursor.set_num_minibatches(2), "already set");
@@ -479,7 +491,8 @@ TEST(ComputeCursor, AnEndThatContradictsWhatWasDoneIsKnownBeforeItIsTaken) {
 TEST(ComputeCursorDeathTest, AMinibatchThatWasBegunExists) {
   ComputeCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(0));
   cursor.advance();
-  EXPECT_DEATH(cursor.set_num_minibatches(0), "num_minibatches 0 is below the 1 already forwarded");
+  EXPECT_DEATH(cursor.set_num_minibatches(0),
+               "num_minibatches 0 is below the 1 microbatches already forwarded");
 }
 
 TEST(DeriveInFlight, AStraightPipelineHasOneMinibatchPerStageDownstreamAndItself) {
@@ -523,7 +536,7 @@ TEST(DeriveInFlight, RefusesNoStagesAndImpossibleReplicaCounts) {
 TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {
   EXPECT_EQ(
       error_of(make_options("pipedreams", {1})),
-      "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"naive\", \"2bw\", "
+      "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"unstashed\", \"2bw\", "
       "\"flush\", \"gpipe\", \"model_parallel\", \"data_parallel\", \"interleaved\"");
 }
 
@@ -548,11 +561,11 @@ TEST(ScheduleOptions, RefusesListsOfTheWrongLength) {
   EXPECT_EQ(error_of(options), "placement has 3 entries for 2 stages; give one per stage, or none");
 }
 
-TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlight) {
-  EXPECT_EQ(error_of(make_options("2bw", {3, 2, 1}, 2)),
-            "num_microbatches is 2 with in_flight 3 at stage 0; schedule \"2bw\" keeps two versions, so it "
-            "needs at least as many microbatches");
-  EXPECT_EQ(error_of(make_options("2bw", {3, 2, 1}, 3)), "");
+TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlightBesideOne) {
+  EXPECT_EQ(error_of(make_options("2bw", {4, 3, 2, 1}, 2)),
+            "num_microbatches is 2 with in_flight 4 at stage 0; schedule \"2bw\" keeps two versions, so an "
+            "update needs at least 3 microbatches of each replica: use 3");
+  EXPECT_EQ(error_of(make_options("2bw", {4, 3, 2, 1}, 3)), "");
 }
 
 TEST(ScheduleOptions, OnlyInterleavedHasSeveralStagesAtAWorker) {

@@ -88,9 +88,13 @@ TEST(Replicas, StalenessLetsTheUpdateWaitForHalfAsManyMoreRounds) {
 
 TEST(Replicas, OfADrainingScheduleUpdateTogetherOnceInTheirLeastCommonMultiple) {
   const ScheduleOptions options = make_replicated("flush", {2, 1}, 2);
-  EXPECT_EQ(on_paper(options, 0, 4), "F0.0 | F0.1 B0.0 | B0.1 U0 | F2.0 | F2.1 B2.0 | B2.1 U2");
-  EXPECT_EQ(on_paper(options, 2, 4),
-            "F0.0 B0.0 F0.1 B0.1 F1.0 B1.0 F1.1 B1.1 U0 F2.0 B2.0 F2.1 B2.1 F3.0 B3.0 F3.1 B3.1 U2");
+  EXPECT_EQ(on_paper(options, 1, 2), "F0.1 B0.1 U0 F1.1 B1.1 U1");
+  EXPECT_EQ(on_paper(options, 2, 2), "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
+  const ScheduleOptions odd = make_replicated("flush", {2, 1}, 3);
+  EXPECT_EQ(on_paper(odd, 0, 4),
+            "F0.0 | F0.2 B0.0 F1.1 B0.2 | B1.1 U0 | F2.0 | F2.2 B2.0 F3.1 B2.2 | B3.1 U2");
+  EXPECT_EQ(sync_on_paper(odd, 1, 3),
+            "F0 F1 B0 F1 B1 B1 >0:0 <0:0 U0 }0:0 {0:0 F2 B2 >0:2 <0:2 U2 }0:2 {0:2");
   const ScheduleOptions sixfold = make_replicated("gpipe", {3, 2});
   EXPECT_EQ(sync_on_paper(sixfold, 3, 6), "F0 F2 F4 B0 B2 B4 >1:0 <1:1 U0 }1:0 {1:0");
   EXPECT_EQ(sync_on_paper(sixfold, 3, 8),
@@ -103,9 +107,9 @@ TEST(Replicas, WithoutStashingPullIntoTheirOnlySlotRightAfterTheUpdate) {
             "F0 F2 B0 >1:0 <1:1 U0 }1:0 {1:0 F4 B2 >1:2 <1:3 U2 }1:2 {1:2 B4 >1:4 <1:5 U4 }1:4 {1:4");
 }
 
-TEST(Replicas, OfDataParallelTakeOneMinibatchEachARound) {
-  const ScheduleOptions options = make_replicated("data_parallel", {2}, 2);
-  EXPECT_EQ(on_paper(options, 1, 4), "F1.0 B1.0 F1.1 B1.1 U0 F3.0 B3.0 F3.1 B3.1 U2");
+TEST(Replicas, OfDataParallelTakeEquallyManyMicrobatchesEachARound) {
+  const ScheduleOptions options = make_replicated("data_parallel", {2}, 4);
+  EXPECT_EQ(on_paper(options, 1, 2), "F0.1 B0.1 F0.3 B0.3 U0 F1.1 B1.1 F1.3 B1.3 U1");
   EXPECT_EQ(sync_on_paper(make_replicated("data_parallel", {2}), 0, 3),
             "F0 B0 >1:0 <1:1 U0 }1:0 {1:0 F2 B2 >1:2 U2 }1:2 {1:2");
 }
@@ -226,24 +230,24 @@ TEST(Replicas, OfOtherSchedulesAddUpTheNormsOfTheirStage) {
 
 // design.md, section 4, and program.h, written out once more.
 std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
-                                bool of_backward) {
+                                std::int64_t microbatch, bool of_backward) {
   const auto replicas = [&](std::int64_t of) { return options.placement.num_replicas(StageIndex(of)); };
   const auto in_flight = [&](std::int64_t of) { return options.in_flight[static_cast<std::size_t>(of)]; };
-  const std::int64_t j = minibatch / replicas(stage);
-  if (options.schedule == "pipedream") {
-    return std::max<std::int64_t>(0, j - in_flight(stage) + 1 - options.staleness);
-  }
-  if (options.schedule == "naive") {
-    return of_backward ? j : std::max<std::int64_t>(0, j - in_flight(stage) + 1);
-  }
-  if (options.schedule == "vertical_sync") {
-    const std::int64_t seen = std::max<std::int64_t>(0, minibatch / replicas(0) - in_flight(0) + 1);
-    return seen * replicas(0) / replicas(stage);
-  }
+  const std::int64_t m = options.num_microbatches;
+  const std::int64_t k = minibatch * m + microbatch;
+  const auto per_round = [&](std::int64_t of) { return std::lcm(m, replicas(of)) / m; };
+  const auto own_per_round = [&](std::int64_t of) { return per_round(of) * m / replicas(of); };
+  const std::int64_t j = minibatch / per_round(stage);
+  const auto delayed = [&](std::int64_t of) {
+    return std::max<std::int64_t>(0, k / replicas(of) - in_flight(of) + 1) / own_per_round(of);
+  };
+  if (options.schedule == "pipedream") return std::max<std::int64_t>(0, delayed(stage) - options.staleness);
+  if (options.schedule == "naive") return of_backward ? j : delayed(stage);
+  if (options.schedule == "vertical_sync") return delayed(0) * per_round(0) / per_round(stage);
   if (options.schedule == "2bw") return std::max<std::int64_t>(0, j - 1);
-  std::int64_t round = 1;
-  for (std::int64_t of = 0; of < num_stages(options); ++of) round = std::lcm(round, replicas(of));
-  return minibatch / round;
+  std::int64_t common = m;
+  for (std::int64_t of = 0; of < num_stages(options); ++of) common = std::lcm(common, replicas(of));
+  return minibatch / (common / m);
 }
 
 using Ties = std::vector<TiedStages>;
@@ -316,18 +320,21 @@ TEST(AsynchronousShards, AreAcceptedByTheValidatorWithOneAnswerForEachAtMost) {
 TEST(AsynchronousShards, ReadVersionsOfTheReplicasOwnRounds) {
   for (const ScheduleOptions& options : all_asynchronous()) {
     for (const Place& place : options.placement.places()) {
-      const std::int64_t num_replicas = options.placement.num_replicas(place.stage);
-      const std::int64_t num_own = (40 - place.replica.value() + num_replicas - 1) / num_replicas;
+      const Rounds rounds = rounds_of(options, place.stage);
+      const std::int64_t per_round = rounds.microbatches_per_round();
+      const std::int64_t num_begun =
+          (40 * options.num_microbatches - place.replica.value() + per_round - 1) / per_round;
       std::int64_t num_updates = 0;
       for (const Instruction& instruction : make_compute_program(options, place.rank, 40)) {
         if (instruction.opcode == Opcode::kUpdate) {
           ASSERT_EQ(instruction.version.value(), ++num_updates);
         } else {
           ASSERT_EQ(instruction.version.value(),
-                    version_by_formula(options, place.stage.value(), instruction.minibatch.value(), false));
+                    version_by_formula(options, place.stage.value(), instruction.minibatch.value(),
+                                       instruction.microbatch.value(), false));
         }
       }
-      ASSERT_EQ(num_updates, num_own) << name_of(options, 40);
+      ASSERT_EQ(num_updates, num_begun) << name_of(options, 40);
     }
   }
 }
@@ -399,7 +406,8 @@ TEST(Replicas, ReadTheVersionsOfTheFormulas) {
           const std::int64_t minibatch = instruction.minibatch.value();
           const bool of_backward = instruction.opcode == Opcode::kBackward;
           ASSERT_EQ(instruction.version.value(),
-                    version_by_formula(options, instruction.stage.value(), minibatch, of_backward))
+                    version_by_formula(options, instruction.stage.value(), minibatch,
+                                       instruction.microbatch.value(), of_backward))
               << name_of(options, 40) << ": " << to_string(instruction);
         }
       }
@@ -407,7 +415,7 @@ TEST(Replicas, ReadTheVersionsOfTheFormulas) {
   }
 }
 
-TEST(Replicas, EveryMinibatchIsDoneOnceByItsReplicaAndEveryRoundIsUpdatedAtAllOfThem) {
+TEST(Replicas, EveryMicrobatchIsDoneOnceByItsReplicaAndEveryRoundIsUpdatedAtAllOfThem) {
   for (const Counts& plan : kPlans) {
     for (const ScheduleOptions& options : all_of(plan, 4)) {
       for (const Place& place : options.placement.places()) {
@@ -415,12 +423,14 @@ TEST(Replicas, EveryMinibatchIsDoneOnceByItsReplicaAndEveryRoundIsUpdatedAtAllOf
         std::map<Opcode, std::vector<std::int64_t>> done;
         for (const Instruction& instruction : make_compute_program(options, place.rank, 17)) {
           ASSERT_EQ(instruction.replica, place.replica);
-          done[instruction.opcode].push_back(instruction.minibatch.value());
+          const bool is_update = instruction.opcode == Opcode::kUpdate;
+          done[instruction.opcode].push_back(
+              is_update ? instruction.minibatch.value()
+                        : rounds.number_of(instruction.minibatch, instruction.microbatch));
         }
         Counts own;
-        for (std::int64_t minibatch = place.replica.value(); minibatch < 17;
-             minibatch += rounds.num_replicas) {
-          own.insert(own.end(), 4, minibatch);
+        for (std::int64_t number = place.replica.value(); number < 17 * 4; number += rounds.num_replicas) {
+          own.push_back(number);
         }
         Counts begins;
         for (std::int64_t begin = 0; begin < 17; begin += rounds.minibatches_per_round) {
@@ -567,10 +577,12 @@ TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
       const bool differ = options.schedule == "pipedream" || options.schedule == "vertical_sync" ||
                           options.schedule == "naive";
       for (StageIndex owner; owner.value() < num_stages(options); owner = owner.next()) {
-        for (std::int64_t minibatch = 0; minibatch < 40; ++minibatch) {
+        for (std::int64_t k = 0; k < 40 * options.num_microbatches; ++k) {
+          const std::int64_t minibatch = k / options.num_microbatches;
+          const std::int64_t microbatch = k % options.num_microbatches;
           const std::int64_t version =
-              version_by_formula(differ ? as_sync : options, owner.value(), minibatch, false);
-          ASSERT_EQ(tied_version(options, owner, MinibatchId(minibatch)).value(),
+              version_by_formula(differ ? as_sync : options, owner.value(), minibatch, microbatch, false);
+          ASSERT_EQ(tied_version(options, owner, MinibatchId(minibatch), MicrobatchIndex(microbatch)).value(),
                     std::max<std::int64_t>(0, version - options.staleness))
               << name_of(options, 40) << ", owner " << owner.value() << ", minibatch " << minibatch;
         }
@@ -592,17 +604,21 @@ TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
         for (const Instructions& program : make_programs(options, num_minibatches)) {
           for (const Instruction& instruction : program) {
             if (instruction.opcode != Opcode::kSend) continue;
-            sent[instruction.edge].push_back(instruction.minibatch.value());
+            const bool is_cut = instruction.edge.kind == EdgeKind::kActivation ||
+                                instruction.edge.kind == EdgeKind::kGradient;
+            sent[instruction.edge].push_back(instruction.minibatch.value() *
+                                                 (is_cut ? options.num_microbatches : 1) +
+                                             instruction.microbatch.value());
           }
         }
         const std::vector<Edge> edges = edges_of(options);
         ASSERT_EQ(edges.size(), sent.size()) << name_of(options, num_minibatches);
         for (const Edge& edge : edges) {
-          const auto [first_minibatch, stride] = items_of(options, edge);
+          const auto [first_item, stride] = items_of(options, edge);
+          const bool is_cut = edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kGradient;
+          const std::int64_t end = num_minibatches * (is_cut ? options.num_microbatches : 1);
           Counts named;
-          for (std::int64_t item = first_minibatch.value(); item < num_minibatches; item += stride) {
-            named.push_back(item);
-          }
+          for (std::int64_t item = first_item; item < end; item += stride) named.push_back(item);
           ASSERT_EQ(sent[edge], named) << name_of(options, num_minibatches) << ", " << to_string(edge);
         }
       }
@@ -793,11 +809,17 @@ TEST(Replicas, StartOnlyWhereARoundBeginsAtEveryStage) {
   EXPECT_EQ(forward_version(options, StageIndex(0), MinibatchId(9)), WeightVersion(2));
   EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(9)), WeightVersion(4));
   options.first_minibatch = MinibatchId(4);
-  EXPECT_EQ(error_of(options),
-            "first_minibatch is 4, and stage 0 has 3 replicas; a run starts at a multiple of every stage's");
+  EXPECT_EQ(
+      error_of(options),
+      "first_minibatch is 4, and stage 0 of 3 replicas updates once in 3 minibatches; a run starts at a "
+      "multiple of every stage's");
   options.first_minibatch = MinibatchId(3);
-  EXPECT_EQ(error_of(options),
-            "first_minibatch is 3, and stage 1 has 2 replicas; a run starts at a multiple of every stage's");
+  EXPECT_EQ(
+      error_of(options),
+      "first_minibatch is 3, and stage 1 of 2 replicas updates once in 2 minibatches; a run starts at a "
+      "multiple of every stage's");
+  options.num_microbatches = 6;
+  EXPECT_EQ(error_of(options), "") << "each minibatch is a round";
 }
 
 TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
@@ -826,16 +848,37 @@ TEST(Replicas, RefuseStalenessThatNoVersionRuleHas) {
       "staleness is 1 with schedule \"flush\"; only schedule \"pipedream\" reads older versions for it");
 }
 
-TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesAsAllOfThemHaveInFlight) {
-  EXPECT_EQ(error_of(make_replicated("2bw", {2, 1}, 4)), "");
-  EXPECT_EQ(error_of(make_replicated("2bw", {2, 1}, 3)),
-            "num_microbatches is 3 with in_flight 2 at stage 0 of 2 replicas; schedule \"2bw\" keeps two "
-            "versions, so it needs at least as many microbatches");
-  EXPECT_EQ(
-      error_of(make_replicated("2bw", {1, 2, 1}, 16)),
-      "stage 1 has 2 replicas with in_flight 2 below a stage of 1 with 5; schedule \"2bw\", which counts "
-      "microbatches in flight, would deadlock: use schedule \"pipedream\", or as many replicas at every "
-      "stage");
+TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesOfARoundAsAreInFlightBesideOne) {
+  EXPECT_EQ(error_of(make_replicated("2bw", {2, 1}, 1)), "");
+  EXPECT_EQ(error_of(make_replicated("2bw", {1, 2, 1}, 4)), "");
+  EXPECT_EQ(error_of(make_replicated("2bw", {1, 2, 1}, 3)),
+            "num_microbatches is 3 with in_flight 5 at stage 0; schedule \"2bw\" keeps two versions, so an "
+            "update needs at least 4 microbatches of each replica: use 4");
+}
+
+// A list with the window n_s would wait for ever where it is refused: the update that it reads comes after
+// the backward that its forward waits for.
+TEST(Replicas, OfTwoBwAreRefusedExactlyWhereTheyWouldBeStuck) {
+  for (const Counts& plan : kPlans) {
+    for (std::int64_t m = 1; m <= 12; ++m) {
+      const ScheduleOptions options = make_replicated("2bw", plan, m);
+      bool waits = false;
+      for (StageIndex stage; stage.value() < static_cast<std::int64_t>(plan.size()); stage = stage.next()) {
+        ScheduleOptions as_other = options;
+        as_other.schedule = "pipedream";
+        const Rounds rounds = rounds_of(as_other, stage);
+        const std::int64_t in_flight = options.in_flight[static_cast<std::size_t>(stage.value())];
+        // Own microbatch k' reads floor(k' / c) - 1, which is made of those before floor(k' / c) c - c + c.
+        for (std::int64_t own = 0; own < 100; ++own) {
+          const std::int64_t read = std::max<std::int64_t>(0, own / rounds.own_per_round() - 1);
+          waits |= read * rounds.own_per_round() > std::max<std::int64_t>(0, own - in_flight + 1);
+        }
+      }
+      EXPECT_EQ(error_of(options).empty(), !waits) << name_of(options, 40);
+      if (waits) continue;
+      EXPECT_EQ(replay(options, make_programs(options, 25), 25).error, "") << name_of(options, 25);
+    }
+  }
 }
 
 }  // namespace

@@ -528,7 +528,7 @@ TEST_F(BrokenList, MoreInFlightThanTheWindow) {
   use("pipedream", {2, 1}, 2, 3);
   programs_[0] = make_compute_program(make_options("pipedream", {3, 2}, 2), Rank(0), 3);
   expect_fault(
-      "worker 0, position 3, FORWARD stage 0 minibatch 1 microbatch 1 reads version 0: at most 3 "
+      "worker 0, position 2, FORWARD stage 0 minibatch 1 microbatch 0 reads version 0: at most 2 "
       "microbatches "
       "may be in flight at the stage, and as many wait for their backward");
   use("flush", {2, 1}, 4, 1);

@@ -161,11 +161,14 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
     EXPECT_EQ(done.num_minibatches, num_minibatches);
     for (const auto& [stage, slots] : slots_) {
       const std::vector<VersionsRead>& versions = engine_->versions(stage);
-      ASSERT_EQ(versions.size(), static_cast<std::size_t>(num_minibatches));
-      for (std::int64_t minibatch = 0; minibatch < num_minibatches; ++minibatch) {
-        const VersionsRead& read = versions[static_cast<std::size_t>(minibatch)];
-        EXPECT_EQ(read.forward, forward_version(options_, stage, MinibatchId(minibatch)));
-        EXPECT_EQ(read.backward, backward_version(options_, stage, MinibatchId(minibatch)));
+      const std::int64_t m = options_.num_microbatches;
+      ASSERT_EQ(versions.size(), static_cast<std::size_t>(num_minibatches * m));
+      for (std::int64_t number = 0; number < num_minibatches * m; ++number) {
+        const VersionsRead& read = versions[static_cast<std::size_t>(number)];
+        const MinibatchId minibatch(number / m);
+        const MicrobatchIndex microbatch(number % m);
+        EXPECT_EQ(read.forward, forward_version(options_, stage, minibatch, microbatch));
+        EXPECT_EQ(read.backward, backward_version(options_, stage, minibatch, microbatch));
       }
       EXPECT_EQ(slots->newest(), WeightVersion(num_minibatches));
       EXPECT_EQ(slots->num_live(), 1);  // every version that was read was given back
@@ -211,7 +214,7 @@ TEST_F(Engine, StartsAtAnyMinibatchFromTheVersionsThatAreThere) {
         EXPECT_EQ(run(14), make_compute_program(options, Rank(worker), 14));
         for (const auto& [stage, slots] : slots_) {
           EXPECT_EQ(slots->newest(), WeightVersion(14));
-          ASSERT_EQ(engine_->versions(stage).size(), 5U);
+          ASSERT_EQ(engine_->versions(stage).size(), static_cast<std::size_t>(5 * options.num_microbatches));
           EXPECT_EQ(engine_->versions(stage)[0].forward, forward_version(options, stage, MinibatchId(9)));
         }
       }
@@ -319,7 +322,7 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 1), 19);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 2), 0);
   for (std::int64_t worker = 0; worker < 3; ++worker) {
-    EXPECT_EQ(count(make_options("vertical_sync", {3, 2, 1}, 4), worker), 18);
+    EXPECT_EQ(count(make_options("vertical_sync", {3, 2, 1}, 4), worker), 19);
     EXPECT_EQ(count(make_options("2bw", {3, 2, 1}, 4), worker), 19);
     EXPECT_EQ(count(make_options("naive", {3, 2, 1}, 4), worker), 0);
     EXPECT_EQ(count(make_options("flush", {3, 2, 1}, 4), worker), 0);
@@ -383,10 +386,10 @@ TEST_F(Engine, EndOfDataTakesTheForwardBack) {
   EXPECT_EQ(forward.kind, WorkKind::kForward);
   EXPECT_EQ(forward.minibatch, MinibatchId(1));
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 2);
-  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 2U);
+  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 3U);
   engine_->end_of_data(1);
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 1);
-  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 1U);
+  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 2U);
   EXPECT_EQ(next().kind, WorkKind::kBackward);
 }
 

@@ -136,16 +136,20 @@ class Replay {
   }
 
   [[nodiscard]] std::int64_t num_minibatches() const { return num_minibatches_; }
-  [[nodiscard]] std::int64_t forward_version(std::int64_t stage, std::int64_t minibatch) const {
+  [[nodiscard]] std::int64_t num_microbatches() const { return schedule_.num_microbatches; }
+  [[nodiscard]] std::int64_t forward_version(std::int64_t stage, std::int64_t minibatch,
+                                             std::int64_t microbatch) const {
     const std::string& name = schedule_.schedule;
-    std::int64_t delay = 0;
+    const std::int64_t m = schedule_.num_microbatches;
+    std::int64_t delay = 0;  // microbatches
     if (name == "pipedream" || name == "naive") delay = in_flight(stage) - 1;
     if (name == "vertical_sync") delay = in_flight(0) - 1;
-    if (name == "2bw") delay = 1;
-    return std::max<std::int64_t>(0, minibatch - delay);
+    if (name == "2bw") delay = m;
+    return std::max<std::int64_t>(0, minibatch * m + microbatch - delay) / m;
   }
-  [[nodiscard]] std::int64_t backward_version(std::int64_t stage, std::int64_t minibatch) const {
-    return schedule_.schedule == "naive" ? minibatch : forward_version(stage, minibatch);
+  [[nodiscard]] std::int64_t backward_version(std::int64_t stage, std::int64_t minibatch,
+                                              std::int64_t microbatch) const {
+    return schedule_.schedule == "naive" ? minibatch : forward_version(stage, minibatch, microbatch);
   }
   [[nodiscard]] bool recomputes(std::int64_t stage) const {
     return !schedule_.recompute.empty() && schedule_.recompute.at(static_cast<std::size_t>(stage));
@@ -184,16 +188,16 @@ class Replay {
     std::uint64_t value = input_of(minibatch, microbatch);
     for (std::int64_t stage = 0; stage < num_stages_; ++stage) {
       inputs_[{stage, minibatch, microbatch}] = value;
-      const std::int64_t again =
-          recomputes(stage) ? backward_version(stage, minibatch) : forward_version(stage, minibatch);
+      const std::int64_t again = recomputes(stage) ? backward_version(stage, minibatch, microbatch)
+                                                   : forward_version(stage, minibatch, microbatch);
       outputs.push_back(output_of(value, weight(stage, again)));
-      value = output_of(value, weight(stage, forward_version(stage, minibatch)));
+      value = output_of(value, weight(stage, forward_version(stage, minibatch, microbatch)));
     }
     std::uint64_t gradient = loss_gradient_of(outputs.back());
     for (std::int64_t stage = num_stages_ - 1; stage >= 0; --stage) {
       const auto index = static_cast<std::size_t>(stage);
       weight_gradients[index] += weight_gradient_of(gradient, outputs[index]);
-      gradient = input_gradient_of(gradient, weight(stage, backward_version(stage, minibatch)));
+      gradient = input_gradient_of(gradient, weight(stage, backward_version(stage, minibatch, microbatch)));
       gradients_[{stage, minibatch, microbatch}] = gradient;
     }
   }
@@ -636,12 +640,12 @@ void expect_versions(const WorkerReport& report, const Replay& replay) {
   ASSERT_EQ(report.versions.size(), report.stages.size());
   for (std::size_t part = 0; part < report.stages.size(); ++part) {
     const std::int64_t stage = report.stages[part].value();
-    ASSERT_EQ(report.versions[part].size(), static_cast<std::size_t>(replay.num_minibatches()));
-    for (std::int64_t minibatch = 0; minibatch < replay.num_minibatches(); ++minibatch) {
-      const VersionsRead& read = report.versions[part][static_cast<std::size_t>(minibatch)];
-      EXPECT_EQ(read.forward.value(), replay.forward_version(stage, minibatch)) << "minibatch " << minibatch;
-      EXPECT_EQ(read.backward.value(), replay.backward_version(stage, minibatch))
-          << "minibatch " << minibatch;
+    const std::int64_t m = replay.num_microbatches();
+    ASSERT_EQ(report.versions[part].size(), static_cast<std::size_t>(replay.num_minibatches() * m));
+    for (std::int64_t number = 0; number < replay.num_minibatches() * m; ++number) {
+      const VersionsRead& read = report.versions[part][static_cast<std::size_t>(number)];
+      EXPECT_EQ(read.forward.value(), replay.forward_version(stage, number / m, number % m)) << number;
+      EXPECT_EQ(read.backward.value(), replay.backward_version(stage, number / m, number % m)) << number;
     }
   }
 }

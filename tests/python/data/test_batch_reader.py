@@ -158,8 +158,8 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
 @pytest.mark.parametrize(
     ("pair", "place", "message"),
     [
-        (_pair(2), _FIRST, "minibatch 4: 2 samples in the inputs, fewer than microbatches=3"),
-        (_pair(2), _LAST, "minibatch 4: 2 samples in the targets, fewer than microbatches=3"),
+        (_pair(0), _FIRST, "minibatch 4: no samples in the inputs, which cannot be cut"),
+        (_pair(0), _LAST, "minibatch 4: no samples in the targets, which cannot be cut"),
         *(
             (
                 (torch.zeros(6, 1), torch.zeros(4)),

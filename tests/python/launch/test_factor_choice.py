@@ -46,7 +46,9 @@ def _choice(
 ) -> FactorChoice:
     plan = Plan((Stage(0, 1, 2),))
     stages = split(_model(), plan)
-    schedule = _core.ScheduleOptions(schedule="flush", in_flight=[1], placement=plan.placement)
+    schedule = _core.ScheduleOptions(
+        schedule="flush", in_flight=[1], num_microbatches=microbatches, placement=plan.placement
+    )
     options = SimpleNamespace(
         links=SimpleNamespace(codec=parse_codec({"pushes": codec})),
         autocast=autocast,
@@ -84,7 +86,7 @@ def test_each_layer_is_decided_by_its_size_and_told() -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [{"rows": 32}, {"rows": 16, "microbatches": 2}, {"codec": "factors:bf16"}],
+    [{"rows": 32}, {"rows": 16, "microbatches": 4}, {"codec": "factors:bf16"}],
     ids=["as large", "microbatches", "encoded"],
 )
 def test_where_factors_are_no_fewer_bytes_none_are_pushed(how: dict[str, Any]) -> None:

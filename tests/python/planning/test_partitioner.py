@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from all_plans import enumerate_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Stage
@@ -217,7 +219,9 @@ def test_a_schedule_that_drains_is_planned_with_its_bubble_and_m_is_chosen() -> 
 
 def test_a_plan_for_a_schedule_that_drains_says_of_how_many_minibatches_an_update_is() -> None:
     profile = make_profile(*[(10, 0, 0)] * 4, batch_size=8)
-    plan = partition(profile, 5, 1e9, schedule="flush", boundaries=[1], replicas=[2, 3])
+    how: dict[str, Any] = {"schedule": "flush", "boundaries": [1], "replicas": [2, 3]}
+    assert "an update is of" not in str(partition(profile, 5, 1e9, microbatches=6, **how))
+    plan = partition(profile, 5, 1e9, microbatches=1, **how)
     assert "an update is of 6 minibatches, a round of all stages' replicas" in str(plan)
     assert "staleness" not in str(plan)
     asynchronous = partition(profile, 5, 1e9, boundaries=[1], replicas=[2, 3])
@@ -237,9 +241,9 @@ def test_2bw_has_as_many_microbatches_as_are_in_flight_where_m_is_chosen() -> No
     """Plans of more than 32 in flight once ended in `min() arg is an empty sequence`."""
     profile = make_profile(*[(10, 0, 0)] * 40, batch_size=64)
     plan = partition(profile, 40, 1e9, schedule="2bw", boundaries=range(39))
-    assert (plan.num_stages, plan.predicted["microbatches"]) == (40, 40)
+    assert (plan.num_stages, plan.predicted["microbatches"]) == (40, 39)
     few = partition(profile, 40, 1e9, schedule="2bw", microbatches=2, straight=True)
-    assert few.num_stages == 2
+    assert few.num_stages == 3
     with pytest.raises(ValueError, match="microbatches is 8, and schedule '2bw' needs as many"):
         partition(profile, 40, 1e9, schedule="2bw", microbatches=8, boundaries=range(39))
 
@@ -249,9 +253,37 @@ def test_more_microbatches_than_samples_are_refused() -> None:
         partition(make_profile((1, 0, 0), batch_size=4), 1, 1e9, schedule="flush", microbatches=8)
 
 
-def test_the_planner_of_2bw_gives_all_stages_as_many_replicas() -> None:
+def test_the_planner_of_2bw_uses_all_workers() -> None:
     profile = make_profile(*[(10, 0, 0)] * 4, batch_size=32)
     plan = partition(profile, 4, 1e9, schedule="2bw")
-    assert len({stage.num_replicas for stage in plan.stages}) == 1
     assert plan.workers_used == 4
     assert plan.bottleneck_ms == pytest.approx(10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    costs=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 20)), min_size=1, max_size=3),
+    num_workers=st.integers(1, 5),
+    microbatches=st.integers(1, 6),
+)
+def test_with_microbatches_a_round_is_as_long_as_replicas_need_and_the_plan_is_the_best(
+    costs: list[tuple[float, float, float]], num_workers: int, microbatches: int
+) -> None:
+    columns = [list(column) for column in zip(*costs, strict=True)]
+
+    def time_s(first: int, last: int, replicas: int) -> float:
+        compute_s, _, parameters = (sum(column[first : last + 1]) for column in columns)
+        per_round = math.lcm(microbatches, replicas) // microbatches
+        return max(compute_s / replicas, 4 * (replicas - 1) * parameters / replicas / per_round)
+
+    def best_s(first: int, workers: int) -> float:
+        whole = min(time_s(first, len(costs) - 1, r) for r in range(1, workers + 1))
+        cuts = [
+            max(time_s(first, last, r), 2 * columns[1][last], best_s(last + 1, workers - r))
+            for last in range(first, len(costs) - 1)
+            for r in range(1, workers)
+        ]
+        return min([whole, *cuts])
+
+    _, found_s = _core.partition(*columns, num_workers, 1.0, num_microbatches=microbatches)
+    assert found_s == pytest.approx(best_s(0, num_workers), rel=1e-9, abs=1e-12)

@@ -344,8 +344,9 @@ def _train_delayed(
     *,
     region: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[list[float], State]:
-    """Minibatch i's gradient is taken by a copy of the model, whose weights are put together from all former
-    ones: stage s has version_of(s, i). It then changes the newest weights."""
+    """The gradient of microbatch k, counted through the run, is taken by a copy of the model, whose weights
+    are put together from all former ones: stage s has version_of(s, k). A minibatch's then change the newest
+    weights."""
     case = training.case
     model = training.model()
     owners, tied = _owner_stages(case, training.num_stages, model)
@@ -355,24 +356,32 @@ def _train_delayed(
     former = [{name: p.detach().clone() for name, p in trainable.items()}]
     losses = []
     for i, (inputs, targets) in enumerate(training.data()):
-        reader = copy.deepcopy(model)
-        parameters = dict(reader.named_parameters())
-        for name in trainable:
-            version = tied_version_of(i) if name in tied else version_of(owners[name], i)
-            parameters[name].data.copy_(former[version][name])
+        optimizer.zero_grad()
+        reader = model
         total = 0.0
-        for micro_inputs, micro_targets in zip(
-            torch.chunk(inputs, training.microbatches),
-            torch.chunk(targets, training.microbatches),
-            strict=True,
+        for q, (micro_inputs, micro_targets) in enumerate(
+            zip(
+                torch.chunk(inputs, training.microbatches),
+                torch.chunk(targets, training.microbatches),
+                strict=True,
+            )
         ):
+            k = i * training.microbatches + q
+            reader = copy.deepcopy(model)
+            parameters = dict(reader.named_parameters())
+            for name in trainable:
+                version = tied_version_of(k) if name in tied else version_of(owners[name], k)
+                parameters[name].data.copy_(former[version][name])
+                parameters[name].grad = None
             with region():
                 loss = case.loss_fn(reader(micro_inputs), micro_targets)
             (loss * (len(micro_targets) / len(targets))).backward()
             total += loss.item() * len(micro_targets) / len(targets)
+            for name, parameter in trainable.items():
+                gradient = parameters[name].grad
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         losses.append(total)
-        for name, parameter in trainable.items():
-            parameter.grad = parameters[name].grad
         if training.max_grad_norm is not None:
             for stage_index in range(training.num_stages):
                 own = [p for name, p in trainable.items() if owners[name] == stage_index]
@@ -387,15 +396,15 @@ def _train_delayed(
 
 
 def _by_hand(training: Training) -> tuple[Callable[[int, int], int], Callable[[int], int]]:
-    """The versions of a straight pipeline: of stage and minibatch, and of a tied parameter."""
-    depth = training.num_stages
+    """The versions of a straight pipeline: of stage and microbatch, and of a tied parameter."""
+    depth, m = training.num_stages, training.microbatches
     if training.schedule == "pipedream":
-        return (lambda s, i: max(0, i - (depth - s - 1))), (lambda i: max(0, i - (depth - 1)))
-    delay = depth - 1 if training.schedule == "vertical_sync" else 1
-    return (lambda s, i: max(0, i - delay)), (lambda i: max(0, i - delay))
+        return (lambda s, k: max(0, (k - (depth - s - 1)) // m)), (lambda k: max(0, (k - (depth - 1)) // m))
+    delay = depth - 1 if training.schedule == "vertical_sync" else m
+    return (lambda s, k: max(0, (k - delay) // m)), (lambda k: max(0, (k - delay) // m))
 
 
-@pytest.mark.parametrize("row", _pairs(DELAYED, (1, 4)), ids=_name)
+@pytest.mark.parametrize("row", _pairs(DELAYED, (1, 2, 4)), ids=_name)
 def test_delayed_schedules_equal_a_hand_written_delayed_loop(row: Row) -> None:
     training = Training(**row, short_last=False)
     result, state = train_by_reference(training)
@@ -479,21 +488,22 @@ def test_2bw_is_a_step_with_the_gradient_at_the_weights_before_the_newest() -> N
 def test_versions_are_those_of_the_table(num_stages: int, schedule: str) -> None:
     training = Training("mlp", num_stages, short_last=False, schedule=schedule, microbatches=4)
     result, _ = train_by_reference(training)
-    assert result.versions == expected_versions(training.plan, 7, schedule=schedule)
+    assert result.versions == expected_versions(training.plan, 7, schedule=schedule, microbatches=4)
 
 
 def test_versions_of_three_stages_are_those_worked_out_by_hand() -> None:
-    def forward_versions(schedule: str) -> list[list[int]]:
-        training = Training("mlp", 3, num_minibatches=5, schedule=schedule, microbatches=3)
-        return [[read for read, _ in stage] for stage in train_by_reference(training)[0].versions]
+    def read(schedule: str, of_backward: int = 0) -> list[list[int]]:
+        training = Training("mlp", 3, num_minibatches=3, schedule=schedule, microbatches=3)
+        result = train_by_reference(training)[0]
+        return [[k[of_backward] for i in stage for k in i] for stage in result.microbatch_versions]
 
-    assert forward_versions("pipedream") == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    assert forward_versions("naive") == forward_versions("pipedream")
-    assert forward_versions("vertical_sync") == [[0, 0, 0, 1, 2]] * 3
-    assert forward_versions("2bw") == [[0, 0, 1, 2, 3]] * 3
-    assert forward_versions("flush") == [[0, 1, 2, 3, 4]] * 3
-    naive = train_by_reference(Training("mlp", 3, num_minibatches=5, schedule="naive", microbatches=3))[0]
-    assert [[read for _, read in stage] for stage in naive.versions] == [[0, 1, 2, 3, 4]] * 3
+    delayed = [[0, 0, 0, 0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
+    assert read("pipedream") == delayed
+    assert read("unstashed") == delayed
+    assert read("vertical_sync") == delayed[:1] * 3
+    assert read("2bw") == [[0, 0, 0, 0, 0, 0, 1, 1, 1]] * 3
+    assert read("flush") == delayed[2:] * 3
+    assert read("unstashed", of_backward=1) == delayed[2:] * 3
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -621,8 +631,9 @@ def test_gradients_are_the_slopes_of_the_loss_at_the_versions_read(case_name: st
     model = case.model()
     owners, tied = _owner_stages(case, num_stages, model)
     version_of, tied_version_of = _by_hand(training)
+    first = minibatch * training.microbatches  # 2bw's others read what the first one reads
     read = {
-        name: states[tied_version_of(minibatch) if name in tied else version_of(stage, minibatch)][name]
+        name: states[tied_version_of(first) if name in tied else version_of(stage, first)][name]
         for name, stage in owners.items()
     }
     inputs, targets = training.data()[minibatch]
@@ -984,8 +995,11 @@ def test_the_data_of_several_stages_stay_as_they_are_when_the_first_layer_works_
     [
         ({"schedule": "zero_bubble"}, ValueError, "schedule is 'zero_bubble': use one of 'pipedream'"),
         ({"microbatches": 0}, ValueError, "microbatches is 0"),
-        ({"microbatches": 7}, ValueError, "minibatch 0: 6 samples in the inputs, fewer than microbatches=7"),
-        ({"schedule": "2bw"}, ValueError, "microbatches is 1, but schedule '2bw' has 2 of them in flight"),
+        (
+            {"schedule": "2bw", "plan": straight_plan(5, (1, 2, 3))},
+            ValueError,
+            "microbatches is 1, but schedule '2bw' has 4 of them in flight",
+        ),
         ({"recompute": [0, 2]}, ValueError, "recompute names stage 2, but the plan has stages 0 to 1"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0"),
         ({"autocast": "float64"}, ValueError, "autocast is 'float64'"),
@@ -995,7 +1009,7 @@ def test_the_data_of_several_stages_stay_as_they_are_when_the_first_layer_works_
         (
             {"data": [(torch.zeros(6, 8).double(), torch.zeros(5, 4).double())], "microbatches": 6},
             ValueError,
-            "minibatch 0: 5 samples in the targets, fewer than microbatches=6",
+            "minibatch 0 has inputs that make 6 microbatches and targets that make 5",
         ),
         (
             {"data": [(torch.zeros(8, 8).double(), torch.zeros(5, 4).double())], "microbatches": 4},

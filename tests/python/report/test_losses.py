@@ -32,7 +32,9 @@ class _Copier:
 def _late(on_nonfinite: str = "stop") -> tuple[LateLossRecord, _Copier, list[tuple[int, float]]]:
     copier = _Copier()
     reported: list[tuple[int, float]] = []
-    record = LateLossRecord(on_nonfinite, lambda minibatch, loss: reported.append((minibatch, loss)), copier)
+    record = LateLossRecord(
+        on_nonfinite, lambda minibatch, loss, share: reported.append((minibatch, loss)), copier
+    )
     return record, copier, reported
 
 
@@ -42,7 +44,9 @@ def _loss(value: float) -> torch.Tensor:
 
 def test_on_the_host_a_loss_is_read_where_it_is_added() -> None:
     reported: list[tuple[int, float]] = []
-    record = make_loss_record("stop", lambda *entry: reported.append(entry), torch.device("cpu"))
+    record = make_loss_record(
+        "stop", lambda minibatch, loss, share: reported.append((minibatch, loss)), torch.device("cpu")
+    )
     assert type(record) is LossRecord and not record.reads_late
     record.add(0, _loss(3.0), 0.25)
     record.add(0, _loss(1.0), 0.75)

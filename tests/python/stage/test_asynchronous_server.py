@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipedream.common.errors import PipelineError
 from pipedream.reference.asynchronous import AsynchronousWeights
 from pipedream.reference.updates import Updater
+from pipedream.reference.versions import Versions
 from shard_replay import ShardReplay
 from torch import Tensor
 
@@ -72,14 +73,15 @@ def test_the_oracle_computes_the_same_from_the_order_of_arrival(seed: int, width
     oracle = AsynchronousWeights(
         [(name, torch.nn.Parameter(p.detach().clone())) for name, p in replay.replicas[0].named],
         lambda owned: Updater(owned, lambda parameters: torch.optim.SGD(parameters, lr=1.0), None),
-        num_replicas[0],
+        Versions("pipedream", [1] * len(num_replicas), num_replicas, 0),
+        0,
         [SimpleNamespace(parts=record["parts"], replicas=record["order"]) for record in records],
         num_minibatches,
     )
     # Their last stage may have been done with a later minibatch first.
     for minibatch in generator.sample(range(num_minibatches), num_minibatches):
         named = replay.replicas[minibatch % num_replicas[0]].named
-        oracle.add(minibatch, {name: _random(minibatch, parameter) for name, parameter in named})
+        oracle.add(minibatch, {name: _random(minibatch, parameter) for name, parameter in named}, 1.0)
     for replica, replayed in enumerate(replay.replicas):
         for read in replayed.reads.values():
             expected = oracle.find(replica, read.version)

@@ -68,7 +68,7 @@ class _Tied:
         assert self._versions is not None
         self._versions.copy_version(read_slot, write_slot)
 
-    def collect(self, minibatch: int) -> list[Tensor | None]:
+    def collect(self) -> list[Tensor | None]:
         return self._received
 
     def begin_update(self) -> tuple[int, int]:

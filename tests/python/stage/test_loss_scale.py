@@ -16,14 +16,14 @@ def test_the_last_stage_halves_the_scale_of_the_minibatch_that_tells_of_an_overf
         scaling = LossScaling(_schedule("pipedream", [1]), 0)
         scales = []
         for minibatch in range(3):
-            scaling.begin_minibatch(minibatch, **{"overflowed": False, "told": False} | {how: minibatch == 1})
+            scaling.begin_forward(minibatch, **{"overflowed": False, "told": False} | {how: minibatch == 1})
             scales.append(scaling.scale)
         assert scales == [65536.0, 32768.0, 32768.0]
 
 
 def test_a_stage_upstream_scales_nothing() -> None:
     scaling = LossScaling(_schedule("pipedream", [1, 1]), 0)
-    scaling.begin_minibatch(0, overflowed=True, told=True)
+    scaling.begin_forward(0, overflowed=True, told=True)
     assert scaling.scale == 1.0
 
 
@@ -31,7 +31,7 @@ def test_where_rounds_drain_their_minibatches_have_one_scale() -> None:
     scaling = LossScaling(_schedule("flush", [2, 1]), 1)
     scales = []
     for minibatch in range(6):  # the update of the first round, of minibatches 0 and 1, overflows
-        scaling.begin_minibatch(minibatch, overflowed=minibatch == 2, told=minibatch in (2, 3))
+        scaling.begin_forward(minibatch, overflowed=minibatch == 2, told=minibatch in (2, 3))
         scales.append(scaling.scale)
     assert scales == [65536.0] * 2 + [32768.0] * 4
 
@@ -45,7 +45,7 @@ def test_replicas_of_the_last_stage_take_the_scale_from_what_all_of_them_have_he
             told = minibatch == 3  # by the activation that only the second replica has
             if told:
                 scaling.note_told(minibatch)
-            scaling.begin_minibatch(minibatch, overflowed=False, told=told)
+            scaling.begin_forward(minibatch, overflowed=False, told=told)
             scales.append(scaling.scale)
         heard = [scaling.take_told(2 * round_index) for scaling in replicas]
         assert heard == [False, round_index == 1]

@@ -91,7 +91,7 @@ class _Stage:
         return leaf
 
     def _update(self, minibatch: int) -> None:
-        gradients = self.tied.collect(minibatch)
+        gradients = self.tied.collect()
         read, write = self.tied.begin_update()
         with torch.no_grad():
             for index, gradient in enumerate(gradients):
@@ -204,12 +204,12 @@ def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
     assert [len(end.owned_leaves(0)) for end in (first, second, user)] == [1, 1, 0]
     (of_first,), (of_second,) = versions[0].leaves(0), versions[1].leaves(0)
     of_first.grad, of_second.grad = torch.full_like(of_first, 7.0), torch.full_like(of_second, 9.0)
-    first.take_gradients_from(2, user.gradients_for(0, 0))
+    first.take_gradients_from(2, user.gradients_for(0))
     assert (of_first.grad, of_second.grad is None) == (None, False)  # given up, the other's still there
-    second.take_gradients_from(2, user.gradients_for(1, 0))
+    second.take_gradients_from(2, user.gradients_for(1))
     assert of_second.grad is None
-    assert [g.tolist() for g in first.collect(0) if g is not None] == [[7.0] * 2]
-    assert [g.tolist() for g in second.collect(0) if g is not None] == [[9.0] * 4]
+    assert [g.tolist() for g in first.collect() if g is not None] == [[7.0] * 2]
+    assert [g.tolist() for g in second.collect() if g is not None] == [[9.0] * 4]
 
 
 def test_what_comes_of_each_owner_is_counted_by_itself() -> None:
@@ -228,9 +228,9 @@ def test_gradients_of_several_minibatches_of_a_round_are_summed() -> None:
     for value in (1.0, 2.0, 4.0):
         for leaf in (versions[0].leaves(0)[0], of_user[0].leaves(0)[0]):
             leaf.grad = torch.full_like(leaf, value) + (0 if leaf.grad is None else leaf.grad)
-        owner.take_gradients_from(1, user.gradients_for(0, 0))
-    assert [g.tolist() for g in owner.collect(0) if g is not None] == [[14.0] * 3]
-    assert owner.collect(0) == [None], "there was no minibatch"
+        owner.take_gradients_from(1, user.gradients_for(0))
+    assert [g.tolist() for g in owner.collect() if g is not None] == [[14.0] * 3]
+    assert owner.collect() == [None], "there was no minibatch"
 
 
 def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
@@ -245,10 +245,10 @@ def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
     leaf.grad = sparse.coalesce()
     first_leaf = first_versions[0].leaves(0)[0]
     first_leaf.grad = torch.ones_like(first_leaf)
-    owner.take_gradients_from(1, first_user.gradients_for(0, 0))
+    owner.take_gradients_from(1, first_user.gradients_for(0))
     # Its backward did not reach the parameter.
-    owner.take_gradients_from(2, second_user.gradients_for(0, 0))
-    (total,) = owner.collect(0)
+    owner.take_gradients_from(2, second_user.gradients_for(0))
+    (total,) = owner.collect()
     assert total is not None
     assert total.tolist() == [1.0, 6.0, 1.0]
 
@@ -257,17 +257,17 @@ def test_what_no_use_has_a_gradient_of_has_none() -> None:
     stages, ties = _stages(3)
     (owner, _), (first_user, _), (second_user, of_second) = (_end(stage, ties) for stage in stages)
     for _ in range(2):
-        owner.take_gradients_from(1, first_user.gradients_for(0, 0))
-        owner.take_gradients_from(2, second_user.gradients_for(0, 0))
-    assert owner.collect(0) == [None], "an optimizer would take zeros for a gradient: momentum, weight decay"
+        owner.take_gradients_from(1, first_user.gradients_for(0))
+        owner.take_gradients_from(2, second_user.gradients_for(0))
+    assert owner.collect() == [None], "an optimizer would take zeros for a gradient: momentum, weight decay"
     for gradient in (None, torch.full_like(of_second[0].leaves(0)[0], 3.0)):
         of_second[0].leaves(0)[0].grad = gradient
-        owner.take_gradients_from(2, second_user.gradients_for(0, 0))
-    assert [g.tolist() for g in owner.collect(0) if g is not None] == [[3.0] * 3]
+        owner.take_gradients_from(2, second_user.gradients_for(0))
+    assert [g.tolist() for g in owner.collect() if g is not None] == [[3.0] * 3]
 
 
 def test_a_stage_without_ties_has_nothing_to_do() -> None:
     tied = TiedParameters(_core.ScheduleOptions("pipedream", [2, 1]), 0, [], {})
     assert not tied
     assert (tied.newest_slots, tied.slots_read_by(5)) == ({}, {})
-    assert tied.collect(3) == []
+    assert tied.collect() == []
