@@ -107,7 +107,7 @@ class FirstLoss:
         if self.outcome != "unknown":
             return ""
         figures = FirstFigures(folder)
-        losses = board.losses(self._options.plan.stages[-1].num_replicas)
+        losses = board.losses(self._options.plan.stages[-1].num_replicas, self._options.microbatches)
         if not losses or figures.fingerprint() is None:
             return None
         assert self._loss is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from pipedream import Plan
+from pipedream import Plan, Stage
 from pipedream.launch import launcher
 from pipedream.launch.first_loss import FirstLoss
 from torch import Tensor, nn
@@ -84,7 +84,8 @@ def _run(model: nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
     if num_layers is None:
         num_layers = len(pipedream.profile(model, _batches(dtype), cross_entropy, minibatches=1).layers)
     given = {"data": data, "loss_fn": cross_entropy, "optimizer": SGD, "progress": False, "schedule": "flush"}
-    return pipedream.run(model, Plan.straight(num_layers, 2), **(given | options))
+    plan = options.pop("plan", None) or Plan.straight(num_layers, 2)
+    return pipedream.run(model, plan, **(given | options))
 
 
 @pytest.fixture
@@ -131,12 +132,13 @@ def test_with_a_variable_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     ("make", "options"),
     [
         (layers, {"microbatches": 2}),
+        (layers, {"microbatches": 2, "plan": Plan((Stage(0, 2), Stage(3, 3, 2)))}),
         (Normalised, {"microbatches": 3, "schedule": "pipedream"}),
         (lambda: Normalised(InFloat32()), {"dtype": torch.float64, "data": iter(_batches(torch.float64))}),
         (layers, {"autocast": "bfloat16", "microbatches": 2, "weight_fn": len}),
         (lambda: Normalised(nn.Tanh()), {"autocast": "bfloat16", "recompute": True}),
     ],
-    ids=["norms", "cut", "float32 inside", "autocast", "recompute"],
+    ids=["norms", "replicas", "cut", "float32 inside", "autocast", "recompute"],
 )
 def test_what_only_rounds_in_another_way_is_no_difference(
     compared: list[FirstLoss], make: Callable[[], nn.Module], options: dict[str, Any]
