@@ -162,7 +162,7 @@ class RunChannel:
     edge: _core.Edge | None = None
     """Of the program, whose items it carries; None for every other channel."""
     first_microbatch: int = 0
-    """Of its items, counted through the run; in no program their number."""
+    """The first of its items, counted through the run; items of no program are counted by themselves."""
     microbatch_stride: int = 1
     """From one of its microbatches to the next."""
     num_transfers_kept: int = 0

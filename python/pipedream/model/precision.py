@@ -85,9 +85,9 @@ def autocast_left() -> Iterator[dict[str, torch.dtype]]:
 def num_steps_in_flight(
     in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
 ) -> int:
-    """Where no round drains: for how many steps of the scale microbatches are under way that have an older
-    one. in_flight: microbatches at each replica of the first stage. microbatches_per_step: in a row, of one
-    scale."""
+    """The number of the scale's steps for which microbatches with an older one are under way, if no round
+    drains. in_flight: microbatches at each replica of the first stage. microbatches_per_step: in a row, of
+    one scale."""
     others = in_flight * num_replicas_first - num_replicas_last
     steps = 1 + max(0, -(-others // microbatches_per_step))
     # Replicas of the last stage tell each other with its next update what they have heard.

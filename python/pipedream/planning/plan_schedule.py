@@ -28,7 +28,7 @@ def microbatches_min(plan: Plan, schedule: str) -> int:
         return 1
 
     def are_enough(m: int) -> bool:
-        """As every replica has as many of an update as are in flight beside one."""
+        """Whether every replica has as many of an update as are in flight beside one."""
         counts = ((n, stage.num_replicas) for n, stage in zip(plan.in_flight, plan.stages, strict=True))
         return all(math.lcm(m, replicas) // replicas >= n - 1 for n, replicas in counts)
 

@@ -105,8 +105,8 @@ class AsynchronousWeights:
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 
     def add(self, number: int, gradients: Gradients, share: float) -> None:
-        """Of a microbatch, counted through the run, in any order: a replica makes its backwards in the order
-        of its microbatches, wherever else they may have been done in another."""
+        """Takes the gradients of a microbatch, counted through the run, in any order, and adds them up in the
+        order of the replica's microbatches."""
         self._early[number] = gradients, share
         num_replicas = len(self._gradients)
         replica = number % num_replicas
@@ -195,10 +195,10 @@ class _Flight:
     minibatch: int
     microbatch: int
     value: Any
-    """What its next stage gets."""
+    """The input of its next stage."""
     targets: Any
     share: float
-    """Of its minibatch."""
+    """Its share of its minibatch."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
     """By the parameter's id, of the stages that have forwarded it."""

@@ -44,7 +44,7 @@ class Stage:
     """One, or one of each replica, with parameters of its own."""
     buffers: ReplicaBuffers
     replica: int = 0
-    """That computes what comes next."""
+    """The replica that computes next."""
 
     @property
     def statistics(self) -> MinibatchStatistics | None:
@@ -63,7 +63,7 @@ class Stage:
         return leaf.grad
 
     def updater_of(self, replica: int) -> Updater:
-        """Which has the weights that the replica reads, and takes its gradients."""
+        """The updater with the weights that the replica reads, which takes its gradients."""
         return self.updaters[replica % len(self.updaters)]
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class Stage:
                 parameter.copy_(mean)
 
     def use(self, replica: int) -> None:
-        """What comes next is the replica's."""
+        """Lets this replica compute next."""
         self.replica = replica
         self.buffers.use(replica)
 

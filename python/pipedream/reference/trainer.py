@@ -62,7 +62,7 @@ class Trainer:
         self._bound_leaves: dict[int, Tensor] = {}
         """By the parameter's id, what the layers read in its place."""
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        """Of the minibatch, by the id of a replica's parameter and its version."""
+        """The minibatch's leaves, by the id of a replica's parameter and its version."""
         self._histories = {
             id(p): History(p) for stage in stages for updater in stage.updaters for p in updater.parameters
         }

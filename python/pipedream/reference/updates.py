@@ -56,7 +56,7 @@ class Updater:
         self.minibatches: set[int] = set()
         """Whose gradients are in those of the round."""
         self.share = 0.0
-        """What their microbatches that were added count, in minibatches."""
+        """Shares of the microbatches that were added, in minibatches."""
         # A stage with nothing to train has no optimizer: torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None
