@@ -2,7 +2,8 @@
 
 `make test` adds the C++ tests to that directory, so that the core is compiled once for both.
 
-In the environment, PIPEDREAM_CUDA=auto|on|off decides about the CUDA backend,
+In the environment, PIPEDREAM_CUDA=auto|on|off decides about the CUDA backend, PIPEDREAM_CUDA_ARCHS (such as
+"80 90", or native) about the GPUs that its kernels are built for,
 PIPEDREAM_WARNINGS_AS_ERRORS=ON|OFF about warnings, PIPEDREAM_BUILD_TESTS=ON|OFF about the C++ tests (both as
 the directory has it when not given); CMAKE_ARGS is passed on.
 Everything else is in pyproject.toml.

@@ -5,7 +5,8 @@
 #   on    required: an error otherwise
 #   off   never looked for
 #
-# CUDACXX names another nvcc, CUDAHOSTCXX another host compiler for it.
+# CUDACXX names another nvcc, CUDAHOSTCXX another host compiler for it. PIPEDREAM_CUDA_ARCHS in the environment
+# names the GPUs that kernels are built for, as CMAKE_CUDA_ARCHITECTURES does: "75", "80 90", "native".
 # The runtime is linked statically: the module loads, and runs, on a machine without a driver.
 # Keep pybind11 and other heavy headers out of .cu files: compiled by nvcc they take minutes.
 set(PIPEDREAM_WITH_CUDA OFF)
@@ -17,10 +18,23 @@ if(pd_cuda STREQUAL "off")
   return()
 endif()
 
-# Ampere to Hopper as machine code; the newest also as PTX, which later devices compile when they load.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES "80-real;90" CACHE STRING "CUDA architectures")
+# Turing to Hopper as machine code; the newest also as PTX, which later devices compile when they load. A build
+# directory that was given others by the environment goes back to these without it.
+set(pd_archs "75-real;80-real;86-real;89-real;90")
+if(DEFINED ENV{PIPEDREAM_CUDA_ARCHS} AND NOT "$ENV{PIPEDREAM_CUDA_ARCHS}" STREQUAL "")
+  string(REGEX REPLACE "[ ,;]+" ";" pd_archs "$ENV{PIPEDREAM_CUDA_ARCHS}")
+  foreach(pd_arch IN LISTS pd_archs)
+    if(NOT pd_arch MATCHES "^([0-9]+[af]?(-real|-virtual)?|native|all|all-major)$")
+      message(FATAL_ERROR "PIPEDREAM_CUDA_ARCHS has '${pd_arch}'; it takes compute capabilities without the dot, as "
+                          "in \"80 90\", or native")
+    endif()
+  endforeach()
+  set(pd_archs_given "${pd_archs}")
 endif()
+if(pd_archs_given OR NOT CMAKE_CUDA_ARCHITECTURES OR CMAKE_CUDA_ARCHITECTURES STREQUAL PIPEDREAM_CUDA_ARCHS_GIVEN)
+  set(CMAKE_CUDA_ARCHITECTURES "${pd_archs}" CACHE STRING "CUDA architectures" FORCE)
+endif()
+set(PIPEDREAM_CUDA_ARCHS_GIVEN "${pd_archs_given}" CACHE INTERNAL "What the environment named")
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)

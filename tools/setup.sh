@@ -8,6 +8,7 @@
 #                     "torch==2.13.0 --index-url URL". On a GPU machine any torch >= 2.6 that fits the
 #                     driver is fine.
 #   PIPEDREAM_CUDA    auto (default), on, off: whether the core is built with CUDA
+#   PIPEDREAM_CUDA_ARCHS  the GPUs that it is built for, such as "80 90" or native; default: 75 to 90, and later ones
 #   PIPEDREAM_APT     no: install no system packages, only say which are missing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -136,7 +137,7 @@ fi
 # --- pipedream itself --------------------------------------------------------------------------------
 # Contents, not times: a fresh checkout of the same tree is up to date.
 package_digest=$({
-  echo "$requirements_digest ${PIPEDREAM_CUDA:-auto} ${CMAKE_ARGS:-} ${CXX:-}"
+  echo "$requirements_digest ${PIPEDREAM_CUDA:-auto} ${PIPEDREAM_CUDA_ARCHS:-} ${CMAKE_ARGS:-} ${CXX:-}"
   find csrc python cmake third_party CMakeLists.txt setup.py pyproject.toml -type f \
     \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \
     -o -name '*.cmake' -o -name CMakeLists.txt -o -name pyproject.toml \) -print0 |

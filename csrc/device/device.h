@@ -142,8 +142,8 @@ class Device {
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();
 
-// False when built without CUDA, without a driver or with an old one, or without a device; why_no_cuda() says
-// which, and is empty otherwise.
+// False when built without CUDA, without a driver or with an old one, or without a device that this build's
+// kernels run on; why_no_cuda() says which, and is empty otherwise. Neither makes a context.
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();

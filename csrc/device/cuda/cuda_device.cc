@@ -14,6 +14,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/failure.h"
+#include "device/cuda/cuda_architectures.h"
 #include "device/cuda/cuda_calls.h"
 #include "device/cuda/cuda_ipc.h"
 #include "device/device.h"
@@ -316,45 +317,73 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
+// The oldest driver that runs programs of this toolkit's major version, as NVIDIA numbers drivers.
+constexpr const char* kOldestDriver = CUDART_VERSION >= 13000 ? "580" : "525";
+
+std::string why_no_device(cudaError_t status) {
+  if (status == cudaSuccess) return "there is no CUDA device";
+  (void)cudaGetLastError();
+  if (status != cudaErrorInsufficientDriver) return cudaGetErrorString(status);
+  int driver_version = 0;
+  (void)cudaDriverGetVersion(&driver_version);
+  if (driver_version == 0) return "there is no CUDA driver";
+  return "it was built with CUDA " + version_text(CUDART_VERSION) + ", which needs driver " + kOldestDriver +
+         " or later, and the driver here runs CUDA " + version_text(driver_version) + " at most";
+}
+
+// Empty where the device runs the kernels of this build. Makes no context.
+std::string why_no_kernels(int device_index) {
+  ComputeCapability has;
+  PD_CUDA(cudaDeviceGetAttribute(&has.major, cudaDevAttrComputeCapabilityMajor, device_index), device_index);
+  PD_CUDA(cudaDeviceGetAttribute(&has.minor, cudaDevAttrComputeCapabilityMinor, device_index), device_index);
+  if (has_kernels_for(has)) return "";
+  const bool is_dropped = CUDART_VERSION >= 13000 && has.major * 10 + has.minor < 75;
+  return device_label(device_index) + " has compute capability " + std::to_string(has.major) + "." +
+         std::to_string(has.minor) + ", and it was built for " + built_capabilities() +
+         " and later: PIPEDREAM_CUDA_ARCHS=" + std::to_string(has.major * 10 + has.minor) +
+         " at its installation adds kernels for this one" +
+         (is_dropped ? ", with a CUDA 12 toolkit, as CUDA 13 has dropped it" : "");
+}
+
 struct DeviceCount {
   int num_devices = 0;
-  std::string why_none;
+  std::string why_none;  // that this build can use
 };
 
-// Quiet: no driver, an old driver and no device are answers, not errors.
+// Quiet: no driver, an old driver, no device and an old device are answers, not errors.
 DeviceCount count_devices() {
-  int num_devices = 0;
-  const cudaError_t status = cudaGetDeviceCount(&num_devices);
-  if (status == cudaSuccess && num_devices > 0) return {num_devices, ""};
-  (void)cudaGetLastError();
-  if (status == cudaErrorInsufficientDriver) {
-    int driver_version = 0;
-    (void)cudaDriverGetVersion(&driver_version);
-    return {0, driver_version == 0
-                   ? "there is no CUDA driver"
-                   : "it was built with CUDA " + version_text(CUDART_VERSION) +
-                         ", and the driver runs CUDA " + version_text(driver_version) + " at most"};
+  DeviceCount count;
+  const cudaError_t status = cudaGetDeviceCount(&count.num_devices);
+  if (status != cudaSuccess || count.num_devices == 0) return {0, why_no_device(status)};
+  for (int device_index = 0; device_index < count.num_devices; ++device_index) {
+    std::string why = why_no_kernels(device_index);
+    if (why.empty()) return {count.num_devices, ""};
+    if (count.why_none.empty()) count.why_none = std::move(why);
   }
-  return {0, status == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(status)};
+  return count;
 }
 
 }  // namespace
 
 bool built_with_cuda() { return true; }
 
-bool cuda_available() { return count_devices().num_devices > 0; }
+bool cuda_available() { return why_no_cuda().empty(); }
 
 std::string why_no_cuda() { return count_devices().why_none; }
 
 std::unique_ptr<Device> make_cuda_device(int index) {
   const DeviceCount count = count_devices();
-  if (count.num_devices == 0) {
+  if (!count.why_none.empty()) {
     throw UserError(device_label(index) + " was asked for, but CUDA is not available: " + count.why_none +
                     "; use the host device");
   }
   if (index < 0 || index >= count.num_devices) {
     throw UserError(device_label(index) + " does not exist: this machine has " +
                     std::to_string(count.num_devices) + " CUDA device(s), counted from cuda:0");
+  }
+  if (const std::string why = why_no_kernels(index); !why.empty()) {
+    throw UserError(device_label(index) + " was asked for, but pipedream cannot use it: " + why +
+                    "; leave it out of CUDA_VISIBLE_DEVICES");
   }
   return std::make_unique<CudaDevice>(index);
 }

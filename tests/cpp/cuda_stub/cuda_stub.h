@@ -37,6 +37,11 @@ void reset();
 void begin_capture();
 bool end_capture_intact();
 
+// What a device says it is; 90 is 9.0, which reset() brings back. What the driver says it runs; reset()
+// likewise.
+void set_capability(int device, int capability);
+void set_driver_version(int version);
+
 // How often a function of the runtime was called.
 std::uint64_t num_calls(const std::string& call);
 

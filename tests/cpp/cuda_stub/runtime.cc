@@ -32,6 +32,7 @@ namespace {
 
 constexpr std::size_t kDeviceBytes = std::size_t{80} << 30;
 constexpr std::size_t kPoisonedBytesMax = std::size_t{16} << 20;
+constexpr int kCapability = 90;
 constexpr int kPoison = 0xA5;
 constexpr std::size_t kPageBytes = 4096;
 constexpr unsigned kDelayedOneIn = 4;
@@ -99,6 +100,8 @@ struct Driver {
   std::set<int> contexts;  // devices
   std::map<std::string, std::uint64_t> num_calls;
   std::map<std::string, Fault> faults;
+  std::map<int, int> capabilities;  // of devices that are not as kCapability
+  int driver_version = CUDART_VERSION;
   int num_captures = 0;
   bool is_capture_intact = true;
   bool runs_kernel = false;
@@ -367,7 +370,21 @@ void reset() {
   const Lock lock(all.mutex);
   all.context_error = cudaSuccess;
   all.faults.clear();
+  all.capabilities.clear();
+  all.driver_version = CUDART_VERSION;
   own_error = cudaSuccess;
+}
+
+void set_capability(int device, int capability) {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  all.capabilities[device] = capability;
+}
+
+void set_driver_version(int version) {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  all.driver_version = version;
 }
 
 void begin_capture() {
@@ -425,12 +442,13 @@ extern "C" {
 
 cudaError_t cudaDriverGetVersion(int* version) {
   PD_ENTER();
-  *version = CUDART_VERSION;
+  *version = all.driver_version;
   return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
   PD_ENTER();
+  if (all.driver_version / 1000 < CUDART_VERSION / 1000) return failed(cudaErrorInsufficientDriver);
   *count = kNumDevices;
   return cudaSuccess;
 }
@@ -458,10 +476,21 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute*/, int device) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   PD_ENTER();
   if (!is_device(device)) return failed(cudaErrorInvalidDevice);
-  *value = 1;
+  const auto given = all.capabilities.find(device);
+  const int capability = given == all.capabilities.end() ? kCapability : given->second;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = capability / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = capability % 10;
+      break;
+    default:
+      *value = 1;
+  }
   return cudaSuccess;
 }
 

@@ -11,6 +11,7 @@
 #include <future>
 #include <thread>
 
+#include "base/failure.h"
 #include "device/cuda/cuda_calls.h"
 #include "device/cuda/cuda_launch.h"
 #include "device/device.h"
@@ -226,6 +227,46 @@ TEST_F(CudaStub, AfterAnErrorSynchronizeWaitsForTheHostFunctionThatRunsAndNoOthe
   EXPECT_THROW(stream->synchronize(), DeviceError);
   EXPECT_TRUE(is_done);
   EXPECT_FALSE(next_has_run);
+}
+
+std::string why_not(int device_index) {
+  try {
+    (void)make_cuda_device(device_index);
+    return "";
+  } catch (const UserError& error) {
+    return error.what();
+  }
+}
+
+TEST_F(CudaStub, ADeviceWithoutKernelsIsRefusedAndSaysHowToBuildThem) {
+  for (const int capability : {75, 80, 86, 87, 89, 90, 100, 120}) {
+    cuda_stub::set_capability(0, capability);
+    EXPECT_EQ(why_not(0), "") << capability;
+  }
+  cuda_stub::set_capability(0, 70);
+  EXPECT_EQ(
+      why_not(0),
+      "cuda:0 was asked for, but pipedream cannot use it: cuda:0 has compute capability 7.0, and it was "
+      "built "
+      "for 7.5, 8.0, 8.6, 8.9, 9.0 and later: PIPEDREAM_CUDA_ARCHS=70 at its installation adds kernels for "
+      "this one, with a CUDA 12 toolkit, as CUDA 13 has dropped it; leave it out of CUDA_VISIBLE_DEVICES");
+  EXPECT_EQ(why_not(1), "");
+  EXPECT_TRUE(cuda_available());
+  cuda_stub::set_capability(1, 61);
+  EXPECT_FALSE(cuda_available());
+  EXPECT_EQ(why_no_cuda().find("cuda:0 has compute capability 7.0"), 0U) << why_no_cuda();
+  EXPECT_NE(why_not(1).find("CUDA is not available: cuda:0 has"), std::string::npos) << why_not(1);
+}
+
+TEST_F(CudaStub, ADriverThatIsOlderThanTheToolkitIsNamedWithTheOneThatIsNeeded) {
+  cuda_stub::set_driver_version(12040);
+  EXPECT_EQ(
+      why_no_cuda(),
+      "it was built with CUDA 13.0, which needs driver 580 or later, and the driver here runs CUDA 12.4 at "
+      "most");
+  EXPECT_NE(why_not(0).find(why_no_cuda()), std::string::npos) << why_not(0);
+  cuda_stub::set_driver_version(0);
+  EXPECT_EQ(why_no_cuda(), "there is no CUDA driver");
 }
 
 // In a process of its own, where the stream's thread is, too.

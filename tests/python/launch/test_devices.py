@@ -8,7 +8,7 @@ from pipedream import _core
 from pipedream.launch.devices import choose_device_type
 
 _NO_BUILD = "it was built without CUDA"
-_OLD_DRIVER = "it was built with CUDA 13.0, and the driver runs CUDA 12.4 at most"
+_OLD_DRIVER = "it was built with CUDA 13.0, which needs driver 580 or later, and the driver here runs 12.4"
 
 
 @pytest.fixture

@@ -547,7 +547,9 @@ def test_a_build_without_cuda_says_so() -> None:
         )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and _core.cuda_available()), reason="no GPU, or the core cannot use it"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_equals_the_host_on_a_gpu(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:

@@ -5,7 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#define CUDART_VERSION 12080
+#define CUDART_VERSION 13000
+#define __CUDA_ARCH_LIST__ 750, 800, 860, 890, 900
 #define CUDART_CB
 #define CUDARTAPI
 
@@ -36,7 +37,12 @@ enum cudaStreamCaptureMode : int {
   cudaStreamCaptureModeThreadLocal = 1,
   cudaStreamCaptureModeRelaxed = 2,
 };
-enum cudaDeviceAttr : int { cudaDevAttrUnifiedAddressing = 41, cudaDevAttrIpcEventSupport = 125 };
+enum cudaDeviceAttr : int {
+  cudaDevAttrUnifiedAddressing = 41,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrIpcEventSupport = 125,
+};
 enum cudaDriverEntryPointQueryResult : int { cudaDriverEntryPointSuccess = 0 };
 
 enum : unsigned {
