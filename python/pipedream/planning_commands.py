@@ -14,6 +14,7 @@ from pipedream.command_line import JsonOption, check_output, links_or_bandwidth,
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.partition_arguments import AUTO, DELAY_MAX
 from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
@@ -69,9 +70,18 @@ def partition_command(
         typer.Option("--recompute/--no-recompute", help="Whether forwards may run again to save memory."),
     ] = True,
     schedule: Annotated[
-        str, typer.Option(help="Plan for: pipedream, vertical_sync, 2bw, flush, gpipe.")
+        str,
+        typer.Option(
+            help="Plan for: pipedream, unstashed, vertical_sync, 2bw, flush, gpipe; auto chooses it, and the"
+            " microbatches."
+        ),
     ] = "pipedream",
-    microbatches: Annotated[int | None, typer.Option(help="Of a minibatch; without it chosen.")] = None,
+    microbatches: Annotated[
+        str | None, typer.Option(metavar="M", help="Of a minibatch, or auto; without it chosen.")
+    ] = None,
+    delay_max: Annotated[
+        float, typer.Option(help="With auto: updates that a gradient may be late in the mean; 0 is flush.")
+    ] = DELAY_MAX,
     workers_per_host: Annotated[
         int | None, typer.Option(help="That share a machine's cores, for the calibrated model.")
     ] = None,
@@ -110,7 +120,8 @@ def partition_command(
         straight=straight,
         workers_per_host=workers_per_host,
         schedule=schedule,
-        microbatches=microbatches,
+        microbatches=_microbatches(microbatches),
+        delay_max=delay_max,
         speeds=None if speeds is None else _numbers("--speeds", speeds, float),
         boundaries=None if boundaries is None else _numbers("--boundaries", boundaries, int),
         replicas=None if replicas is None else _numbers("--replicas", replicas, int, separator="-"),
@@ -156,6 +167,10 @@ def table_command(
     print_result(describe_speeds(rows), {"rows": [row.to_dict() for row in rows]}, as_json)
 
 
+def _microbatches(text: str | None) -> int | str | None:
+    return text if text is None or text == AUTO else _numbers("--microbatches", text, int)[0]
+
+
 def _one_or_each(text: str | None) -> str | list[str] | None:
     return text.split(",") if text is not None and "," in text else text
 
@@ -189,7 +204,8 @@ def simulate_command(
     schedule: Annotated[
         str,
         typer.Option(
-            help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel."
+            help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel, or"
+            " auto, which is the plan's."
         ),
     ] = "pipedream",
     bandwidth: Annotated[
@@ -271,7 +287,7 @@ def trace_command(
         str,
         typer.Option(
             help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel,"
-            " data_parallel."
+            " data_parallel, or auto, which is the plan's."
         ),
     ] = "pipedream",
     stages: Annotated[int | None, typer.Option(help="Stages, without --plan.")] = None,

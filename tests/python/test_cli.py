@@ -164,7 +164,7 @@ def test_partition_keeps_to_limits_given_on_the_command_line(call: Caller) -> No
     slow = call(*arguments, "--speeds", "1,0.5", "--straight")
     assert json.loads(slow.stdout)["bottleneck_ms"] == pytest.approx(20)
     flush = json.loads(call(*arguments, "--schedule", "flush", "--microbatches", "2", "--straight").stdout)
-    assert flush["predicted"]["microbatches"] == 2
+    assert (flush["schedule"], flush["microbatches"]) == ("flush", 2)
     refused = call(*arguments, "--memory", "1KiB")
     assert refused.status == 2
     assert "no plan has 2 workers, memory of 1.00 KiB: give more memory" in refused.stderr
@@ -529,6 +529,24 @@ def test_what_is_not_saved_is_said_with_the_option_that_does(call: Caller, calls
         assert remedy in call(*arguments).stdout
         json.loads(call(*arguments, "--json").stdout)
     assert "--output" not in call("profile", "cli_target.py:make", "--output", "p.json").stdout
+
+
+def test_partition_chooses_the_schedule_and_simulate_takes_the_plans(call: Caller) -> None:
+    arguments = ("partition", "profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--straight")
+    auto = ("--schedule", "auto", "--microbatches", "auto", "--output", "auto.json")
+    assert "->  pipedream" in call(*arguments, *auto).stdout
+    plan = Plan.load("auto.json")
+    assert plan.schedule == "pipedream"
+    simulated = json.loads(
+        call("simulate", "auto.json", "--profile", "profile.json", "--schedule", "auto", "--json").stdout
+    )
+    assert (simulated["schedule"], simulated["num_microbatches"]) == ("pipedream", plan.microbatches)
+    drawn = call("trace", "--plan", "auto.json", "--schedule", "auto", "--minibatches", "2", "--text")
+    assert f"2 minibatches of {plan.microbatches} microbatches" in drawn.stdout
+    without = call(*arguments, *auto, "--delay-max", "0")
+    assert "->  flush" in without.stdout
+    assert "give --plan FILE" in call("trace", "--stages", "2", "--schedule", "auto").error()
+    assert "--microbatches is 'few'" in call(*arguments, "--microbatches", "few").error()
 
 
 def test_straight_gives_a_plan_without_replicas_where_the_fastest_has_some(call: Caller) -> None:

@@ -48,7 +48,8 @@ def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: 
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     factored = factored_sum(layers, replicas)
-    compute_ms = sum(layer.compute_ms for layer in layers) + (replicas - 1) * factored.product_ms
+    compute_ms = sum(layer.compute_ms_with(microbatches) for layer in layers)
+    compute_ms += (replicas - 1) * factored.product_ms
     num_bytes = parameter_bytes_of(profile, stage) - factored.weight_bytes
     sync_ms = 4e3 * (replicas - 1) * num_bytes / (replicas * bytes_per_s)
     per_round = math.lcm(microbatches, replicas) // microbatches

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 
-__all__ = ["CutCost", "ItemCost"]
+__all__ = ["CutCost", "ItemCost", "microbatch_counts"]
+
+_COUNTED_MAX = 32
+
+
+def microbatch_counts(batch_size: int | None, most: int = _COUNTED_MAX) -> list[int]:
+    """The numbers of microbatches that are tried and timed: powers of two up to `most`, each brought down to
+    the pieces that torch.chunk makes of so many samples. None: of any number of samples."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    if batch_size is None:
+        return powers
+    return sorted({-(-batch_size // -(-batch_size // m)) for m in powers if m <= batch_size})
 
 
 class CutCost(NamedTuple):

@@ -6,9 +6,10 @@ reads it, files carry it between machines.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
+from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
-__all__ = ["LayerProfile", "Profile", "WeightFactors", "checked_cuts"]
+__all__ = ["LayerProfile", "MicrobatchTimes", "Profile", "WeightFactors", "checked_cuts", "pass_costs"]
 
 _KIND = "profile"
 _VERSION = 1
@@ -58,6 +60,14 @@ class WeightFactors(NamedTuple):
     """What each replica's factors add to the making of the gradient; None: not measured."""
 
 
+class MicrobatchTimes(NamedTuple):
+    """What one microbatch takes of a minibatch that is cut into so many."""
+
+    num_microbatches: int
+    forward_ms: float
+    backward_ms: float
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer's cost per minibatch. Raises ValueError naming the field for a figure that cannot be."""
@@ -72,6 +82,9 @@ class LayerProfile:
     """What autograd keeps of a minibatch for this backward, without parameters; None: not measured."""
     factors: tuple[WeightFactors, ...] | None = None
     """Of its fully connected layers' weights; None: not measured."""
+    microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
+    """By number of microbatches, which rises; None: not measured, and a microbatch is taken to last 1/m of a
+    minibatch."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know; written back as they were."""
 
@@ -85,11 +98,19 @@ class LayerProfile:
             _set(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
         if self.factors is not None:
             _set(self, "factors", tuple(self.factors))
+        if self.microbatch_ms is not None:
+            _set(self, "microbatch_ms", tuple(self.microbatch_ms))
 
     @property
     def compute_ms(self) -> float:
         """Forward and backward of one minibatch: T_l of the paper."""
         return self.forward_ms + self.backward_ms
+
+    def compute_ms_with(self, num_microbatches: int) -> float:
+        """Forward and backward of all microbatches of a minibatch that is cut into so many."""
+        if not self.microbatch_ms or num_microbatches == 1:
+            return self.compute_ms
+        return num_microbatches * sum(cost.later(num_microbatches) for cost in pass_costs([self]))
 
     def to_dict(self) -> dict[str, Any]:
         measured: dict[str, Any] = {}
@@ -100,6 +121,8 @@ class LayerProfile:
                 {name: value for name, value in weight._asdict().items() if value is not None}
                 for weight in self.factors
             ]
+        if self.microbatch_ms is not None:
+            measured["microbatch_ms"] = [row._asdict() for row in self.microbatch_ms]
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
     def joined_with(self, other: LayerProfile) -> LayerProfile:
@@ -112,6 +135,7 @@ class LayerProfile:
             parameter_bytes=self.parameter_bytes + other.parameter_bytes,
             saved_bytes=None if None in saved else sum(one or 0 for one in saved),
             factors=None if None in factors else tuple(weight for one in factors for weight in one or ()),
+            microbatch_ms=_times_of_both(self.microbatch_ms, other.microbatch_ms),
         )
 
     def at_speed(self, speed: float) -> LayerProfile:
@@ -127,7 +151,21 @@ class LayerProfile:
             forward_ms=self.forward_ms / speed,
             backward_ms=self.backward_ms / speed,
             factors=None if self.factors is None else tuple(map(slower, self.factors)),
+            microbatch_ms=None
+            if self.microbatch_ms is None
+            else tuple(MicrobatchTimes(m, f / speed, b / speed) for m, f, b in self.microbatch_ms),
         )
+
+
+def pass_costs(layers: Sequence[LayerProfile]) -> tuple[ItemCost, ItemCost]:
+    """Forward and backward of a microbatch through these layers, by how many a minibatch has. Without a
+    measurement of all of them a microbatch lasts 1/m of the minibatch."""
+    whole_ms = [sum(layer.forward_ms for layer in layers), sum(layer.backward_ms for layer in layers)]
+    times = functools.reduce(_times_of_both, (layer.microbatch_ms for layer in layers))
+    if not times:
+        return ItemCost(minibatch_ms=whole_ms[0]), ItemCost(minibatch_ms=whole_ms[1])
+    forward = ItemCost.of_pieces(whole_ms[0], {m: (ms, ms) for m, ms, _ in times})
+    return forward, ItemCost.of_pieces(whole_ms[1], {m: (ms, ms) for m, _, ms in times})
 
 
 @dataclass(frozen=True)
@@ -284,12 +322,13 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
     where = f"layers[{layer_index}]"
     fields = check_object(where, value)
     require(fields, _LAYER_FIELDS, where + ".")
-    known = {*_LAYER_FIELDS, "saved_bytes", "factors"}
+    known = {*_LAYER_FIELDS, "saved_bytes", "factors", "microbatch_ms"}
     try:
         return LayerProfile(
             **{name: fields[name] for name in _LAYER_FIELDS},
             saved_bytes=fields.get("saved_bytes"),
             factors=_factors_from(fields.get("factors"), fields["parameter_bytes"]),
+            microbatch_ms=_microbatch_times_from(fields.get("microbatch_ms")),
             extra={name: fields[name] for name in fields if name not in known},
         )
     except ValueError as error:
@@ -317,6 +356,36 @@ def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors
             " parameters: give weight_bytes of its own weights, each once, or leave factors out"
         )
     return tuple(weights)
+
+
+def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
+    if value is None:
+        return None
+    rows: list[MicrobatchTimes] = []
+    for index, row in enumerate(check_list("microbatch_ms", value)):
+        name = f"microbatch_ms[{index}]"
+        given = check_object(name, row)
+        require(given, MicrobatchTimes._fields, f"{name}.")
+        count = check_whole(f"{name}.num_microbatches", given["num_microbatches"], at_least=2)
+        if rows and count <= rows[-1].num_microbatches:
+            raise ValueError(
+                f"{name}.num_microbatches is {count}, not above the one before: list them in order"
+            )
+        times = (_checked_ms(f"{name}.{field}", given[field]) for field in MicrobatchTimes._fields[1:])
+        rows.append(MicrobatchTimes(count, *times))
+    return tuple(rows)
+
+
+def _times_of_both(
+    one: tuple[MicrobatchTimes, ...] | None, other: tuple[MicrobatchTimes, ...] | None
+) -> tuple[MicrobatchTimes, ...] | None:
+    """Of two layers that become one; None where they were not measured with the same microbatches."""
+    if one is None or other is None or [row[0] for row in one] != [row[0] for row in other]:
+        return None
+    return tuple(
+        MicrobatchTimes(mine[0], mine[1] + theirs[1], mine[2] + theirs[2])
+        for mine, theirs in zip(one, other, strict=True)
+    )
 
 
 def _checked_ms(name: str, value: object) -> float:

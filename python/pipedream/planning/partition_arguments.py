@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipedream.common.checks import is_whole
+from pipedream.common.checks import is_number, is_whole
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 
-__all__ = ["CUT_SCHEDULES", "check_microbatches", "check_partition_arguments"]
+__all__ = [
+    "AUTO",
+    "CHOSEN_AMONG",
+    "CUT_SCHEDULES",
+    "DELAY_MAX",
+    "check_microbatches",
+    "check_partition_arguments",
+]
 
 _SYNCS = ("bsp", "ssp", "asp", "allreduce")
 _COST_MODELS = ("paper", "calibrated")
 CUT_SCHEDULES = ("2bw", "flush", "gpipe")
 """Of microbatches."""
+AUTO = "auto"
+"""As schedule or microbatches: partition() chooses."""
+CHOSEN_AMONG = ("flush", "pipedream", "unstashed")
+"""By preference, where delay and rate are the same."""
+DELAY_MAX = 1.0
 _SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "model_parallel", *CUT_SCHEDULES)
 
 
@@ -24,6 +36,7 @@ def check_partition_arguments(
     *,
     workers_per_host: Any,
     microbatches: Any,
+    delay_max: Any,
     spare_workers: Any,
     cost_model: str,
     schedule: str,
@@ -41,10 +54,17 @@ def check_partition_arguments(
         raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}: give at least 1")
+    chooses_m = microbatches == AUTO
     for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
-        if value is not None and (not is_whole(value) or value < 1):
+        if (
+            value is not None
+            and not (name == "microbatches" and chooses_m)
+            and (not is_whole(value) or value < 1)
+        ):
             raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
-    check_microbatches(microbatches, profile)
+    if not chooses_m:
+        check_microbatches(microbatches, profile)
+    _check_delay_max(delay_max, is_chosen=chooses_m or schedule == AUTO)
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
     if workers_per_host is not None and cost_model != "calibrated":
@@ -52,8 +72,13 @@ def check_partition_arguments(
             f"workers_per_host is {workers_per_host}, which cost_model='calibrated' alone counts: give that,"
             " or leave workers_per_host out"
         )
-    if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join(_SCHEDULES)}")
+    if schedule not in (AUTO, *_SCHEDULES):
+        raise ValueError(f"schedule is {schedule!r}: plans are made for auto, {', '.join(_SCHEDULES)}")
+    if chooses_m and schedule not in (AUTO, "naive", *CHOSEN_AMONG):
+        raise ValueError(
+            f"microbatches is 'auto', which is for schedule 'auto', {', '.join(map(repr, CHOSEN_AMONG))}, and"
+            f" schedule is {schedule!r}: leave microbatches out, or give a number"
+        )
     if has_speeds and (cost_model == "calibrated" or schedule != "pipedream"):
         raise ValueError(
             "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
@@ -88,6 +113,16 @@ def check_partition_arguments(
     if staleness and (sync != "ssp" or schedule != "pipedream"):
         raise ValueError(
             f"staleness is {staleness}, which goes with sync='ssp' and schedule 'pipedream': leave it out"
+        )
+
+
+def _check_delay_max(delay_max: Any, *, is_chosen: bool) -> None:
+    if not is_number(delay_max) or not delay_max >= 0:
+        raise ValueError(f"delay_max is {delay_max!r}: give updates, 0 or more")
+    if delay_max != DELAY_MAX and not is_chosen:
+        raise ValueError(
+            f"delay_max is {delay_max!r}, which limits a choice alone: give schedule='auto' or"
+            " microbatches='auto', or leave it out"
         )
 
 

@@ -19,10 +19,11 @@ from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, make_limits
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
-from pipedream.planning.plan import Plan
+from pipedream.planning.partition_arguments import AUTO, CUT_SCHEDULES, DELAY_MAX, check_partition_arguments
+from pipedream.planning.plan import Plan, schedule_name
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.plan_search import best_plan, compared_with_factors
+from pipedream.planning.schedule_choice import best_of_schedules
 from pipedream.planning.search_progress import SearchProgress
 from pipedream.planning.spares import with_spares
 
@@ -39,7 +40,8 @@ def partition(
     straight: bool = False,
     workers_per_host: int | None = None,
     schedule: str = "pipedream",
-    microbatches: int | None = None,
+    microbatches: int | str | None = None,
+    delay_max: float = DELAY_MAX,
     speeds: Sequence[float] | None = None,
     boundaries: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
@@ -73,7 +75,13 @@ def partition(
         machine of its own.
     schedule, microbatches: of the run, for the calibrated model's prediction; another schedule than
         "pipedream" is simulated with either model. None chooses m, where the schedule has microbatches;
-        "2bw" gives all stages as many replicas, as its planner does (PipeDream-2BW, section 3.3).
+        "2bw" gives all stages as many replicas, as its planner does (PipeDream-2BW, section 3.3). Either may
+        be "auto": among "flush", "pipedream" and "unstashed", and numbers of microbatches that the minibatch
+        allows, the largest predicted rate with at most delay_max; within 1 % of it the least delay, then
+        stashing before none. `run(schedule="auto")` takes the plan's choice, and print(plan) shows each
+        candidate. A profile says how long small microbatches take (microbatch_ms).
+    delay_max: with "auto": the most updates that a gradient may be late, in the mean at the stage where that
+        is most; 0 allows "flush" alone.
     speeds: of each worker, by its rank; 2 takes half as long as the profile says.
     boundaries, replicas: the last layer of every stage but the last one, and each stage's replicas, where
         they are given.
@@ -104,6 +112,7 @@ def partition(
         links,
         workers_per_host=workers_per_host,
         microbatches=microbatches,
+        delay_max=delay_max,
         spare_workers=spare_workers,
         cost_model=cost_model,
         schedule=schedule,
@@ -112,6 +121,7 @@ def partition(
         sync=sync,
         staleness=staleness,
     )
+    schedule, chooses = schedule_name(schedule), AUTO in (schedule, microbatches)
     planned_codec = check_planned_codec(codec, profile)
     asked = profile
     if not planned_codec:
@@ -144,14 +154,19 @@ def partition(
         straight,
         workers_per_host,
         schedule,
-        microbatches,
+        microbatches if isinstance(microbatches, int) else None,
         limits,
         links,
         planned_codec,
     )
+    is_free = hides_links and memory is None
     with SearchProgress(enabled=progress) as shown:
-        plan = best_plan(problem, shown.advance)
-    if hides_links and schedule == "pipedream" and memory is None:
+        if chooses:
+            hidden = _with_links_hidden if is_free else _as_it_is
+            plan, problem = best_of_schedules(problem, delay_max, hidden, shown.advance)
+        else:
+            plan = best_plan(problem, shown.advance)
+    if not chooses and is_free and schedule == "pipedream":
         plan = _with_links_hidden(plan, problem)
     if hides_links and not problem.is_simulated and memory is None:
         plan = compared_with_factors(plan, problem, asked)
@@ -159,7 +174,13 @@ def partition(
     return with_spares(plan, spare_workers, problem.formula_figures_of, problem.simulated_ms)
 
 
+def _as_it_is(plan: Plan, problem: PlanProblem) -> Plan:
+    return plan
+
+
 def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
+    if problem.schedule == "flush":
+        return plan
     raised = with_links_hidden(plan, problem.simulated_ms)
     if raised.in_flight == plan.in_flight:
         return plan

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipedream import _core
     from pipedream.planning.layer_profile import Profile
 
-__all__ = ["Plan", "Stage", "stage_counts"]
+__all__ = ["Plan", "Stage", "schedule_name", "stage_counts"]
 
 _KIND = "plan"
 _VERSION = 1
@@ -57,7 +57,8 @@ _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
 _SHAPES_FIELDS = ("max_shapes", "shapes_apart")
-_FIELDS = ("format", "stages", *_SHAPES_FIELDS, "cuts", "codec", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_RUN_FIELDS = ("codec", "schedule", "microbatches")
+_FIELDS = ("format", "stages", *_SHAPES_FIELDS, "cuts", *_RUN_FIELDS, *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
@@ -97,6 +98,10 @@ class Plan:
     """From the profile: the calls of modules after which layers end, where the model has more cuts."""
     codec: dict[str, str] = field(default_factory=dict, hash=False)
     """That it was made for, {"pushes": "factors"} or none: `run` without a codec of its own takes it."""
+    schedule: str | None = None
+    """That it was made for; `run(schedule="auto")` takes it. None: for "pipedream", or not known."""
+    microbatches: int | None = None
+    """Likewise."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +130,10 @@ class Plan:
         if self.cuts is not None:
             set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
         set_field(self, "codec", checked_codec(check_object("codec", self.codec)))
+        if self.schedule is not None:
+            set_field(self, "schedule", _checked_schedule(self.schedule))
+        if self.microbatches is not None:
+            set_field(self, "microbatches", check_whole("microbatches", self.microbatches, at_least=1))
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         apart = check_list("shapes_apart", list(self.shapes_apart))
         apart = [checked_shapes(f"shapes_apart[{i}]", shapes) for i, shapes in enumerate(apart)]
@@ -372,6 +381,8 @@ class Plan:
                 predicted=check_object("predicted", _given(fields, "predicted", {})),
                 cuts=fields.get("cuts"),
                 codec=check_object("codec", _given(fields, "codec", {})),
+                schedule=fields.get("schedule"),
+                microbatches=fields.get("microbatches"),
                 max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
                 shapes_apart=tuple(check_list("shapes_apart", _given(fields, "shapes_apart", []))),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
@@ -396,12 +407,28 @@ class Plan:
             "predicted": self.predicted,
             **({} if self.cuts is None else {"cuts": list(self.cuts)}),
             **({"codec": self.codec} if self.codec else {}),
+            **({} if self.schedule is None else {"schedule": self.schedule}),
+            **({} if self.microbatches is None else {"microbatches": self.microbatches}),
             **({"max_shapes": listed(self.max_shapes)} if self.max_shapes else {}),
             **({"shapes_apart": [*map(listed, self.shapes_apart)]} if self.shapes_apart else {}),
         } | self.extra
 
     def __str__(self) -> str:
         return describe_plan(self)
+
+
+def schedule_name(name: str) -> str:
+    """The name by which a schedule goes here: "naive" is an old one."""
+    return "unstashed" if name == "naive" else name
+
+
+def _checked_schedule(value: object) -> str:
+    from pipedream import _core
+
+    name, names = schedule_name(check_text("schedule", value)), _core.schedule_names()
+    if name not in names:
+        raise ValueError(f"schedule is {name!r}: it is one of {', '.join(names)}")
+    return name
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number
@@ -19,6 +19,7 @@ __all__ = ["describe_plan"]
 
 _HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
 
+_CANDIDATE_HEADINGS = ("", "schedule", "m", "late", "bubble", "versions", "memory", "ms", "samples/s")
 _DRAINING = ("flush", "gpipe")  # schedules that are planned for
 _SHORT_MS = 1.0  # of a stage
 _SAME_SHARE = 0.01  # by which plans differ that are called as fast
@@ -88,14 +89,12 @@ def _summary(plan: Plan) -> Iterator[str]:
     if plan.cost_model is not None:
         parts.append(f"predicted by cost model {plan.cost_model!r}")
     yield ", ".join(parts)
-    schedule = plan.predicted.get("schedule")
-    microbatches = plan.predicted.get("microbatches")
-    m = microbatches if isinstance(microbatches, int) and microbatches > 0 else 1
+    m = plan.microbatches or 1
     round_of_all = math.lcm(m, *(stage.num_replicas for stage in plan.stages)) // m
-    if schedule in _DRAINING and round_of_all > 1:
+    if plan.schedule in _DRAINING and round_of_all > 1:
         yield f"an update is of {round_of_all} minibatches, a round of all stages' replicas"
     in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
-    if schedule is None and in_phase != plan.in_flight and round_of_all > 1:
+    if plan.schedule in (None, "pipedream") and in_phase != plan.in_flight and round_of_all > 1:
         held = ", ".join(map(str, in_phase))
         yield (
             "replicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"
@@ -107,7 +106,11 @@ def _summary(plan: Plan) -> Iterator[str]:
             "stages of a fraction of a millisecond: the runtime's own time, which the formulas leave out, may"
             " be more than a pipeline saves; `pipedream profile --calibrate` measures it"
         )
+    if plan.schedule is not None:
+        with_m = "" if plan.microbatches is None else f" with microbatches={plan.microbatches}"
+        yield f"for schedule {plan.schedule!r}{with_m}, which run(schedule='auto') takes"
     yield from _describe_figures(plan.bottleneck_ms, plan.num_stages, plan.predicted)
+    yield from _describe_candidates(plan.predicted)
 
 
 def _name_range(names: Any) -> str:
@@ -130,10 +133,6 @@ def _describe_figures(
         repeats = predicted.get("recompute")
         again = f", with recompute at stages {repeats}" if repeats else ""
         yield f"memory at most {format_bytes(int(memory_bytes or 0))} per worker{again}"
-    schedule, microbatches = predicted.get("schedule"), predicted.get("microbatches")
-    if isinstance(schedule, str):
-        m = f" with microbatches={microbatches}" if is_number(microbatches) else ""
-        yield f"for schedule {schedule!r}{m}"
     yield from _describe_factors(bottleneck_ms, predicted)
     hidden = predicted.get("hidden_links")
     if isinstance(hidden, Mapping) and all(is_number(hidden.get(name)) for name in _HIDDEN_FIELDS):
@@ -200,3 +199,34 @@ def _describe_alternatives(
         yield "do not pipeline this model here: one worker alone is as fast"
     elif num_stages == 1:
         yield "do not pipeline this model here: copies of the whole model are fastest"
+
+
+def _describe_candidates(predicted: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for a person; none where a plan was made for one schedule alone, or its figures are of another
+    form."""
+    rows = predicted.get("candidates")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        return
+    yield format_table(_CANDIDATE_HEADINGS, [_candidate_cells(row) for row in rows], "<<>>>>>>>")
+    if predicted.get("microbatch_times") == "scaled":
+        yield (
+            "the profile has no microbatch_ms: one of m microbatches is taken to last 1/m of its minibatch,"
+            " and small ones may take longer; profile anew to measure it"
+        )
+
+
+def _candidate_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def figure(name: str, form: Callable[[Any], str]) -> str:
+        return form(row[name]) if is_number(row.get(name)) else ""
+
+    return (
+        "->" if row.get("chosen") is True else "",
+        str(row.get("schedule")),
+        figure("microbatches", str),
+        figure("delay", "{:.2f}".format),
+        figure("bubble", lambda share: f"{100 * share:.0f} %"),
+        figure("versions", str),
+        figure("memory_bytes", lambda size: format_bytes(int(size))) or "too much",
+        figure("ms", "{:.3f}".format),
+        figure("samples_per_s", "{:.1f}".format),
+    )

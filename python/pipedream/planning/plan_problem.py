@@ -13,6 +13,7 @@ from typing import Any
 from pipedream.planning.factor_rule import core_factors, factored_figures
 from pipedream.planning.formulas import formula_figures, samples_per_s
 from pipedream.planning.hidden_links import FEW_ROUNDS
+from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, solve_within
 from pipedream.planning.link_profile import LinkProfile
@@ -31,7 +32,6 @@ from pipedream.planning.stage_links import StageLinks
 
 __all__ = ["PlanProblem", "Stages"]
 
-_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # of which m is chosen where it is free
 _SPREAD_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for where times spread
 
 Stages = tuple[Stage, ...]
@@ -123,11 +123,15 @@ class PlanProblem:
 
     def simulated_ms(self, plan: Plan) -> float:
         """Per minibatch, without the spread of single items."""
-        costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
+        costed = self.costed(plan)
         options = schedule_of(costed, self.schedule, self.microbatches or 1)
         predicted_ms = predict_ms(costed, options, steady_rounds=FEW_ROUNDS, spreads=False)
         assert predicted_ms is not None
         return predicted_ms
+
+    def costed(self, plan: Plan) -> Plan:
+        """The plan with what a prediction of it is made of."""
+        return replace(plan, predicted=plan.predicted | self._costs(plan.stages))
 
     def simulated_plan(
         self, stages: Stages, *, spreads: bool = True, in_flight: tuple[int, ...] = ()
@@ -146,11 +150,8 @@ class PlanProblem:
             assert predicted_ms is not None
             best_ms = predicted_ms
         predicted["samples_per_s"] = samples_per_s(self.profile, best_ms)
-        if self.schedule != "pipedream":
-            predicted["schedule"] = self.schedule
-        if self.schedule in CUT_SCHEDULES:
-            predicted["microbatches"] = best_m
-        return replace(plan, bottleneck_ms=best_ms, predicted=predicted)
+        microbatches = best_m if plan.schedule else None
+        return replace(plan, bottleneck_ms=best_ms, predicted=predicted, microbatches=microbatches)
 
     def _times_by_microbatches(self, plan: Plan) -> Iterator[tuple[int, float]]:
         for m in self._microbatch_choices(plan):
@@ -166,8 +167,9 @@ class PlanProblem:
         least = microbatches_min(plan, self.schedule)
         if self.microbatches is not None:
             return (self.microbatches,) if self.microbatches >= least else ()
-        largest = self.profile.batch_size or max(least, _MICROBATCHES[-1])
-        return sorted({m for m in (*_MICROBATCHES, least) if least <= m <= largest})
+        counts = microbatch_counts(self.profile.batch_size)
+        largest = self.profile.batch_size or max(least, counts[-1])
+        return sorted({m for m in (*counts, least) if least <= m <= largest})
 
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
@@ -250,6 +252,7 @@ class PlanProblem:
         predicted: dict[str, Any],
         in_flight: tuple[int, ...] = (),
     ) -> Plan:
+        is_asked = self.schedule != "pipedream" or self.microbatches is not None
         if self.codec:
             of_rounds = profile_of_rounds(self.profile, Plan(stages), self.schedule)
             predicted["factored"] = factored_figures(of_rounds, stages)
@@ -265,4 +268,6 @@ class PlanProblem:
             max_shapes=self.profile.max_shapes or {},
             cuts=self.profile.cuts,
             codec=dict(self.codec),
+            schedule=self.schedule if is_asked else None,
+            microbatches=self.microbatches or 1 if is_asked else None,
         )

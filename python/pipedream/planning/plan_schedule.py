@@ -8,18 +8,47 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.plan import Plan
+from pipedream.planning.plan import Plan, schedule_name
 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["any_schedule_of", "microbatches_min", "minibatches_of_round", "profile_of_rounds", "schedule_of"]
+__all__ = [
+    "any_schedule_of",
+    "mean_delay",
+    "microbatches_min",
+    "minibatches_of_round",
+    "profile_of_rounds",
+    "schedule_of",
+    "schedule_to_run",
+]
 
 
 def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
     from pipedream import _core
 
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
+
+
+def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int | None]:
+    """The schedule by its own name, and the microbatches: those of the plan, where schedule is "auto".
+    microbatches: 1 or None where they were not given. Raises ValueError where the plan does not say, or says
+    otherwise."""
+    if schedule != "auto":
+        return schedule_name(schedule), microbatches
+    for name, value in (("schedule", plan.schedule), ("microbatches", plan.microbatches)):
+        if value is None:
+            raise ValueError(
+                f"schedule is 'auto', which takes the plan's, and the plan has no {name}: make it by"
+                " partition(..., schedule='auto'), or name the schedule here"
+            )
+    if microbatches not in (None, 1, plan.microbatches):
+        raise ValueError(
+            f"microbatches is {microbatches}, and schedule='auto' takes the plan's, {plan.microbatches}:"
+            f" leave microbatches out, or give schedule={plan.schedule!r}"
+        )
+    assert plan.schedule is not None
+    return plan.schedule, plan.microbatches
 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:
@@ -38,6 +67,22 @@ def microbatches_min(plan: Plan, schedule: str) -> int:
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
     """With some number of microbatches that it can have."""
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
+
+
+def mean_delay(options: _core.ScheduleOptions) -> float:
+    """Updates between the version that a microbatch's forward reads and the one that its gradient changes, in
+    the mean over a minibatch, at the stage where that is most: (n_s - 1) / c_s."""
+    from pipedream import _core
+
+    if _core.drains_every_minibatch(options):
+        return 0.0
+    if options.schedule == "2bw":
+        return 1.0
+    in_flight, stages = options.in_flight, range(options.num_stages)
+    own = [_core.rounds_of(options, stage).own_per_round for stage in stages]
+    if options.schedule == "vertical_sync":  # the input stage's, at every stage
+        return (in_flight[0] - 1) / own[0]
+    return max((held - 1) / count for held, count in zip(in_flight, own, strict=True))
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:

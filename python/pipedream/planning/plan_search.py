@@ -52,7 +52,7 @@ def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) ->
 
 
 def _by_formulas(problem: PlanProblem) -> Plan:
-    layers_ms = [layer.compute_ms for layer in problem.profile.layers]
+    layers_ms = [layer.compute_ms_with(problem.microbatches or 1) for layer in problem.profile.layers]
     try:
         stages, bottleneck_s, figures = problem.solve(layers_ms, problem.num_workers, problem.straight)
     except NothingFitsError as error:
@@ -88,7 +88,7 @@ def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
     """By a search over the plans' own links."""
-    layers_ms = [layer.compute_ms for layer in problem.profile.layers]
+    layers_ms = [layer.compute_ms_with(problem.microbatches or 1) for layer in problem.profile.layers]
 
     def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
         return replace(problem, bytes_per_s=bytes_per_s).solve(layers_ms, num_workers, straight)[0]
@@ -99,7 +99,8 @@ def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan
 
 
 def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
-    layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
+    m = problem.microbatches or 1
+    layers_ms = [layer_cost_ms(layer, problem.runtime, m) for layer in problem.profile.layers]
     limits = problem.limits
     starts: list[Stages] = []
     for count in _some_counts(problem.num_workers):

@@ -22,7 +22,7 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.formulas import parameter_bytes_of
-from pipedream.planning.layer_profile import Profile
+from pipedream.planning.layer_profile import Profile, pass_costs
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
@@ -406,17 +406,16 @@ def _stage_times(
         # As slow as the slowest of its workers, which the others wait for.
         speed = min(speeds[plan.placement.rank_of(index, replica)] for replica in range(stage.num_replicas))
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        forward_ms = sum(layer.forward_ms for layer in layers)
+        forward, backward = pass_costs(layers)
         product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms
-        backward_ms = sum(layer.backward_ms for layer in layers) - product_ms
         all_ms = _parameters_ms(profile, stage, links.replicas[index])
         update_ms = stage.num_replicas * minibatches[index] * product_ms / speed
         if schedule.uses_allreduce:
             update_ms += all_reduce_ms(stage, all_ms)
         times.append(
             StageTimes(
-                forward_ms / num_microbatches / speed,
-                backward_ms / num_microbatches / speed,
+                forward.later(num_microbatches) / speed,
+                (backward.later(num_microbatches) - product_ms / num_microbatches) / speed,
                 update_ms,
                 sync_latency_ms=links.replica_latency_ms[index],
                 **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),

@@ -22,7 +22,7 @@ from typing import Any
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.item_cost import ItemCost
-from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.layer_profile import LayerProfile, Profile, pass_costs
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.shard_shares import num_chunks
 from pipedream.planning.spread import EVEN, Spread
@@ -225,7 +225,14 @@ class StageCosts:
     @property
     def minibatch_ms(self) -> float:
         """Of a minibatch that is one microbatch, the copy included."""
-        return self.forward.first(1) + self.backward.first(1) + self.update_ms + self.copy_ms
+        return self.ms_with(1)
+
+    def ms_with(self, num_microbatches: int) -> float:
+        """Of a minibatch of so many microbatches, the copy included."""
+        later = num_microbatches - 1
+        passes = self.forward.plus(self.backward)
+        passes_ms = passes.first(num_microbatches) + later * passes.later(num_microbatches)
+        return passes_ms + self.update_ms + self.copy_ms
 
 
 def runtime_of(profile: Profile) -> RuntimeCosts | None:
@@ -266,12 +273,9 @@ def stage_costs(
         exchanged = dense_bytes * (replicas - 1) / replicas + (replicas - 1) * factored.factor_bytes
         per_byte_ms = 1e3 / bytes_per_s[stage_index]
         sync_ms = {kind: cost.of(exchanged) if replicas > 1 else 0.0 for kind, cost in runtime.sync.items()}
-        forward = runtime.forward_share.scaled(
-            sum(layer.forward_ms for layer in layers) * position.forward_scale
-        ).plus(_sending(position.forward, behind, runtime.cut_bytes))
-        backward = runtime.backward_share.scaled(
-            sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
-        ).plus(_sending(position.backward, before, runtime.cut_bytes))
+        forward, backward = _passes(layers, runtime, position, product_ms)
+        forward = forward.plus(_sending(position.forward, behind, runtime.cut_bytes))
+        backward = backward.plus(_sending(position.backward, before, runtime.cut_bytes))
         is_dense = replicas > 1 and not factored.num_weights
         whole_ms = {"FORWARD": forward.first(1), "BACKWARD": backward.first(1), "UPDATE": update_ms}
         costs.append(
@@ -299,6 +303,22 @@ def stage_costs(
     return costs
 
 
+def _passes(
+    layers: Sequence[LayerProfile], runtime: RuntimeCosts, position: PositionCosts, product_ms: float
+) -> tuple[ItemCost, ItemCost]:
+    """Forward and backward of a stage's layers. What a microbatch takes is the calibration's to say; without
+    one it is what the profile has measured of each layer. product_ms: of the backward, counted elsewhere."""
+    if runtime is FREE:
+        forward, backward = pass_costs(layers)
+        return forward, backward.plus(ItemCost(minibatch_ms=-product_ms)) if product_ms else backward
+    return (
+        runtime.forward_share.scaled(sum(layer.forward_ms for layer in layers) * position.forward_scale),
+        runtime.backward_share.scaled(
+            sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
+        ),
+    )
+
+
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
     """As StageCosts has them. A chunk can leave when the layer is done in which it begins; the stage's go
     from owner to owner in turn."""
@@ -315,8 +335,10 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
     return tuple((lead(in_all - num_replicas + owner), lead(owner)) for owner in range(num_replicas))
 
 
-def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
+def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
     """What a layer adds to its stage, for the search that needs sums: its passes and its update."""
+    if runtime is FREE:
+        return layer.compute_ms_with(num_microbatches)
     per_byte = runtime.update_ms_per_byte + runtime.copy_ms_per_byte
     inner = runtime.positions["middle"]
     compute_ms = layer.forward_ms * inner.forward_scale + layer.backward_ms * inner.backward_scale

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.checks import check_choice
 from pipedream.planning.plan import Plan, stage_counts
+from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.program_text import parse_programs, print_programs
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     given = None if program_file is None else _read_programs(program_file)
     if given is not None:
         request = _complete_request(request, given)
+    request = _with_schedule_of_plan(request)
     options = _make_options(request, given)
     num_minibatches = _choose_minibatches(request, options)
     programs = given
@@ -142,6 +144,16 @@ def _complete_request(request: TraceRequest, programs: list[list[_core.Instructi
     if request.workers is None and request.plan_file is None and request.schedule == "interleaved":
         request = request._replace(workers=len(programs))
     return request
+
+
+def _with_schedule_of_plan(request: TraceRequest) -> TraceRequest:
+    if request.schedule != "auto":
+        return request
+    if request.plan_file is None or stage_counts(request.plan_file) is not None:
+        raise ValueError("--schedule is 'auto', which takes a plan's: give --plan FILE of one that has it")
+    plan = Plan.load(request.plan_file)
+    schedule, microbatches = schedule_to_run(plan, request.schedule, request.microbatches)
+    return request._replace(schedule=schedule, microbatches=microbatches)
 
 
 def _make_options(

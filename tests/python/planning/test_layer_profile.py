@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipedream.common.errors import FileFormatError
-from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.layer_profile import LayerProfile, MicrobatchTimes, Profile
 
 SHARED_PROFILES = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 
@@ -57,6 +58,10 @@ def test_round_trip_keeps_every_field_and_the_unknown_ones(tmp_path: Path) -> No
     fields = make_fields() | {"source": {"commit": "abc", "figures": [-1, None]}}
     fields["layers"][1]["flops"] = -12.5
     fields["layers"][1]["factors"] = [{"weight_bytes": 128, "factor_bytes": 96}]
+    fields["layers"][1]["microbatch_ms"] = [
+        {"num_microbatches": 2, "forward_ms": 0.3, "backward_ms": 0.5},
+        {"num_microbatches": 4, "forward_ms": 0.2, "backward_ms": 0.25},
+    ]
     (tmp_path / "in.json").write_text(json.dumps(fields))
     profile = Profile.load(tmp_path / "in.json")
     profile.save(tmp_path / "out.json")
@@ -112,6 +117,22 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
         ("parameter_bytes", "1MiB", r"layers\[1\]\.parameter_bytes is '1MiB': it must be a number"),
         ("saved_bytes", -1, r"layers\[1\]\.saved_bytes is -1: it must not be negative"),
         ("name", 3, r"layers\[1\]\.name is 3: it must be a text"),
+        ("microbatch_ms", 3, r"layers\[1\]\.microbatch_ms is 3: it must be a list"),
+        (
+            "microbatch_ms",
+            [{"num_microbatches": 2, "forward_ms": -1, "backward_ms": 0}],
+            r"layers\[1\]\.microbatch_ms\[0\]\.forward_ms is -1: it must not be negative",
+        ),
+        (
+            "microbatch_ms",
+            [{"num_microbatches": 2, "forward_ms": 1, "backward_ms": 1}] * 2,
+            r"layers\[1\]\.microbatch_ms\[1\]\.num_microbatches is 2, not above the one before",
+        ),
+        (
+            "microbatch_ms",
+            [{"num_microbatches": 1, "forward_ms": 1, "backward_ms": 1}],
+            r"layers\[1\]\.microbatch_ms\[0\]\.num_microbatches is 1",
+        ),
     ],
 )
 def test_bad_figure_of_a_layer_is_refused_by_field(name: str, value: object, message: str) -> None:
@@ -218,3 +239,14 @@ def test_published_profiles_round_trip(model: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(
         (SHARED_PROFILES / f"{model}.json").read_text()
     )
+
+
+def test_what_a_microbatch_takes_is_measured_or_its_share_of_the_minibatch() -> None:
+    times = (MicrobatchTimes(2, 0.75, 1.5), MicrobatchTimes(4, 0.5, 1.0))
+    layer = LayerProfile("a", 1.0, 2.0, 0, 0, microbatch_ms=times)
+    assert [layer.compute_ms_with(m) for m in (1, 2, 4)] == [3, 2 * 2.25, 4 * 1.5]
+    assert 4 * 1.5 < layer.compute_ms_with(8) < 8 * 1.5
+    assert replace(layer, microbatch_ms=None).compute_ms_with(4) == 3
+    assert layer.at_speed(2).compute_ms_with(4) == 3
+    assert layer.joined_with(layer).compute_ms_with(4) == 12
+    assert layer.joined_with(replace(layer, microbatch_ms=None)).microbatch_ms is None

@@ -209,7 +209,7 @@ def test_a_plan_is_compared_with_what_else_could_be_run() -> None:
 def test_a_schedule_that_drains_is_planned_with_its_bubble_and_m_is_chosen() -> None:
     profile = make_profile(*[(10, 0, 0)] * 4, batch_size=8)
     plan = partition(profile, 2, 1e9, schedule="flush", straight=True)
-    assert (plan.stages, plan.predicted["microbatches"]) == ((Stage(0, 1), Stage(2, 3)), 8)
+    assert (plan.stages, plan.microbatches) == ((Stage(0, 1), Stage(2, 3)), 8)
     assert plan.bottleneck_ms == pytest.approx(20 * 9 / 8)
     assert "for schedule 'flush' with microbatches=8" in str(plan)
     assert partition(profile, 2, 1e9, schedule="gpipe", microbatches=2, straight=True).bottleneck_ms == (
@@ -241,7 +241,7 @@ def test_2bw_has_as_many_microbatches_as_are_in_flight_where_m_is_chosen() -> No
     """Plans of more than 32 in flight once ended in `min() arg is an empty sequence`."""
     profile = make_profile(*[(10, 0, 0)] * 40, batch_size=64)
     plan = partition(profile, 40, 1e9, schedule="2bw", boundaries=range(39))
-    assert (plan.num_stages, plan.predicted["microbatches"]) == (40, 39)
+    assert (plan.num_stages, plan.microbatches) == (40, 39)
     few = partition(profile, 40, 1e9, schedule="2bw", microbatches=2, straight=True)
     assert few.num_stages == 3
     with pytest.raises(ValueError, match="microbatches is 8, and schedule '2bw' needs as many"):

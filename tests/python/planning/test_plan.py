@@ -84,6 +84,23 @@ def test_unknown_fields_are_kept_in_the_file(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "out.json") == plan
 
 
+def test_schedule_and_microbatches_of_a_file_are_optional_and_kept(tmp_path: Path) -> None:
+    fields = make_fields((0, 1, 1), (2, 3, 1))
+    assert not {"schedule", "microbatches"} & Plan.from_dict(fields).to_dict().keys()
+    plan = Plan.from_dict(fields | {"schedule": "naive", "microbatches": 8})
+    assert (plan.schedule, plan.microbatches) == ("unstashed", 8)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    for name, value, message in [
+        ("schedule", "auto", "schedule is 'auto': it is one of pipedream, vertical_sync, unstashed"),
+        ("schedule", 1, "schedule is 1: it must be a text"),
+        ("microbatches", 0, "microbatches is 0"),
+        ("microbatches", "8", "microbatches is '8'"),
+    ]:
+        with pytest.raises(FileFormatError, match=f"^here.json: {message}"):
+            Plan.from_dict(fields | {name: value}, source="here.json")
+
+
 def _warnings_of_loading(folder: Path, fields: dict[str, Any]) -> list[str]:
     path = folder / "plan.json"
     path.write_text(json.dumps(fields))

@@ -1,0 +1,192 @@
+"""The choice of schedule and number of microbatches, where partition() is asked for it. All are planned and
+simulated, and the fastest is taken of those that are late by at most delay_max updates.
+
+A schedule that does not drain is late at stage s by (n_s - 1) / c_s updates in the mean: n_s microbatches in
+flight at each replica, c_s microbatches of a replica in a round (csrc/schedule/rounds.h). Pure; any thread;
+needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipedream.planning.formulas import samples_per_s
+from pipedream.planning.item_cost import microbatch_counts
+from pipedream.planning.limits import NothingFitsError
+from pipedream.planning.partition_arguments import AUTO, CHOSEN_AMONG
+from pipedream.planning.plan_problem import PlanProblem
+from pipedream.planning.plan_schedule import mean_delay, schedule_of
+from pipedream.planning.plan_search import best_plan
+from pipedream.planning.runtime_costs import costs_of
+from pipedream.planning.search import OnPlan
+
+if TYPE_CHECKING:
+    from pipedream import _core
+    from pipedream.planning.plan import Plan
+
+__all__ = ["best_of_schedules"]
+
+_SAME_RATE = 0.01  # by which rates differ that are called the same
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    problem: PlanProblem
+    """With its schedule and microbatches."""
+    plan: Plan | None
+    """None: no plan keeps to the limits."""
+    ms: float = 0.0
+    """Per minibatch."""
+    delay: float = 0.0
+    """Updates, of mean_delay()."""
+    bubble: float = 0.0
+    """Share of the time in which the busiest worker waits."""
+    versions: int = 0
+    """That the stage with the most keeps."""
+    memory_bytes: float = 0.0
+    """Of the largest worker."""
+
+    def to_dict(self, *, is_chosen: bool) -> dict[str, Any]:
+        named = {"schedule": self.problem.schedule, "microbatches": self.problem.microbatches}
+        if self.plan is None:
+            return named | {"fits": False}
+        return named | {
+            "chosen": is_chosen,
+            "delay": self.delay,
+            "bubble": self.bubble,
+            "versions": self.versions,
+            "memory_bytes": self.memory_bytes,
+            "ms": self.ms,
+            "samples_per_s": samples_per_s(self.problem.profile, self.ms),
+        }
+
+
+def best_of_schedules(
+    problem: PlanProblem,
+    delay_max: float,
+    finished: Callable[[Plan, PlanProblem], Plan],
+    on_plan: OnPlan | None = None,
+) -> tuple[Plan, PlanProblem]:
+    """The plan for the best schedule and number of microbatches, and the problem with these. A schedule or
+    number that the problem has already is the only candidate. finished: what is done to each plan that was
+    found. Raises ValueError where none keeps to the limits."""
+    candidates: list[_Candidate] = []
+    why: NothingFitsError | None = None
+    for m in _counts(problem):
+        for schedule in _schedules(problem):
+            asked = replace(
+                problem,
+                schedule=schedule,
+                microbatches=m,
+                limits=replace(problem.limits, drains=schedule == "flush"),
+            )
+            try:
+                plan = _plan_for(asked, candidates, on_plan)
+            except NothingFitsError as error:
+                why = why or error
+                candidates.append(_Candidate(asked, None))
+                continue
+            candidates.append(_finished(plan, asked, finished, delay_max))
+    if why is not None and all(candidate.plan is None for candidate in candidates):
+        raise why
+    chosen = _chosen(candidates, delay_max)
+    assert chosen.plan is not None
+    rate = samples_per_s(problem.profile, chosen.ms)
+    candidates.sort(key=lambda candidate: CHOSEN_AMONG.index(candidate.problem.schedule))
+    rows = [candidate.to_dict(is_chosen=candidate is chosen) for candidate in candidates]
+    figures: dict[str, Any] = {"samples_per_s": rate, "candidates": rows, "delay_max": delay_max}
+    m = chosen.problem.microbatches or 1
+    if problem.cost_model == "paper" and not all(one.microbatch_ms for one in problem.profile.layers):
+        figures["microbatch_times"] = "scaled"
+    plan = replace(
+        chosen.plan,
+        schedule=chosen.problem.schedule,
+        microbatches=m,
+        bottleneck_ms=chosen.ms,
+        predicted=chosen.plan.predicted | figures,
+    )
+    return plan, chosen.problem
+
+
+def _finished(
+    plan: Plan, problem: PlanProblem, finished: Callable[[Plan, PlanProblem], Plan], delay_max: float
+) -> _Candidate:
+    """What is in flight to hide links does not make a plan too late."""
+    plain, raised = _looked_at(plan, problem), _looked_at(finished(plan, problem), problem)
+    return plain if plain.delay <= delay_max < raised.delay else raised
+
+
+def _schedules(problem: PlanProblem) -> Sequence[str]:
+    return CHOSEN_AMONG if problem.schedule == AUTO else (problem.schedule,)
+
+
+def _counts(problem: PlanProblem) -> Sequence[int]:
+    if problem.microbatches is not None:
+        return [problem.microbatches]
+    counts = microbatch_counts(problem.profile.batch_size)
+    return microbatch_counts(problem.profile.batch_size, max(counts[-1], 2 * problem.num_workers, 32))
+
+
+def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
+    """Without a limit of memory what is best for "pipedream" is for "unstashed", which takes as long."""
+    if problem.schedule == "unstashed" and not problem.limits.memory_bytes:
+        for other in others:
+            is_alike = other.problem.schedule == "pipedream"
+            if is_alike and other.problem.microbatches == problem.microbatches and other.plan is not None:
+                return problem.simulated_plan(other.plan.stages)
+    return best_plan(problem, on_plan)
+
+
+def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
+    m = problem.microbatches or 1
+    costed = problem.costed(plan)
+    options = schedule_of(costed, problem.schedule, m)
+    simulated_ms = plan.bottleneck_ms if problem.is_simulated else None
+    ms = problem.simulated_ms(plan) if simulated_ms is None else simulated_ms
+    memory_bytes = plan.predicted.get("memory_bytes")
+    if memory_bytes is None:
+        memory_bytes = problem.limits.memory_with(plan, problem.profile)["memory_bytes"]
+    busy_ms = _busiest_ms(costed, options)
+    return _Candidate(
+        problem,
+        plan,
+        ms,
+        delay=mean_delay(options),
+        bubble=max(0.0, 1 - busy_ms / ms) if ms > 0 else 0.0,
+        versions=max(_versions(options)),
+        memory_bytes=memory_bytes,
+    )
+
+
+def _versions(options: _core.ScheduleOptions) -> list[int]:
+    from pipedream import _core
+
+    return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]
+
+
+def _busiest_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
+    """Of the workers' own work for a minibatch."""
+    from pipedream import _core
+
+    costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []
+    pairs = zip(costs, plan.stages, strict=True)
+    m = options.num_microbatches
+    return max((cost.ms_with(m) / stage.num_replicas for cost, stage in pairs), default=0.0)
+
+
+def _chosen(candidates: Sequence[_Candidate], delay_max: float) -> _Candidate:
+    fitting = [candidate for candidate in candidates if candidate.plan is not None]
+    allowed = [candidate for candidate in fitting if candidate.delay <= delay_max + _ROUNDING]
+    if not allowed:
+        least = min(candidate.delay for candidate in fitting)
+        raise ValueError(
+            f"delay_max is {delay_max:g}, and every plan that was found is later, by {least:.3g} updates or"
+            " more: raise it, or give schedule='auto', which may choose 'flush', without a delay"
+        )
+    near_ms = min(candidate.ms for candidate in allowed) / (1 - _SAME_RATE)
+    near = [candidate for candidate in allowed if candidate.ms <= near_ms]
+    order = CHOSEN_AMONG.index
+    return min(near, key=lambda one: (one.delay, order(one.problem.schedule), one.problem.microbatches))
