@@ -23,11 +23,16 @@ CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str
 
 _HANDLER = "_pipedream_call_handler_"  # in the module's own table: other threads have modules of their own
 _DEPTH = "_pipedream_call_depth"  # of a class: how many handlers see its calls
+_BEFORE = "_pipedream_call_before"  # of a function that sees calls: the compiled call in whose place it is
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By torch.compile: its calls run code that was made of it, and of the modules inside."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    """By torch.compile: its calls run code that was made of it, and of the modules inside. A module whose
+    calls are seen is none for that."""
+    call = module._compiled_call_impl
+    while hasattr(call, _BEFORE):
+        call = getattr(call, _BEFORE)
+    return type(module).__name__ == "OptimizedModule" or call is not None
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -71,6 +76,8 @@ def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
     def seen(*arguments: Any, **keywords: Any) -> Any:
         return handler(module, call, arguments, keywords)
+
+    setattr(seen, _BEFORE, before)
 
     def undo() -> None:
         vars(module).pop(_COMPILED_CALL, None)

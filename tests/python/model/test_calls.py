@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.calls import calls_seen, is_compiled, visible_modules
 from torch import nn
 
 
@@ -61,3 +61,12 @@ def test_modules_are_visible_by_their_first_name_but_for_those_in_compiled_ones(
     assert visible_modules(model) == [*model.named_modules()][1:]
     model[1].compile(backend="eager")
     assert [name for name, _ in visible_modules(model)] == ["0", "0.0", "0.1", "1"]
+
+
+def test_a_module_whose_calls_are_seen_is_not_taken_for_a_compiled_one() -> None:
+    """Nobody saw the calls inside of it any more."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU()))
+    model[1].compile(backend="eager")
+    with calls_seen([model[0], model[1]], _noting([])), calls_seen([model[0]], _noting([])):
+        assert [is_compiled(module) for module in model] == [False, True]
+        assert [name for name, _ in visible_modules(model)] == ["0", "0.0", "1"]
