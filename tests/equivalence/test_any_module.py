@@ -253,7 +253,7 @@ def _train_in_another_mode(name: str, plan: Plan) -> None:
 
 
 def test_ranks_that_find_other_places_to_cut_say_which(farm: Farm) -> None:
-    outcomes = farm.run(_train_in_another_mode, "dropping", straight_plan(4, (2,)), num_ranks=2)
+    outcomes = farm.run(_train_in_another_mode, "dropping", straight_plan(5, (2,)), num_ranks=2)
     message = str(outcomes[1].error)
     assert isinstance(outcomes[1].error, ValueError)
     assert "layer 0 of the model is " in message

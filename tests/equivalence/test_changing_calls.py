@@ -119,16 +119,28 @@ def _train_bart(plan: Plan) -> tuple[RunResult, State]:
     return result, model.state_dict()
 
 
-def test_bart_with_layer_drop_trains_as_in_a_plain_loop(farm: Farm) -> None:
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        ("model.encoder",),
+        ("model.encoder.layers.1", "model.decoder.layers.1"),  # which no minibatch leaves out
+        ("model.encoder.layernorm_embedding", "model.decoder.layernorm_embedding"),
+    ],
+    ids=str,
+)
+def test_bart_with_layer_drop_trains_as_in_a_plain_loop(farm: Farm, cuts: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
     model, data = bart_with_layer_drop()
     num_calls = [_layers_called(model, batch) for batch in data]
     assert min(num_calls) < num_calls[0] < max(num_calls)
-    plan = replace(Plan.straight(2, 2), cuts=("model.encoder",))
-    result, state = farm.results(_train_bart, plan, num_ranks=2)[0]
+    num_stages = len(cuts) + 1
+    plan = replace(Plan.straight(num_stages, num_stages), cuts=cuts)
+    result, state = farm.results(_train_bart, plan, num_ranks=num_stages)[0]
     losses = _train_plainly(model, data, own_loss)
     assert_close_losses(result.losses, losses, _RELATIVE)
-    assert_close_state(state, state_of(model), _RELATIVE)
+    # The gradient of an attention's key bias is nothing but rounding.
+    expected = {name: tensor for name, tensor in state_of(model).items() if "k_proj.bias" not in name}
+    assert_close_state({name: state[name] for name in expected}, expected, _RELATIVE)
 
 
 def _layers_called(model: nn.Module, batch: Any) -> int:

@@ -59,6 +59,54 @@ class Network(nn.Module):
         return out
 
 
+class _Coder(nn.Module):
+    """Of BART: its own code drops layers, and draws dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(_WIDTH), "layer": layer})
+            for layer in (_Block(), nn.Sequential(_Block(), nn.Dropout(0.2)), _Block(), _Block())
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            assert isinstance(step, nn.ModuleDict)
+            kept = x = F.dropout(step["norm"](x), 0.1, training=self.training)
+            if self.training and torch.rand([]) < 0.4:
+                continue
+            x = step["layer"](x) + kept
+        return x
+
+
+class DrawingBetween(nn.Module):
+    """BART with layer drop. Dropout between its modules is needed after the coder, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.coder = _Coder()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.dropout(self.words(tokens), 0.2, training=self.training)
+        x = self.norm(self.coder(x) + x)
+        out: Tensor = self.head(F.dropout(x, 0.1, training=self.training))
+        return out
+
+
+def _train_drawing_between(
+    how: Any, cuts: tuple[str, ...], plan: Plan, **options: Any
+) -> tuple[list[float], State]:
+    torch.manual_seed(1)
+    model = DrawingBetween().double()
+    options = {"schedule": "flush", "microbatches": 2, "seed": 5} | options
+    plan = Plan(plan.stages, cuts=cuts)
+    result = how(model, plan, data=_data(), loss_fn=_noisy_loss, optimizer=_SGD, **options)
+    return list(result.losses), state_of(model)
+
+
 def _noisy_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.transpose(1, 2) + 0.1 * torch.rand_like(outputs).transpose(1, 2), targets)
 
@@ -152,6 +200,41 @@ def test_a_list_of_layers_has_the_same_masks_wherever_it_is_cut(farm: Farm, opti
     losses, state = farm.results(_train, None, _plan(2, 4, 5), num_ranks=3, **options)[0]
     assert_close_losses(losses, expected[0], _RELATIVE)
     assert_close_state(state, expected[1], _RELATIVE)
+
+
+_WITHIN = ("coder.steps.1.norm", "coder.steps.3.norm")
+_SHARING = Plan(tuple(Stage(layer, layer, worker=layer % 2) for layer in range(4)))
+_BETWEEN: list[tuple[tuple[str, ...], Plan, dict[str, Any]]] = [
+    (("coder",), _TWO, {}),
+    (_WITHIN[:1], _TWO, {"recompute": True}),
+    (_WITHIN, _THREE, {}),
+    (_WITHIN, _THREE, {"schedule": "gpipe"}),
+    (("words", *_WITHIN), _SHARING, {"schedule": "interleaved"}),
+    (_WITHIN[:1], _plan(0, 1, replicas=(1, 2)), {}),
+]
+
+
+@pytest.mark.parametrize(("cuts", "plan", "options"), _BETWEEN, ids=str)
+def test_what_code_between_modules_draws_is_the_same_wherever_it_is_cut(
+    farm: Farm, cuts: tuple[str, ...], plan: Plan, options: dict[str, Any]
+) -> None:
+    """Such cuts were refused."""
+    losses, state = farm.results(
+        _train_drawing_between,
+        pipedream.run,
+        cuts,
+        plan,
+        num_ranks=plan.workers_used,
+        progress=False,
+        **options,
+    )[0]
+    expected = _train_drawing_between(reference.run, cuts, plan, **options)
+    assert_close_losses(losses, expected[0], _RELATIVE)
+    assert_close_state(state, expected[1], _RELATIVE)
+    if max(stage.num_replicas for stage in plan.stages) == 1:  # which train on larger minibatches
+        expected = _train_drawing_between(reference.run, ("words",), _TWO)
+        assert_close_losses(losses, expected[0], _RELATIVE)
+        assert_close_state(state, expected[1], _RELATIVE)
 
 
 class Langevin(torch.optim.SGD):

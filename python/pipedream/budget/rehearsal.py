@@ -52,7 +52,7 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.calls import calls_seen, is_compiled
-from pipedream.model.draws import SeenDraws
+from pipedream.model.draws import SeenDraws, drawing_alike
 from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import spare_loss
 from pipedream.model.recompute import GeneratorState
@@ -159,10 +159,16 @@ class Rehearsal:
         first and the last stage are."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
-            with untouched([stage], self._loss_fn if self._is_last(stage) else None), torch.enable_grad():
+            kept = untouched([stage], self._loss_fn if self._is_last(stage) else None)
+            with kept, torch.enable_grad(), self._draws_of(stage):
                 self._run_stage(stage, value, targets)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
+
+    def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
+        """Makes stages on both sides of a cut go the same way."""
+        is_cut = self._handover.num_stages > 1
+        return drawing_alike(stage, self._device) if is_cut else contextlib.nullcontext()
 
     def _is_last(self, stage: StageModule) -> bool:
         return stage.stage_index == self._handover.num_stages - 1
@@ -291,6 +297,8 @@ class _StageRehearsal:
 
     def _run(self, value: Any) -> Any:
         """The stage's output, or the loss where there is one."""
+        if self._stage.draws is not None:
+            self._stage.draws.begin(0, 0, self._stage)
         with self._layers_seen():
             output = self._calls.layers(value)
         if not self._is_last or self._loss_fn is None:

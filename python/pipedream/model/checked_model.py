@@ -12,6 +12,7 @@ from pipedream.model.batches import call_model
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel
+from pipedream.model.draws import DrawSites
 from pipedream.model.layers import Model, named_layers, roots_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.trace import CallCounter
@@ -24,6 +25,8 @@ class CheckedModel(Protocol):
     """(prefix of full names, module)."""
     place_names: list[str]
     """Names of the layers after which it may be cut."""
+    draws: DrawSites
+    """Places at which it draws; none for a list of layers, which draws from the generators as they are."""
 
     def run(self, inputs: Any, at_place: Callable[[int], None]) -> Any:
         """The whole model's output. at_place: called where a layer before the last one has ended."""
@@ -43,6 +46,7 @@ class _Module:
     def __init__(self, cut: CutModel) -> None:
         self._cut = cut
         self.roots = roots_of(cut)
+        self.draws = cut.draws
         self.place_names = [place.name for place in cut.offered]
         self._modules = dict(visible_modules(cut.module))
         self._names = module_names(cut.module)
@@ -82,6 +86,7 @@ class _List:
     def __init__(self, model: Model) -> None:
         self._layers = named_layers(model)
         self.roots = roots_of(model)
+        self.draws = DrawSites()
         self.place_names = [layer.name for layer in self._layers[:-1]]
 
     def run(self, inputs: Any, at_place: Callable[[int], None]) -> Any:

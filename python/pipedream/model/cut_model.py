@@ -65,14 +65,17 @@ class CutModel(CutForward):
         """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
         self.refused = cuts.refused
         """With reasons."""
-        self.chosen: tuple[str, ...] | None = None
-        """The names of the offered ones where they are not all; None: they are."""
+        names = tuple(cut.name for cut in cuts.offered)
+        self.chosen = names if names and cuts.depend_on_chance else None
+        """The names of the offered ones where they are not all, or depend on the trace; else None."""
 
     def at(self, names: Sequence[str]) -> CutModel:
         """The same model to be cut after the calls of these names alone, as it may come from a plan. Raises
         ValueError for a name after which it cannot be cut."""
         places = {self._place_of(name): None for name in names}
-        return self._with([cut for cut in self.offered if cut.call in places], self.refused)
+        known = [cut for cut in [*self.offered, *self.refused] if cut.crossing is not None]
+        chosen = sorted((cut for cut in known if cut.call in places), key=self.cuts.end_of)
+        return self._with(chosen, [cut for cut in self.refused if cut.call not in places])
 
     def without(self, reasons: Mapping[int, str]) -> CutModel:
         """Not to be cut at these of the offered places. reasons: why, by position."""

@@ -34,9 +34,15 @@ from pipedream.model.unused import unused_of
 __all__ = ["Cut", "Cuts", "SpanState"]
 
 
+_BY_CHANCE = (
+    "random numbers decide whether it is called, and a minibatch that leaves it out would end the run (where"
+    " none does name it in cuts=[...] of profile)"
+)
+
+
 @dataclass(frozen=True)
 class Cut:
-    """A place to cut, or the reason why it is none."""
+    """A place to cut, or the reason why it is none. One with both is a place for who names it alone."""
 
     call: int
     name: str
@@ -96,10 +102,12 @@ class Cuts:
             names = tuple(str(trace.calls[index].key) for index in candidates)
             tried = [replace(self._try(index), calls=names) for index in candidates]
             legal = next((cut for cut in tried if cut.crossing is not None), None)
-            if legal is not None:
-                self.offered.append(legal)
-            else:
+            if legal is None:
                 self.refused.append(tried[0])
+            elif self._is_left_to_chance(legal.call):
+                self.refused.append(replace(legal, why_not=_BY_CHANCE))
+            else:
+                self.offered.append(legal)
 
     def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
         """What the span between two cuts needs or touches; None: from the start, to the loss."""
@@ -205,13 +213,8 @@ class Cuts:
         return always or leaf.version in found.reads
 
     def _fault(self, call: Call, found: _Slice) -> str:
-        """Why what runs on both sides would differ; empty where nothing does."""
-        for op in found.needed:
-            if op.tick < call.end and op.draws:
-                return (
-                    f"{op.name} draws random numbers outside a module, before the cut, and is needed after it"
-                    " (use nn.Dropout and the like)"
-                )
+        """Why what runs on both sides would differ; empty where nothing does. What it draws is keyed
+        (draws.py)."""
         receiver = _storages(found.needed)
         receiver |= _storages(op for op in self._trace.operations if op.tick > call.end)
         sender = _storages(op for op in self._trace.operations if op.tick < call.end)
@@ -253,6 +256,40 @@ class Cuts:
         if any(count > 1 and storage in written for storage, count in views.items()):
             return "two views of memory that is written later would cross"
         return ""
+
+    # Calls that a draw decides on.
+
+    @property
+    def depend_on_chance(self) -> bool:
+        """Whether another trace of the same minibatch may have other calls, and so other cuts."""
+        return bool(self._chances)
+
+    def _is_left_to_chance(self, index: int) -> bool:
+        """Whether a draw has decided, right before the call or one around it, that it is made."""
+        return any(self._follows_chance(other) for other in self._path(index))
+
+    def _follows_chance(self, index: int) -> bool:
+        call = self._trace.calls[index]
+        siblings = (self._trace.calls[other].end for other in self._children[call.parent])
+        before = max((end for end in siblings if end < call.begin), default=0)
+        return any(before < tick < call.begin for tick in self._chances.get(call.parent, ()))
+
+    @functools.cached_property
+    def _chances(self) -> dict[int, list[int]]:
+        """By call, when its own code decided by random numbers and by nothing else, as layers are dropped,
+        and not by activations that have been through dropout."""
+        ticks: dict[int, list[int]] = {}
+        free: set[Version] = set()  # of anything but constants and random numbers
+        drawn: set[Version] = set()
+        for op in self._trace.operations:
+            if not free.issuperset(op.reads):
+                continue
+            is_drawn = op.draws or not drawn.isdisjoint(op.reads)
+            if op.decides and is_drawn and not op.writes:
+                ticks.setdefault(op.call, []).append(op.tick)
+            free.update(op.writes)
+            drawn.update(op.writes if is_drawn else ())
+        return ticks
 
     # The frontier.
 

@@ -14,7 +14,8 @@ low half of the seed.
     forward         begin(): the stage's first position; each call that draws has its own
     recompute       the same again, by the same begin()
     checkpoint()    its own forward again, in the backward of the microbatch that go_back_to() names
-    between calls   code and hooks draw from the last position on, alike at all stages that run them
+    between calls   code and hooks draw from the last position on, alike at all stages that run them: what is
+                    called before they draw either has a position, or leaves the generators as it found them
     eval()          nothing draws, so nothing is keyed and nothing is paid
     a module that only a later minibatch calls draws by its name
 
@@ -28,7 +29,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ from pipedream.model.trace import INPUTS, ROOT, CallKey, Trace
 if TYPE_CHECKING:
     from pipedream.model.stage_module import StageModule
 
-__all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "keyed_draws", "sites_of_trace"]
+__all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "drawing_alike", "keyed_draws", "sites_of_trace"]
 
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
@@ -64,6 +65,9 @@ class DrawSites:
     """Beginning -> end, of calls whose caller draws after them."""
     skips: Mapping[CallKey, int] = field(default_factory=dict)
     """Call -> the position at its end, where it matters to what draws after it. Of all calls."""
+    quiet: frozenset[str] = frozenset()
+    """Modules that drew nothing and were called before their caller drew. Where a cut lies between, the stage
+    behind it does not call them: what they draw in a later minibatch must not move their caller's draws."""
     draws_between: bool = False
     """Whether code outside all calls draws."""
     of_loss: int = 0
@@ -106,8 +110,15 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
             skips[call.key] = position_of[events[last]]
     for name in _alike(model, begins):
         begins.setdefault(name, [])
+    last_draws = {op.call: op.tick for op in draws}
+    before_draws = {call.key.module for call in calls if call.end < last_draws.get(call.parent, 0)}
+    around_draws = {
+        call.key.module for call in calls if bisect.bisect(ticks, call.begin) < bisect.bisect(ticks, call.end)
+    }
+    quiet = before_draws - around_draws - begins.keys()
     found = {name: tuple(sorted(positions)) for name, positions in begins.items()}
-    return DrawSites(found, ends, skips, draws_between=len(drawing) < len({op.call for op in draws}))
+    draws_between = len(drawing) < len({op.call for op in draws})
+    return DrawSites(found, ends, skips, frozenset(quiet), draws_between=draws_between)
 
 
 def _alike(model: nn.Module, drawing: Iterable[str]) -> list[str]:
@@ -164,12 +175,28 @@ def keyed_draws(
     draws_seed() of the run."""
     traced = stages[0].traced_draws
     if traced is not None:
-        return KeyedDraws(base, traced, visible_modules(stages[0].layers[0]), device) if traced else None
+        at_cuts = frozenset().union(*(stage.modules_at_cuts for stage in stages))
+        sites = replace(traced, quiet=traced.quiet & at_cuts)
+        return KeyedDraws(base, sites, visible_modules(stages[0].layers[0]), device) if traced else None
     sites = functools.reduce(DrawSites.__add__, map(_sites_of_layers, stages, seen))
     layers = [
         (str(index), layer) for stage in stages for index, layer in enumerate(stage.layers, stage.first_layer)
     ]
     return KeyedDraws(base, sites, layers, device) if sites else None
+
+
+@contextlib.contextmanager
+def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
+    """Inside, a stage of a model that was traced draws in its one forward what any process draws there, so
+    that stages in several processes go the same way. A list of layers draws from the generators."""
+    traced = stage.traced_draws is not None
+    draws = keyed_draws(0, [stage], [SeenDraws()], device) if traced else None
+    stage.draws = draws
+    try:
+        with contextlib.nullcontext() if draws is None else draws.installed():
+            yield
+    finally:
+        stage.draws = None
 
 
 class KeyedDraws:
@@ -187,6 +214,7 @@ class KeyedDraws:
         self._sites = sites
         self._positions: dict[int, tuple[int, ...]] = {}  # of several calls or none, by the module's id
         self._only_call: dict[int, tuple[int, int | None]] = {}  # the only position, and of what is after it
+        self._quiet: set[int] = set()  # by id
         self._names: dict[int, int] = {}  # hashed
         self._modules: dict[nn.Module, None] = {}
         for name, module in modules:
@@ -194,6 +222,9 @@ class KeyedDraws:
                 known = self._positions.get(id(module), ())
                 self._positions[id(module)] = tuple(sorted({*known, *sites.begins[name]}))
                 self._names[id(module)] = zlib.crc32(name.encode())
+                self._modules[module] = None
+            elif name in sites.quiet:
+                self._quiet.add(id(module))
                 self._modules[module] = None
         for key, positions in self._positions.items():
             if len(positions) == 1:
@@ -210,10 +241,13 @@ class KeyedDraws:
         with calls_seen(self._modules, self._call):
             yield
 
-    def begin(self, minibatch: int, microbatch: int, stage: StageModule) -> None:
-        """A stage's forward of the microbatch begins."""
+    def begin(self, minibatch: int, microbatch: int, stage: StageModule | None) -> None:
+        """A stage's forward of the microbatch begins; None: that of a whole model which was traced."""
         self.go_back_to(minibatch, microbatch)
-        self._seed(0 if stage.traced_draws is not None else _start_of_layer(stage.first_layer))
+        if stage is None or stage.traced_draws is not None:
+            self._seed(0)
+        else:
+            self._seed(_start_of_layer(stage.first_layer))
 
     def go_back_to(self, minibatch: int, microbatch: int) -> None:
         """A backward of the microbatch begins, in which calls may be made again."""
@@ -247,6 +281,9 @@ class KeyedDraws:
     ) -> Any:
         position, end = self._only_call.get(id(module), _NOT_ONLY)
         if position < 0:
+            if id(module) in self._quiet:
+                with generators_of_torch_kept():
+                    return call(*arguments, **keywords)
             found = self._next_call(module)
             if found is None:
                 return self._call_by_name(module, call, arguments, keywords)

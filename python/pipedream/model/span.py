@@ -66,12 +66,10 @@ class SpanStage(StageModule):
         self._fillers = fillers or Fillers()
         self._on_begin = on_begin or _do_nothing
         self._names = module_names(model)
-        keys = {
-            call.key.module
-            for crossing in (crossing_in, crossing_out)
-            if crossing
-            for call in crossing.all_calls
-        } | state.others_modules
+        crossings = [crossing for crossing in (crossing_in, crossing_out) if crossing is not None]
+        keys = {call.key.module for crossing in crossings for call in crossing.all_calls}
+        keys |= state.others_modules
+        self.modules_at_cuts = frozenset(call.key.module for crossing in crossings for call in crossing.calls)
         self._seen = [module for name, module in visible_modules(model) if name in keys]
         self._visible = dict(visible_modules(model))
 

@@ -3,8 +3,10 @@
 Two minibatches, one after the other, with every layer as a stage of its own. What a stage must not need is
 poison: tensors that do not cross, and parameters and buffers of other stages; attributes that one stage sets
 no other finds, but itself with the second minibatch. Losses, gradients and buffers are compared, in float64
-where the model computes in it. It takes the time of four minibatches and of the code outside calls at every
-layer, and leaves everything as it was. Owned by the thread that profiles.
+where the model computes in it. The whole model and its stages draw by the same keys, as in a run; where the
+traced minibatch drew nothing the generators are set at each cut. The check takes the time of four minibatches
+and of the code outside calls at every layer, and leaves everything as it was. It belongs to the thread that
+profiles.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error
 from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
+from pipedream.model.calls import visible_modules
 from pipedream.model.checked_model import CheckedModel, checked_model
 from pipedream.model.cut_model import CutModel
+from pipedream.model.draws import KeyedDraws
 from pipedream.model.float64 import NotInFloat64Error, PrecisionSeen, as_float64, fits_in_float64, in_float64
 from pipedream.model.layers import Model, named_layers
 from pipedream.model.loss_placement import call_loss
@@ -202,8 +206,10 @@ class _Check:
         self._modules = [module for _, module in model.roots]
         self._device = device_of(self._modules)
         self._rounds: list[_Round] = []
+        sites = model.draws
+        self._draws = KeyedDraws(0, sites, visible_modules(self._modules[0]), self._device) if sites else None
         seen = PrecisionSeen()
-        with self._all_kept():
+        with self._all_kept(), self._drawing():
             try:
                 self._whole = self._run_whole(seen)
             except Exception as error:
@@ -226,7 +232,7 @@ class _Check:
 
     def difference(self, ends: Sequence[int]) -> str:
         """Says what differs in stages that end at these places; "" if nothing does."""
-        with self._all_kept():
+        with self._all_kept(), self._drawing():
             try:
                 staged = self._run_staged(ends)
             except torch.OutOfMemoryError:
@@ -235,11 +241,16 @@ class _Check:
                 return f"cut there its forward raises {describe_error(error)}"
             return _difference(self._whole, staged, self._tolerance)
 
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._draws is None else self._draws.installed()
+
     def _run_whole(self, seen: PrecisionSeen) -> _Outcome:
         losses = []
         for turn, (inputs, targets) in enumerate(self._minibatches):
             of_turn = _Round(GeneratorState.capture(self._device))
             self._rounds.append(of_turn)
+            if self._draws is not None:
+                self._draws.begin(turn, 0, None)
 
             def at_place(place: int, of_turn: _Round = of_turn) -> None:
                 of_turn.at_places[place] = GeneratorState.capture(self._device)
@@ -257,14 +268,18 @@ class _Check:
         generators: dict[int, GeneratorState] = {}  # at the places, of this minibatch
 
         def on_begin(place: int) -> None:
-            generators[place].restore(self._device)
+            if self._draws is None:
+                generators[place].restore(self._device)
 
         stages = self.model.stages(ends, on_begin)
         # A worker has the attributes that its own forwards have set.
         attributes = [Attributes(self._modules)] * len(stages)
+        for stage in stages:
+            stage.draws = self._draws
         losses: list[float] = []
         buffers: dict[str, Tensor] = {}
-        for of_whole, (inputs, targets) in zip(self._rounds, self._minibatches, strict=True):
+        for turn, (inputs, targets) in enumerate(self._minibatches):
+            of_whole = self._rounds[turn]
             generators = of_whole.at_places
             of_whole.begin.restore(self._device)
             value: Any = _copied(inputs)
@@ -276,6 +291,8 @@ class _Check:
                     received.append(leaves_of(sent[-1], copies=True))
                     value = map_tensors(boundary_input, received[-1])
                 attributes[index].restore()
+                if self._draws is not None:
+                    self._draws.begin(turn, 0, stage)
                 with _strays_swapped(stage):
                     value = stage(value)
                 attributes[index] = Attributes(self._modules)

@@ -39,6 +39,8 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleList(module for _, _, module in layers)
         self.traced_draws: DrawSites | None = None
         """Places at which the model draws; None for a list of layers."""
+        self.modules_at_cuts: frozenset[str] = frozenset()
+        """Names of the modules whose calls are over at a cut of the stage, in a call that is not."""
         self.draws: KeyedDraws | None = None
         """Seeds the generators, while the stage trains."""
         self._prefixes = [prefix for _, prefix, _ in layers]

@@ -61,6 +61,14 @@ _BLIND = {
     "aten::new_full",
 }
 
+# Operations whose count of random numbers depends on what they read: they draw until a number is accepted.
+_DRAWS_BY_CONTENTS = {
+    "aten::_sample_dirichlet",
+    "aten::_standard_gamma",
+    "aten::binomial",
+    "aten::poisson",
+}
+
 ROOT = -1
 """The call that the model itself is, and the loss."""
 
@@ -169,7 +177,8 @@ class Operation:
     draws: bool
     """It took random numbers."""
     decides: bool
-    """It gave Python a value, by which the forward may go on in one way or another."""
+    """It gave Python a value, by which the forward may go on in one way or another, or took as many random
+    numbers as the contents of a tensor said, by which all later ones go on."""
     is_copy: bool = False
     """It was added by the recording: see _made_own."""
 
@@ -298,8 +307,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.dtype,
             tensor.requires_grad,
             is_dense,
-            not self._data_sizes.get(version.storage, Sizes()).isdisjoint(tensor.shape),
+            self._has_data_size(tensor),
         )
+
+    def _has_data_size(self, tensor: Tensor) -> bool:
+        sizes = self._data_sizes.get(self.version_of(tensor).storage, Sizes())
+        return not sizes.isdisjoint(tensor.shape)
 
     # Operations.
 
@@ -343,6 +356,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = {version.storage for version in reads}
         written |= {version.storage for version in map(self.version_of, made)} - read
         decides = not made and not written and bool(reads)
+        decides |= draws and (func._schema.name in _DRAWS_BY_CONTENTS or any(map(self._has_data_size, made)))
         if not written and not decides:
             return  # views
         self._tick += 1

@@ -15,12 +15,14 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+import torch.nn.functional as F
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import boundary_input
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel, cut_model
 from pipedream.model.meta_device import parameters_on_meta
 from pipedream.model.span import SpanStage
+from pipedream.model.split_check import check_cuts
 from pipedream.model.stage_module import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -242,12 +244,43 @@ def test_a_value_left_in_an_attribute_forbids_the_cuts_between_and_says_so() -> 
     assert cut.explain() == "; ".join(f"not after {name}: {why}" for name, why in refused.items())
 
 
-def test_random_numbers_between_modules_forbid_cuts_behind_which_they_are_needed() -> None:
+def test_random_numbers_between_modules_forbid_no_cut() -> None:
     cut, _ = _cut("dropping")
-    assert _names(cut) == ["first", "dropout", "second"]
-    (refused,) = cut.cuts.refused
-    assert refused.name == "third"
-    assert refused.why_not.startswith("aten.bernoulli_ draws random numbers outside a module")
+    assert _names(cut) == ["first", "dropout", "second", "third"]
+    assert not cut.cuts.refused
+
+
+class _LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x))
+        if x.isnan().any():  # which no random number decides
+            raise ValueError("NaN")
+        for block in self.blocks:
+            x = self.norm(x)
+            if torch.rand([]) < 1e-9:
+                continue
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_cut_at_a_call_that_random_numbers_decide_on_is_for_those_who_name_it() -> None:
+    inputs, targets = torch.randn(3, WIDTH), torch.arange(3)
+    cut = cut_model(_LayerDrop(), inputs, targets, cross_entropy)
+    assert _names(cut) == ["first", "norm", "norm (call 2)"]
+    dropped = ["blocks.0.0", "blocks.0", "blocks.1.0", "blocks.1"]
+    assert [place.name for place in cut.refused] == dropped
+    assert all(place.why_not.startswith("random numbers decide whether") for place in cut.refused)
+    assert cut.chosen == ("first", "norm", "norm (call 2)")  # what a plan carries
+    chosen = cut.at(["blocks.0", "norm"])
+    assert _names(chosen) == ["norm", "blocks.0"]
+    assert check_cuts(chosen, [(inputs, targets)], cross_entropy) == {}
 
 
 class _Checkpointed(nn.Module):

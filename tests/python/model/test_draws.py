@@ -108,6 +108,25 @@ def test_a_module_that_the_first_minibatch_did_not_call_changes_no_other_draw() 
     assert drawn[4:] == [*drawn[:3], late, drawn[3]] * 2
 
 
+class _Sometimes(nn.Linear):
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(()) if self.draws else x)
+
+
+def test_a_call_before_a_cut_that_draws_in_a_later_minibatch_alone_moves_no_draw_behind_it() -> None:
+    drawn: list[Tensor] = []
+    model = _Model(drawn, twice=False)
+    model.shared, model.own = _Sometimes(2, 2), _Sometimes(2, 2)
+    stages, draws = _traced(model, ["own"])
+    drawn.clear()
+    _forward(stages, draws, 0)
+    model.shared.draws = True
+    _forward(stages, draws, 0)
+    assert len(drawn) == 4 and len(set(map(float, drawn))) == 1
+
+
 class _Checkpointed(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pipedream
 import pytest
 import torch
+import torch.nn.functional as F
 from pipedream.model.cut_model import cut_model
 from pipedream.model.split_check import _difference, _Outcome, check_cuts
 from torch import Tensor, nn
@@ -85,6 +86,25 @@ def test_a_model_that_does_not_compute_in_float64_is_checked_in_its_own() -> Non
     cut = cut_model(model, *data[0], cross_entropy)
     assert check_cuts(cut, data, cross_entropy) == {}
     assert model.first.weight.dtype == torch.get_default_dtype() == torch.float32
+
+
+class _Attention(nn.Module):
+    """Of transformers: it draws between its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(x + F.dropout(self.inner(x)))
+        return out
+
+
+def test_a_model_may_be_cut_inside_a_module_that_draws_between_its_children() -> None:
+    data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
+    cut = cut_model(nn.Sequential(_Attention(), _Attention()), *data[0], cross_entropy)
+    assert [place.name for place in cut.offered] == ["0.inner", "0", "1.inner"]
+    assert check_cuts(cut, data, cross_entropy) == {}
 
 
 class _Kept:
