@@ -40,6 +40,8 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -50,6 +52,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _DTYPES[torch.float8_e8m0fnu] = "F8_E8M0"
 
 __all__ = [
     "average_buffers",
@@ -114,8 +118,15 @@ def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Te
         )
         own = buffer.cpu()
         if is_common and buffer.is_floating_point() and not all(torch.equal(own, o) for o in others):
-            means[name] = sum(others, own) / (1 + len(others))
+            means[name] = _mean([own, *others])
     return means
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    dtype = values[0].dtype
+    if dtype.itemsize == 1:  # nothing adds these
+        values = [value.float() for value in values]
+    return (sum(values[1:], values[0]) / len(values)).to(dtype)
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from pipedream import Plan
-from pipedream.checkpoint.state import load_state, save_state, state_bytes
+from pipedream.checkpoint.state import load_state, mean_buffers, save_state, state_bytes
 from pipedream.model.splitter import split
 from safetensors.torch import load_file
 from torch import nn
+
+_FLOAT8 = [
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)  # the last one from torch 2.7 on
+]
 
 
 class _Odd(nn.Module):
@@ -67,7 +73,7 @@ def test_a_buffer_that_is_taken_over_goes_where_its_model_is(tmp_path: Path) -> 
 
 def test_any_reader_of_safetensors_reads_what_was_saved(tmp_path: Path) -> None:
     layer = nn.Linear(3, 2)
-    kinds = (torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int32, torch.float8_e4m3fn)
+    kinds = [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int32, *_FLOAT8]
     for index, dtype in enumerate(kinds):
         layer.register_buffer(f"of_{index}", torch.arange(index + 1).to(dtype))
     layer.register_buffer("count", torch.tensor(7))
@@ -77,6 +83,14 @@ def test_any_reader_of_safetensors_reads_what_was_saved(tmp_path: Path) -> None:
     for name, value in layer.state_dict().items():
         assert read[f"0.{name}"].dtype == value.dtype
         assert torch.equal(read[f"0.{name}"].float(), value.float()), name
+
+
+@pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
+def test_buffers_of_one_byte_have_means(dtype: torch.dtype) -> None:
+    """A run with replicas ended with an error when it was over: nothing adds such numbers."""
+    values = [torch.tensor([1.0, 2.0, scale]).to(dtype) for scale in (1.0, 7.0)]
+    (mean,) = mean_buffers({"scale": values[0]}, [{"scale": values[1]}]).values()
+    assert mean.dtype == dtype and mean.float().tolist() == [1.0, 2.0, 4.0]
 
 
 def test_a_file_is_written_into_the_room_that_was_reserved_for_it(tmp_path: Path) -> None:
