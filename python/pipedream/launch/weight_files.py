@@ -77,23 +77,45 @@ def check_room(model: Model, folder: str) -> None:
 
 
 def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Before a run: so that no full disk keeps the trained weights from the caller of local workers."""
-    for stage in stages:
-        for replica in range(plan.stages[stage.stage_index].num_replicas):
-            path = _part_of(_file_of(folder, plan, stage.stage_index, replica))
-            num_bytes = state_bytes(stage, only_buffers=replica > 0)
-            try:
+    """Before a run: so that no full disk keeps the trained weights from the caller of local workers. A folder
+    in host memory is looked at alone, as room there would be taken from the run itself."""
+    files = [
+        (stage.stage_index, replica, state_bytes(stage, only_buffers=replica > 0))
+        for stage in stages
+        for replica in range(plan.stages[stage.stage_index].num_replicas)
+    ]
+    in_memory = _is_in_memory(folder)
+    left = shutil.disk_usage(folder).free
+    for stage_index, replica, num_bytes in files:
+        path = _part_of(_file_of(folder, plan, stage_index, replica))
+        try:
+            left -= num_bytes
+            if not in_memory:
                 with path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
-            except OSError as error:
-                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # it cannot be reserved there
-                    return
-                temporary = folder.parent
-                raise PipelineError(
-                    f"the trained weights of stage {stage.stage_index} ({format_bytes(num_bytes)}) come back"
-                    f" through {temporary}, where {format_bytes(shutil.disk_usage(temporary).free)} are free"
-                    f" ({one_line(error)}): make room there, or name another folder in TMPDIR"
-                ) from None
+            elif left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # it cannot be reserved there
+                return
+            temporary = folder.parent
+            raise PipelineError(
+                f"the trained weights of stage {stage_index} ({format_bytes(num_bytes)}) come back"
+                f" through {temporary}, where {format_bytes(shutil.disk_usage(temporary).free)} are free"
+                f" ({one_line(error)}): make room there, or name another folder in TMPDIR"
+            ) from None
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether files there take host memory, by the kind of the file system; no where that is not told."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            place, _, kind = line.partition(" - ")
+            if place.split()[2] == number:
+                return kind.split()[0] in ("tmpfs", "ramfs")
+    return False
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:

@@ -51,6 +51,22 @@ def test_a_temporary_folder_without_that_room_ends_the_run_before_it_begins(
         reserve_room(split(_model(), _PLAN), _PLAN, tmp_path / "run")
 
 
+def test_a_temporary_folder_in_host_memory_is_asked_for_room_and_none_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trained weights took memory twice for as long as the run took."""
+    try:
+        made = tempfile.TemporaryDirectory(dir="/dev/shm")
+    except OSError:
+        pytest.skip("no /dev/shm")
+    with made as name:
+        reserve_room(split(_model(), _PLAN), _PLAN, Path(name))
+        assert sum(path.stat().st_blocks for path in Path(name).iterdir()) == 0
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=45_000))
+        with pytest.raises(PipelineError, match=r"of stage 1 .* come back through /dev/shm, .* TMPDIR"):
+            reserve_room(split(_model(), _PLAN), _PLAN, Path(name))
+
+
 def test_a_folder_to_save_in_that_has_no_room_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
