@@ -16,9 +16,7 @@ import contextlib
 import dis
 import functools
 import io
-import site
 import sys
-import sysconfig
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from pipedream.common import errors
 from pipedream.common.units import format_bytes
 from pipedream.launch.host_pickler import HostPickler, HostUnpickler
+from pipedream.launch.libraries import libraries
 from pipedream.launch.script_state import ScriptState
 
 __all__ = ["CapturedScript", "capture_script"]
@@ -292,19 +291,12 @@ def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
     return dict.fromkeys(sorted(names), frozenset(attributes))
 
 
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders = {*paths, *site.getsitepackages(), site.getusersitepackages()}
-    return tuple(f"{folder}/" for folder in folders)
-
-
 def _is_users(module: types.ModuleType | None) -> bool:
     """Whether it is a file of the user's, not of a library. A notebook's cells are in no file."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("pipedream", "torch"):
         return False
-    return not str(path).startswith(_library_folders())
+    return not libraries().have(module)
 
 
 def _is_users_function(value: Any) -> bool:
