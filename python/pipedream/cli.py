@@ -34,6 +34,7 @@ from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
+from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning_commands import add_planning_commands
@@ -52,6 +53,8 @@ _INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
 
 # `run` without a plan profiles first: long enough for steady figures, short beside the training.
 _PROFILE_BEFORE_RUN_S = 10.0
+
+_PLANNED_WITH_AUTO = ("schedule", "microbatches")
 
 _RESULT_FIELDS = (
     "losses",
@@ -273,7 +276,8 @@ def run_command(
 
         check_arguments(**options)
         if plan_file is None:
-            given_plan = _make_plan(target, workers or 0, links_or_bandwidth(links, bandwidth), straight)
+            among = links_or_bandwidth(links, bandwidth)
+            given_plan = _make_plan(target, workers or 0, among, straight, options)
         job = load_job(target, needs_optimizer=True)
         options = job.options | options
         plan = given_plan or share_out(job, counts or (), options)
@@ -371,7 +375,14 @@ def _check_plan_options(
         )
 
 
-def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight: bool) -> Plan:
+def _make_plan(
+    target: str,
+    workers: int,
+    bandwidth: str | LinkProfile,
+    straight: bool,
+    options: Mapping[str, Any],
+) -> Plan:
+    """options: of run, as they were given here."""
     # The target is called once to profile and once more to run: its data may be a generator, and what is
     # trained should not be what was profiled.
     from pipedream.launch.target import load_job
@@ -385,7 +396,11 @@ def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight
 
     how = _given(job, "autocast") | {"seconds": _PROFILE_BEFORE_RUN_S}
     measured = profile(job.model, job.data, job.loss_fn, **how)
-    return partition(measured, workers, bandwidth, straight=straight)
+    asked = {
+        name: value for name, value in (job.options | dict(options)).items() if name in _PLANNED_WITH_AUTO
+    }
+    for_schedule = asked if asked.get("schedule") == AUTO else {}
+    return partition(measured, workers, bandwidth, straight=straight, **for_schedule)
 
 
 def _save_weights(model: Any, output: Path) -> None:

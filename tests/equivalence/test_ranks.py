@@ -294,3 +294,23 @@ def test_a_model_moves_back_only_where_its_user_has_it(
     assert (
         [path.name for path in tmp_path.iterdir()] == [] if is_users else ["model-00001-of-00001.safetensors"]
     )
+
+
+def _train_as_planned(training: Training, plan: Plan, **options: Any) -> tuple[RunResult, State]:
+    """Only rank 0 has the plan, as where it has profiled."""
+    model = training.model()
+    plan = plan if is_rank_0() else Plan.straight(plan.num_layers, 1)
+    result = pipedream.run(model, plan, **training.options() | {"progress": False} | options)
+    return result, model.state_dict()
+
+
+def test_ranks_take_schedule_and_microbatches_of_rank_0s_plan(farm: Farm) -> None:
+    training = Training("cnn", 2, schedule="flush", microbatches=2, num_minibatches=4, short_last=False)
+    plan = replace(training.plan, schedule="flush", microbatches=2)
+    how = {"schedule": "auto", "microbatches": 1}
+    result, state = farm.results(_train_as_planned, training, plan, **how, num_ranks=2)[0]
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    refused = farm.run(_train_as_planned, training, training.plan, **how, num_ranks=2)
+    assert all("the plan has no schedule" in str(outcome.error) for outcome in refused)

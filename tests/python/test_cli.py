@@ -575,6 +575,19 @@ def test_run_takes_the_fastest_plan(
     assert max(stage.num_replicas for stage in calls["run"][1].stages) == num_replicas
 
 
+def test_run_without_a_plan_chooses_the_schedule_where_it_is_auto(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["pipedream.model.profiler"], "profile", lambda *_, **__: PROFILE)
+    arguments = ("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "1Gbit/s", "--straight")
+    assert call(*arguments).status == 0
+    assert calls["run"][1].schedule is None
+    assert call(*arguments, "--schedule", "auto").status == 0
+    assert (calls["run"][1].schedule, calls["run"][1].microbatches) == ("pipedream", 32)
+    assert call(*arguments, "--schedule", "auto", "--microbatches", "4").status == 0
+    assert calls["run"][1].microbatches == 4
+
+
 def test_run_takes_the_replicas_of_each_stage_for_a_plan(call: Caller, calls: dict[str, Any]) -> None:
     Path("cli_layers.py").write_text(
         "import torch\n"

@@ -32,6 +32,7 @@ from pipedream.model.seeding import (
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.stage.job import JobOptions, WorkerPlace, check_ties
 
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
@@ -134,7 +135,7 @@ def agree(
         options.schedule_options()  # says what the schedule and the plan cannot do
     else:
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
-        options = replace(options, plan=Plan.from_dict(agreed["plan"], source="rank 0's plan"))
+        options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
         _check_settings(options, place.rank, agreed["settings"])
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
@@ -188,6 +189,12 @@ def _check_world(plan: Plan, world_size: int) -> None:
             f"the plan needs {plan.workers_used} workers{spares}, but only {world_size} ranks run:"
             f" start torchrun with --nproc-per-node {plan.workers_used}, or partition for {world_size}"
         )
+
+
+def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
+    """The options with rank 0's plan, and where they are to be the plan's with its schedule."""
+    schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
+    return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
 
 
 def _check_settings(options: JobOptions, rank: int, of_rank_0: dict[str, Any]) -> None:

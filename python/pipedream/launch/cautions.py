@@ -38,9 +38,11 @@ def cautions_of(
     rates_by_update: bool = False,
     codec: Mapping[str, str] | None = None,
     autocast: Any = None,
+    schedule: str | None = None,
 ) -> Iterator[str]:
     """One line each. world_size: ranks that torchrun has started, None without it. rates_by_update: each
-    stage has a scheduler of its own that steps with its updates. codec: of the links. autocast: of run()."""
+    stage has a scheduler of its own that steps with its updates. codec: of the links. autocast, schedule: of
+    run()."""
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         yield (
@@ -75,6 +77,8 @@ def cautions_of(
             f"the plan was made for codec={plan.codec}, and under autocast nothing goes as factors: the"
             " plan's times and memory are not this run's; partition without codec"
         )
+    if schedule is not None:
+        yield from _cautions_of_plan(plan, schedule, microbatches)
     counts = model.counts if isinstance(model, CutModel) else ()
     if counts and len(plan.stages_of(0)) > 1:
         yield (
@@ -92,6 +96,18 @@ def cautions_of(
         )
     if microbatches > 1:
         yield from _cautions_of_loss(loss_fn, microbatches)
+
+
+def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[str]:
+    """A line where it was made for another schedule, or other microbatches."""
+    made_for = (plan.schedule or schedule, plan.microbatches or microbatches)
+    if made_for == (schedule, microbatches):
+        return
+    yield (
+        f"the plan was made for schedule {made_for[0]!r} with microbatches={made_for[1]}, and this run has"
+        f" {schedule!r} with {microbatches}: the plan's times and memory are not this run's; schedule='auto'"
+        " takes the plan's"
+    )
 
 
 def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:

@@ -35,6 +35,7 @@ from pipedream.links.addresses import parse_ports
 from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
+from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.trace import check_trace_path
 
 __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
@@ -200,10 +201,11 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "schedule",
-        "a name of [docs/schedules.md](docs/schedules.md)",
+        'a name of [docs/schedules.md](docs/schedules.md), or `"auto"`: what the plan was made for, with its'
+        " `microbatches`",
         "pipedream",
-        _choice_of(*_core.schedule_names(), _OLD_NAME),
-        CommandOption("How minibatches and weight versions are ordered."),
+        _choice_of(*_core.schedule_names(), _OLD_NAME, AUTO),
+        CommandOption("How minibatches and weight versions are ordered; auto: as the plan was made for."),
     ),
     RunOption(
         "microbatches",

@@ -45,7 +45,9 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
+from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.shapes import largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
@@ -126,7 +128,8 @@ def run(
         torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "unstashed" (alias "naive"); docs/schedules.md helps
-        choose.
+        choose. "auto" takes the schedule and the microbatches that the plan was made for, as
+        partition(..., schedule="auto") chooses them.
     microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
         are the means over them, weighted by their samples, or by weight_fn.
     weight_fn: (targets) -> what a microbatch counts, with dicts (batch); for a loss that is a mean over
@@ -228,6 +231,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             options.microbatches,
             codec=options.links.codec,
             autocast=options.autocast,
+            schedule=options.schedule,
             rates_by_update=options.lr_scheduler is not None and rates_by_update,
         )
         for caution in (*of_data, *cautions):
@@ -261,7 +265,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     _check_loss_scale(autocast, links.codec, plan.num_stages)
     check_loss_fn(arguments["loss_fn"])
     _check_epochs(arguments["data"], arguments["epochs"])
-    check_sizes(arguments["data"], arguments["microbatches"])
+    schedule, microbatches = _schedule_of(arguments, plan)
+    check_sizes(arguments["data"], microbatches)
     plan = _fitting(plan, arguments["data"])
     _check_hooks(model)
     _check_environment()
@@ -274,7 +279,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
         **as_they_are
         | {
             "plan": plan,
-            "schedule": _schedule_of(arguments["schedule"]),
+            "schedule": schedule,
+            "microbatches": microbatches,
             "links": links,
             "autocast": autocast,
             "memory_bytes": None if memory is None else parse_size(memory, "memory"),
@@ -288,13 +294,22 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     )
     if options.save is not None and is_rank_0():
         check_room(model, options.save)
-    check_replicas(options)
-    options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    if options.schedule != AUTO:  # else rank 0 knows the plan
+        check_replicas(options)
+        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
 
 
-def _schedule_of(name: str) -> str:
-    return "unstashed" if name == "naive" else name
+def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str, int]:
+    """And the microbatches. Where they are the plan's, and the plan is rank 0's, they stay as they were given
+    until the ranks have it."""
+    schedule, microbatches = arguments["schedule"], arguments["microbatches"]
+    if schedule == AUTO and not is_rank_0():
+        return AUTO, microbatches
+    schedule, microbatches = schedule_to_run(plan, schedule, microbatches)
+    if arguments["schedule"] == AUTO:
+        _log.info("schedule=%r, microbatches=%d, as the plan was made for them", schedule, microbatches)
+    return schedule, microbatches
 
 
 def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:

@@ -30,12 +30,12 @@ def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.Sched
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
 
 
-def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int | None]:
+def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int]:
     """The schedule by its own name, and the microbatches: those of the plan, where schedule is "auto".
     microbatches: 1 or None where they were not given. Raises ValueError where the plan does not say, or says
     otherwise."""
     if schedule != "auto":
-        return schedule_name(schedule), microbatches
+        return schedule_name(schedule), microbatches or 1
     for name, value in (("schedule", plan.schedule), ("microbatches", plan.microbatches)):
         if value is None:
             raise ValueError(
@@ -47,7 +47,7 @@ def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tupl
             f"microbatches is {microbatches}, and schedule='auto' takes the plan's, {plan.microbatches}:"
             f" leave microbatches out, or give schedule={plan.schedule!r}"
         )
-    assert plan.schedule is not None
+    assert plan.schedule is not None and plan.microbatches is not None
     return plan.schedule, plan.microbatches
 
 

@@ -22,7 +22,18 @@ __all__ = [
     "check_replicas",
     "check_sync_every",
     "check_ties",
+    "of_plan",
 ]
+
+
+def of_plan(schedule: str | None, planned: int | None, microbatches: int) -> tuple[str, int]:
+    """Schedule and microbatches of a plan, which are to be the run's."""
+    if schedule is None or planned is None or microbatches not in (1, planned):
+        raise ValueError(
+            f"schedule is 'auto' with microbatches {microbatches}, and the plan has {schedule!r}, {planned}:"
+            " use a plan with both, and leave microbatches out"
+        )
+    return schedule, planned
 
 
 def check_microbatches(

@@ -44,6 +44,7 @@ from pipedream.reference.refusals import (
     check_replicas,
     check_sync_every,
     check_ties,
+    of_plan,
 )
 from pipedream.reference.stages import LossFunction, ReplicaBuffers, Stage
 from pipedream.reference.trainer import Trainer
@@ -62,6 +63,10 @@ class RunnablePlan(Protocol):
     def in_flight(self) -> Sequence[int]: ...
     @property
     def cuts(self) -> Sequence[str] | None: ...
+    @property
+    def schedule(self) -> str | None: ...
+    @property
+    def microbatches(self) -> int | None: ...
 
 
 @dataclass
@@ -119,8 +124,7 @@ def run(
     design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
-    check_replicas(schedule, num_replicas, sync, staleness)
-    check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
+    schedule, microbatches = _checked_schedule(plan, schedule, microbatches, sync, staleness)
     versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, microbatches, drained_at)
     check_drained_at(drained_at, num_replicas, microbatches)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
@@ -188,6 +192,18 @@ def run(
             losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
             trainer.finish(len(losses))
     return ReferenceResult(losses, trainer.microbatch_versions)
+
+
+def _checked_schedule(
+    plan: RunnablePlan, schedule: str, microbatches: int, sync: str, staleness: int
+) -> tuple[str, int]:
+    """And the microbatches; the plan's where schedule is "auto"."""
+    num_replicas = [stage.num_replicas for stage in plan.stages]
+    if schedule == "auto":
+        schedule, microbatches = of_plan(plan.schedule, plan.microbatches, microbatches)
+    check_replicas(schedule, num_replicas, sync, staleness)
+    check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
+    return schedule, microbatches
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
