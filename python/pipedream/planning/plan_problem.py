@@ -13,7 +13,6 @@ from typing import Any
 from pipedream.planning.factor_rule import core_factors, factored_figures
 from pipedream.planning.formulas import formula_figures, samples_per_s
 from pipedream.planning.hidden_links import FEW_ROUNDS
-from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, solve_within
 from pipedream.planning.link_profile import LinkProfile
@@ -167,7 +166,7 @@ class PlanProblem:
         least = microbatches_min(plan, self.schedule)
         if self.microbatches is not None:
             return (self.microbatches,) if self.microbatches >= least else ()
-        counts = microbatch_counts(self.profile.batch_size)
+        counts = self.profile.microbatch_counts()
         largest = self.profile.batch_size or max(least, counts[-1])
         return sorted({m for m in (*counts, least) if least <= m <= largest})
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipedream.planning.formulas import samples_per_s
-from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.limits import NothingFitsError
 from pipedream.planning.partition_arguments import AUTO, CHOSEN_AMONG
 from pipedream.planning.plan_problem import PlanProblem
@@ -99,7 +98,7 @@ def best_of_schedules(
     rows = [candidate.to_dict(is_chosen=candidate is chosen) for candidate in candidates]
     figures: dict[str, Any] = {"samples_per_s": rate, "candidates": rows, "delay_max": delay_max}
     m = chosen.problem.microbatches or 1
-    if problem.cost_model == "paper" and not all(one.microbatch_ms for one in problem.profile.layers):
+    if problem.cost_model == "paper" and problem.profile.microbatches_timed is None:
         figures["microbatch_times"] = "scaled"
     plan = replace(
         chosen.plan,
@@ -126,8 +125,7 @@ def _schedules(problem: PlanProblem) -> Sequence[str]:
 def _counts(problem: PlanProblem) -> Sequence[int]:
     if problem.microbatches is not None:
         return [problem.microbatches]
-    counts = microbatch_counts(problem.profile.batch_size)
-    return microbatch_counts(problem.profile.batch_size, max(counts[-1], 2 * problem.num_workers, 32))
+    return problem.profile.microbatch_counts(2 * problem.num_workers)
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
