@@ -146,7 +146,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
     ms = problem.simulated_ms(plan) if simulated_ms is None else simulated_ms
     memory_bytes = plan.predicted.get("memory_bytes")
     if memory_bytes is None:
-        memory_bytes = problem.limits.memory_with(plan, problem.profile)["memory_bytes"]
+        memory_bytes = problem.limits.memory_with(plan.stages, problem.profile, options)["memory_bytes"]
     busy_ms = _busiest_ms(costed, options)
     return _Candidate(
         problem,
@@ -170,9 +170,9 @@ def _busiest_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []
-    pairs = zip(costs, plan.stages, strict=True)
-    m = options.num_microbatches
-    return max((cost.ms_with(m) / stage.num_replicas for cost, stage in pairs), default=0.0)
+    pairs = enumerate(zip(costs, plan.stages, strict=True))
+    times = [cost.stage_ms(stage.num_replicas, _core.rounds_of(options, i)) for i, (cost, stage) in pairs]
+    return max(times, default=0.0)
 
 
 def _chosen(candidates: Sequence[_Candidate], delay_max: float) -> _Candidate:
