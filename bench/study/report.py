@@ -1,84 +1,50 @@
-"""The study's figures, and its tables between the markers of the document."""
+"""The study's tables, between the markers of the document, and its figure of learning rates."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import findings
 import matplotlib
-from findings import Finding
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from sweep import DEPTHS, NUM_MINIBATCHES_PER_POINT, OPTIMIZERS, RATES, Results, Setting
-from tasks import Task
+from simulator import Setting
+from sweep import ACCEPTED_WITH, FLUSH, OPTIMIZERS, TWO_BW, Results, deep_settings, digits_settings, settings
 
 # Okabe and Ito's, which the colour-blind tell apart.
-_COLOURS = {
+COLOURS = {
     "flush": "#000000",
     "pipedream": "#0072B2",
-    "vertical_sync": "#D55E00",
+    "unstashed": "#CC79A7",
     "2bw": "#009E73",
-    "naive": "#CC79A7",
-    "flush, microbatches": "#999999",
+    "torch 1F1B": "#E69F00",
 }
-_LINES = {4: "--", 8: "-"}
-# Of the smallest error that is drawn: the axis is logarithmic.
-_SMALLEST_ERROR = 0.001
+_LINES = {1: ":", 4: "-.", 8: "--", 16: "-"}
+BOUNDS = {8: 0.03, 16: 0.02}
+"""By microbatches, what `pipedream` may lose to flush, beside two standard errors."""
+_NOT_RUN = "not run"
 
 
-Workloads = dict[str, dict[tuple[str, int], Finding]]
-"""What was found of each row and depth, by task and optimizer."""
+def write(results: Results, document: Path, images: Path) -> None:
+    """Fills in the document's tables and draws the figure."""
+    text = document.read_text(encoding="utf-8")
+    text = replace(
+        text, "characters, 8 stages", _losses_table(results, "characters", OPTIMIZERS, settings(8))
+    )
+    text = replace(text, "paired", _paired_table(results))
+    text = replace(
+        text, "characters, 4 stages", _losses_table(results, "characters", OPTIMIZERS, settings(4))
+    )
+    text = replace(text, "three times as long", _long_table(results))
+    text = replace(text, "digits", _digits_table(results))
+    text = replace(text, "16 and 32 stages", _deep_table(results))
+    document.write_text(text, encoding="utf-8")
+    use_plain_svg()
+    save(_rates_figure(results), images / "learning_rates.svg")
 
 
-def rows(task: Task) -> list[str]:
-    names = ["flush", "pipedream", "vertical_sync", "2bw", "naive"]
-    return names if task.cuts_alike else ["flush", "flush, microbatches", *names[1:]]
-
-
-def setting_of(task: Task, row: str, depth: int) -> Setting:
-    """The run that stands for a row at a depth."""
-    if row == "flush":
-        return Setting("flush", 1)
-    if row in ("2bw", "flush, microbatches"):
-        return Setting(row.split(",")[0], 1, 1 if task.cuts_alike else depth)
-    return Setting(row, depth)
-
-
-def find_all(task: Task, optimizer: str, results: Results) -> dict[tuple[str, int], Finding]:
-    """By row and depth."""
-    plain = findings.collect(task, optimizer, Setting("flush", 1), results)
-    target = findings.target_loss(findings.best_of(task, plain))
-    return {
-        (row, depth): findings.find(
-            task, findings.collect(task, optimizer, setting_of(task, row, depth), results), target
-        )
-        for row in rows(task)
-        for depth in DEPTHS
-    }
-
-
-def write(tasks: Iterable[Task], results: Results, document: Path, images: Path) -> None:
-    """Draws the figures and fills in the document's tables."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "study", "font.size": 9})
-    text = document.read_text()
-    everything: Workloads = {}
-    for task in tasks:
-        found = {name: find_all(task, name, results) for name in OPTIMIZERS if (task.name, name) in RATES}
-        for optimizer, of_optimizer in found.items():
-            everything[f"{task.name}, {optimizer}"] = of_optimizer
-            text = _replace(text, f"{task.name}, {optimizer}", _table(task, of_optimizer))
-        _save(_rates_figure(task, found), images / f"{task.name}_rates.svg")
-        _save(_losses_figure(task, found), images / f"{task.name}_losses.svg")
-    text = _replace(text, "minibatches over flush's", _summary(everything, _minibatches_over))
-    text = _replace(text, "stable rates over flush's", _summary(everything, _stable_rate_over))
-    text = _replace(text, "limits of a quadratic over flush's", _quadratic_limits())
-    document.write_text(text)
-
-
-def _replace(text: str, name: str, table: str) -> str:
+def replace(text: str, name: str, table: str) -> str:
     """Between `<!-- begin: name -->` and `<!-- end: name -->`."""
     begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
     if begin not in text or end not in text:
@@ -87,139 +53,149 @@ def _replace(text: str, name: str, table: str) -> str:
     return before + begin + table + end + rest.split(end, 1)[1]
 
 
-def _table(task: Task, found: dict[tuple[str, int], Finding]) -> str:
-    heads = ["schedule", f"best {task.metric}", "at rate", "largest stable rate", "minibatches to target"]
-    lines = [heads, ["---"] * len(heads)]
-    for row in rows(task):
-        for depth in DEPTHS:
-            if not _is_shown(task, row, depth):
-                continue
-            finding = found[row, depth]
-            lines.append(
-                [
-                    _label(task, row, depth),
-                    _held_out(task, finding),
-                    f"{finding.best.rate:g}" + (" (edge)" if finding.is_best_at_edge else ""),
-                    f"{finding.largest_stable_rate:g}",
-                    _count(finding.minibatches_to_target),
-                ]
-            )
+def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _summary(everything: Workloads, over: Callable[[Finding, Finding], str]) -> str:
-    """One column per workload, over its plain training."""
-    lines = [["schedule", *everything], ["---"] * (1 + len(everything))]
-    for row, depth in itertools.product(("pipedream", "2bw", "naive", "vertical_sync"), DEPTHS):
-        cells = [over(found[row, depth], found["flush", depth]) for found in everything.values()]
-        lines.append([f"{row}, {depth} stages", *cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def label(setting: Setting) -> str:
+    if setting == FLUSH:
+        return "`flush`, any m"
+    if setting == TWO_BW:
+        return "`2bw`, any m >= S - 1"
+    return f"`{setting.schedule}`, m = {setting.microbatches}"
 
 
-def _minibatches_over(finding: Finding, plain: Finding) -> str:
-    if math.isinf(finding.minibatches_to_target):
-        run = NUM_MINIBATCHES_PER_POINT * len(plain.lowest.losses)
-        return f"over {run / plain.minibatches_to_target:.1f}"
-    return f"{finding.minibatches_to_target / plain.minibatches_to_target:.1f}"
+def use_plain_svg() -> None:
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "study", "font.size": 9})
 
 
-def _stable_rate_over(finding: Finding, plain: Finding) -> str:
-    return f"{finding.largest_stable_rate / plain.largest_stable_rate:.2g}"
-
-
-def _quadratic_limits() -> str:
-    momenta = (0.0, 0.9)
-    lines = ["| schedule | delay, minibatches | SGD | SGD, momentum 0.9 |", "| --- | --- | --- | --- |"]
-    schedules = [("2bw", 1), *((f"vertical_sync, {depth} stages", depth - 1) for depth in DEPTHS)]
-    for schedule, delay in schedules:
-        ratios = [findings.quadratic_limit(delay, mu) / findings.quadratic_limit(0, mu) for mu in momenta]
-        lines.append(f"| {schedule} | {delay} | " + " | ".join(f"{ratio:.2g}" for ratio in ratios) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _held_out(task: Task, finding: Finding) -> str:
-    digits = 3 if task.higher_is_better else 2
-    values = finding.best.held_out
-    return f"{finding.best.mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def _count(minibatches: float) -> str:
-    return "never" if math.isinf(minibatches) else f"{minibatches:.0f}"
-
-
-def _rates_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) -> Figure:
-    figure = Figure(figsize=(4 * len(found), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for axes, (optimizer, of_optimizer) in zip(panels, found.items(), strict=True):
-        for (row, depth), finding in of_optimizer.items():
-            if _is_shown(task, row, depth):
-                axes.plot(
-                    [at.rate for at in finding.at_rates],
-                    [_drawn_value(task, at.mean) for at in finding.at_rates],
-                    color=_COLOURS[row],
-                    linestyle=_LINES[depth],
-                    marker=".",
-                    label=_label(task, row, depth),
-                    **_weight(row),
-                )
-        axes.set(xscale="log", title=f"{task.name}, {optimizer}", xlabel="learning rate")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    if task.higher_is_better:
-        panels[0].set(yscale="log", ylabel="held-out error")
-    else:
-        panels[0].set(ylabel=f"held-out {task.metric}")
-    _legend(figure, panels[0])
-    return figure
-
-
-def _losses_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) -> Figure:
-    figure = Figure(figsize=(4 * len(found), 5.6), layout="constrained")
-    panels = figure.subplots(len(DEPTHS), len(found), sharex=True, sharey=True, squeeze=False)
-    for line_of_panels, depth in zip(panels, DEPTHS, strict=True):
-        for axes, (optimizer, of_optimizer) in zip(line_of_panels, found.items(), strict=True):
-            for row in rows(task):
-                losses = of_optimizer[row, depth].lowest.losses
-                minibatches = [NUM_MINIBATCHES_PER_POINT * (index + 1) for index in range(len(losses))]
-                axes.plot(minibatches, losses, color=_COLOURS[row], label=row, **_weight(row))
-            axes.set(title=f"{task.name}, {optimizer}, {depth} stages")
-            axes.grid(alpha=0.3)
-            if task.higher_is_better:
-                axes.set_yscale("log")
-                axes.minorticks_off()
-        line_of_panels[0].set_ylabel("training loss")
-    for axes in panels[-1]:
-        axes.set_xlabel("minibatches")
-    _legend(figure, panels[0][0])
-    return figure
-
-
-def _is_shown(task: Task, row: str, depth: int) -> bool:
-    """One line stands for all depths whose runs are the same."""
-    return depth == DEPTHS[-1] or setting_of(task, row, depth) != setting_of(task, row, DEPTHS[-1])
-
-
-def _label(task: Task, row: str, depth: int) -> str:
-    if setting_of(task, row, DEPTHS[0]) == setting_of(task, row, DEPTHS[-1]):
-        return f"{row}, any depth"
-    return f"{row.split(',')[0]}, {depth} {'microbatches' if row.endswith('microbatches') else 'stages'}"
-
-
-def _weight(row: str) -> dict[str, float]:
-    # Naive lies under pipedream, which often hides it.
-    return {"linewidth": 3, "alpha": 0.6, "zorder": 1} if row == "naive" else {"linewidth": 1.1, "zorder": 2}
-
-
-def _drawn_value(task: Task, value: float) -> float:
-    return max(1 - value, _SMALLEST_ERROR) if task.higher_is_better else value
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-
-
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the date: the same results give the same file.
     figure.savefig(path, metadata={"Date": None})
+
+
+def _losses_table(results: Results, task: str, optimizers: Sequence[str], rows: Sequence[Setting]) -> str:
+    """Held-out loss at the best rate, and minibatches over plain training's."""
+    cells = [
+        [label(setting), *(_loss_cell(results, task, optimizer, setting) for optimizer in optimizers)]
+        for setting in rows
+    ]
+    return table_of(["schedule", *optimizers], cells)
+
+
+def _loss_cell(results: Results, task: str, optimizer: str, setting: Setting) -> str:
+    found = findings.find(results, task, optimizer, setting)
+    plain = findings.find(results, task, _compared_with(optimizer), FLUSH)
+    if found is None or plain is None:
+        return _NOT_RUN
+    return f"{found.held_out:.3f} @ {found.trial.rate:g}{_edge(found)}, {_ratio(found, plain, 1 / 3)}"
+
+
+def _ratio(found: findings.Finding, plain: findings.Finding, share: float) -> str:
+    """Minibatches over plain training's, until the loss that it has after this share of its run."""
+    target = findings.target_loss(plain, share)
+    ratio = found.minibatches_to(target) / plain.minibatches_to(target)
+    return "never" if math.isinf(ratio) else f"{ratio:.2f}"
+
+
+def _compared_with(optimizer: str) -> str:
+    """Whose plain training: AdamW's also for NAdamW, so that the two can be compared."""
+    return "AdamW" if optimizer.startswith("NAdamW") else optimizer
+
+
+def _edge(found: findings.Finding) -> str:
+    return " (edge)" if found.is_best_at_edge and len(found.by_rate) > 1 else ""
+
+
+def _paired_table(results: Results) -> str:
+    rows = []
+    for optimizer in ACCEPTED_WITH:
+        for m, bound in BOUNDS.items():
+            found = findings.paired(results, optimizer, Setting("pipedream", 8, m))
+            name = [f"{optimizer}, m = {m}"]
+            if found is None:
+                rows.append([*name, *[_NOT_RUN] * 4])
+                continue
+            allowed = bound + 2 * found.standard_error
+            rows.append(
+                [
+                    f"{optimizer} @ {found.rate:g}, m = {m}",
+                    " ".join(f"{difference:+.3f}" for difference in found.differences),
+                    f"{found.mean:+.3f}",
+                    f"{found.standard_error:.3f}",
+                    f"{allowed:.3f}: {'met' if found.mean <= allowed else 'missed'}",
+                ]
+            )
+    heads = ["`pipedream` over `flush`", "by seed", "mean", "standard error", "allowed"]
+    return table_of(heads, rows)
+
+
+def _long_table(results: Results) -> str:
+    rows = []
+    for setting in settings(8):
+        cells = [_long_cell(results, optimizer, setting) for optimizer in OPTIMIZERS]
+        if set(cells) != {_NOT_RUN}:
+            rows.append([label(setting), *cells])
+    return table_of(["schedule, 8 stages", *OPTIMIZERS], rows)
+
+
+def _long_cell(results: Results, optimizer: str, setting: Setting) -> str:
+    found = findings.find_long(results, optimizer, setting)
+    plain = findings.find_long(results, _compared_with(optimizer), FLUSH)
+    if found is None or plain is None:
+        return _NOT_RUN
+    return f"{found.held_out:.3f}, {_ratio(found, plain, 1 / 2)}"
+
+
+def _digits_table(results: Results) -> str:
+    rows = []
+    for setting in digits_settings():
+        cells = []
+        for optimizer in OPTIMIZERS[:2]:
+            found = findings.find(results, "digits", optimizer, setting)
+            told = f"{found.held_out:.3f} @ {found.trial.rate:g}{_edge(found)}" if found else _NOT_RUN
+            cells.append(told)
+        rows.append([f"`{setting.schedule}`, m = {setting.microbatches}", *cells])
+    return table_of(["schedule, 8 stages", *OPTIMIZERS[:2]], rows)
+
+
+def _deep_table(results: Results) -> str:
+    rows = []
+    for depth in (16, 32):
+        task = f"characters, {depth} layers"
+        for setting in deep_settings(depth):
+            rows.append([str(depth), label(setting), _loss_cell(results, task, "AdamW", setting)])
+    return table_of(["stages", "schedule", "AdamW"], rows)
+
+
+def _rates_figure(results: Results) -> Figure:
+    """Held-out loss against the learning rate, 8 stages."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(OPTIMIZERS), sharey=True)
+    task = findings.make_task("characters")
+    for axes, optimizer in zip(panels, OPTIMIZERS, strict=True):
+        tried = (findings.find(results, "characters", optimizer, setting) for setting in settings(8))
+        shown = [found for found in tried if found is not None]
+        for found in shown:
+            setting = found.trial.setting
+            alone = setting in (FLUSH, TWO_BW)
+            axes.plot(
+                list(found.by_rate),
+                [outcome.mean(task) for outcome in found.by_rate.values()],
+                color=COLOURS[setting.schedule],
+                linestyle="-" if alone else _LINES[setting.microbatches],
+                marker=".",
+                linewidth=1.1,
+                label=setting.schedule if alone else f"{setting.schedule}, m = {setting.microbatches}",
+            )
+        rates = sorted({rate for found in shown for rate in found.by_rate})
+        axes.set(xscale="log", title=optimizer, xlabel="learning rate", ylim=(2.15, 2.8))
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=6)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="held-out loss, nats per character")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    return figure

@@ -1,191 +1,130 @@
-"""The sweep: which runs the study makes, and each run's result, kept in a file so that it can go on later.
+"""The sweep: which runs the study makes, in which order, and what came of each, kept to go on later.
 
-A run is one training of a task with the reference, in this process and thread.
+A trial is one setting at one learning rate, once per seed. Rates are a factor of 2 apart; where the best is
+the first or the last of them, the sweep goes on in that direction.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pipedream
 import torch
-from pipedream import reference
-from tasks import Characters, Digits, Task
-from torch import Tensor
+from simulator import Setting, Stack
+from tasks import Characters, DeepCharacters, Digits, Task
 
-_FORMAT = "pipedream.study/1"
+_FORMAT = "pipedream.study/2"
 
-NUM_LAYERS = 8
-DEPTHS = (4, 8)
 SEEDS = (1, 2, 3)
-NUM_MINIBATCHES_PER_POINT = 10
+DEEP_SEEDS = (1, 2)
+FRESH_SEEDS = (101, 102, 103, 104, 105, 106, 107, 108)
+MINIBATCHES_PER_POINT = 5
 """The losses of so many minibatches are kept as their mean."""
+TIMES_AS_LONG = 3
+_FACTORS = (0.5, 1.0, 2.0)
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": torch.optim.SGD,
-    "SGD, momentum 0.9": functools.partial(torch.optim.SGD, momentum=0.9),
-    "Adam": torch.optim.Adam,
+OPTIMIZERS = ("AdamW", "SGD, momentum 0.9", "Muon", "NAdamW (0.99)")
+ACCEPTED_WITH = OPTIMIZERS[:3]
+_START_RATES = {
+    ("characters", "SGD, momentum 0.9"): 0.1,
+    ("characters", "AdamW"): 0.004,
+    ("characters", "NAdamW (0.99)"): 0.004,
+    ("characters", "Muon"): 0.016,
+    ("digits", "SGD, momentum 0.9"): 0.02,
+    ("digits", "AdamW"): 0.002,
+    ("characters, 16 layers", "AdamW"): 0.004,
+    ("characters, 32 layers", "AdamW"): 0.002,
 }
-RATES: dict[tuple[str, str], tuple[float, ...]] = {
-    ("digits", "SGD"): (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-    ("digits", "SGD, momentum 0.9"): (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
-    ("characters", "SGD"): (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
-    ("characters", "SGD, momentum 0.9"): (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-    ("characters", "Adam"): (0.0003, 0.001, 0.003, 0.01, 0.03),
-}
-# Each stage of these sees a delay of its own; of the others only the microbatches matter.
-_BY_DEPTH = ("pipedream", "vertical_sync", "naive")
+
+# The characters see no difference between microbatches, so these two stand for every depth and m.
+FLUSH, TWO_BW = Setting("flush", 1, 1), Setting("2bw", 1, 1)
+LONG_WITH_ALL = FLUSH, Setting("pipedream", 8, 8), Setting("pipedream", 8, 16)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A schedule as it is run: with the fewest stages and microbatches that give its numbers."""
-
-    schedule: str
-    num_stages: int
-    microbatches: int = 1
-
-
-@dataclass(frozen=True)
-class Run:
+class Trial:
     task: str
     optimizer: str
     setting: Setting
     rate: float
-    seed: int
+    seeds: tuple[int, ...]
+    num_minibatches: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    held_out: float | None
-    """None: the loss stopped being finite."""
+    held_out: tuple[float | None, ...]
+    """By seed; None: the loss stopped being finite."""
     losses: tuple[float, ...]
-    """Means over NUM_MINIBATCHES_PER_POINT minibatches each, as far as they are finite."""
+    """Training loss, mean over the seeds, of MINIBATCHES_PER_POINT minibatches each, while finite."""
+
+    def mean(self, task: Task) -> float:
+        """Held out; a run that failed counts as guessing."""
+        values = [task.chance if v is None else min(v, task.chance) for v in self.held_out]
+        return sum(values) / len(values)
+
+    def num_failed(self, task: Task) -> int:
+        return sum(value is None or value >= task.chance for value in self.held_out)
 
 
-class Diverged(Exception):  # noqa: N818 (an outcome, not an error)
-    pass
-
-
-def make_tasks() -> dict[str, Task]:
-    return {task.name: task for task in (Digits(), Characters())}
-
-
-def settings(task: Task) -> list[Setting]:
-    """Every schedule at both depths. Flush needs no depth: it is plain training, of microbatches or not."""
-    chosen = [Setting("flush", 1), *(Setting(name, depth) for name in _BY_DEPTH for depth in DEPTHS)]
-    if task.cuts_alike:
-        return [*chosen, Setting("2bw", 1)]
-    return chosen + [Setting(name, 1, depth) for name in ("2bw", "flush") for depth in DEPTHS]
-
-
-def plan_runs(tasks: dict[str, Task]) -> Iterator[Run]:
-    """Seed after seed, so that the whole picture is there early."""
-    for seed, ((task, optimizer), rates) in itertools.product(SEEDS, RATES.items()):
-        for setting, rate in itertools.product(settings(tasks[task]), rates):
-            yield Run(task, optimizer, setting, rate, seed)
-
-
-def train(task: Task, run: Run) -> Outcome:
-    losses: list[float] = []
-
-    def data() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in task.batches(run.seed):
-            losses.append(0.0)
-            yield batch
-
-    def loss_fn(scores: Tensor, targets: Tensor) -> Tensor:
-        loss = task.loss(scores, targets)
-        if not math.isfinite(loss.item()):
-            raise Diverged
-        losses[-1] += loss.item() / run.setting.microbatches
-        return loss
-
-    model = task.make_model(run.seed)
-    try:
-        reference_run(task, model, run, data(), loss_fn)
-    except Diverged:
-        return Outcome(None, _points(losses[:-1]))
-    held_out = task.judge(model)
-    return Outcome(held_out if math.isfinite(held_out) else None, _points(losses))
-
-
-def reference_run(task: Task, model: torch.nn.Sequential, run: Run, data: Any, loss_fn: Any) -> list[float]:
-    """The losses of the minibatches."""
-    model.train()
-    return reference.run(
-        model,
-        pipedream.Plan.straight(NUM_LAYERS, run.setting.num_stages),
-        data=data,
-        loss_fn=loss_fn,
-        optimizer=functools.partial(OPTIMIZERS[run.optimizer], lr=run.rate),
-        schedule=run.setting.schedule,
-        microbatches=run.setting.microbatches,
-        seed=run.seed,
-    ).losses
-
-
-def _points(losses: list[float]) -> tuple[float, ...]:
-    """Whole points only, to four digits."""
-    size = NUM_MINIBATCHES_PER_POINT
-    ends = range(size, len(losses) + 1, size)
-    return tuple(float(f"{sum(losses[end - size : end]) / size:.4g}") for end in ends)
+@functools.cache
+def make_task(name: str) -> Task:
+    if name == "digits":
+        return Digits()
+    return Characters() if name == "characters" else DeepCharacters(int(name.split()[1]))
 
 
 class Results:
-    """Outcomes by run. With a log, a file with a line of JSON per run, an interrupted sweep can go on."""
+    """Outcomes by trial. With a log, a file with a line of JSON per trial, an interrupted sweep can go on."""
 
     def __init__(self, log: Path | None = None) -> None:
         self._log = log
-        self._outcomes: dict[Run, Outcome] = {}
+        self._outcomes: dict[Trial, Outcome] = {}
         for line in log.read_text().splitlines() if log is not None and log.exists() else []:
-            fields = json.loads(line)
-            run = Run(**{**fields["run"], "setting": Setting(**fields["run"]["setting"])})
-            self._outcomes[run] = Outcome(fields["held_out"], tuple(fields["losses"]))
+            self._read(json.loads(line))
 
-    def __contains__(self, run: Run) -> bool:
-        return run in self._outcomes
+    def __contains__(self, trial: Trial) -> bool:
+        return trial in self._outcomes
 
-    def __getitem__(self, run: Run) -> Outcome:
-        return self._outcomes[run]
+    def __getitem__(self, trial: Trial) -> Outcome:
+        return self._outcomes[trial]
 
-    def add(self, run: Run, outcome: Outcome) -> None:
-        self._outcomes[run] = outcome
+    def rates(self, trial: Trial) -> dict[float, Outcome]:
+        """The outcomes of all trials that differ from this one in their rate alone, in order of the rates."""
+        found = {
+            each.rate: outcome
+            for each, outcome in self._outcomes.items()
+            if dataclasses.replace(each, rate=trial.rate) == trial
+        }
+        return dict(sorted(found.items()))
+
+    def add(self, trial: Trial, outcome: Outcome) -> None:
+        self._outcomes[trial] = outcome
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a") as file:
-                file.write(json.dumps({"run": dataclasses.asdict(run), **dataclasses.asdict(outcome)}) + "\n")
+                file.write(json.dumps(_fields(trial, outcome)) + "\n")
 
-    def save(self, path: Path, runs: Iterable[Run]) -> None:
-        """One JSON object with one line per group of runs that differ only in their seed."""
-        groups: dict[str, list[Outcome]] = {}
-        for run in runs:
-            fields = {**dataclasses.asdict(run), **dataclasses.asdict(run.setting)}
-            del fields["setting"], fields["seed"]
-            groups.setdefault(json.dumps(fields)[:-1], []).append(self[run])
-        lines = [
-            f'{group}, "held_out": {json.dumps([_rounded(outcome.held_out, 5) for outcome in outcomes])}, '
-            f'"losses": {json.dumps([[_rounded(x, 3) for x in outcome.losses] for outcome in outcomes])}}}'
-            for group, outcomes in groups.items()
-        ]
+    def save(self, path: Path) -> None:
+        """One JSON object with one line per trial."""
         head = {
             "format": _FORMAT,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "minibatches_per_point": NUM_MINIBATCHES_PER_POINT,
-            "seeds": SEEDS,
+            "minibatches_per_point": MINIBATCHES_PER_POINT,
         }
+        lines = sorted(json.dumps(_fields(trial, outcome)) for trial, outcome in self._outcomes.items())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head)[:-1] + ', "runs": [\n' + ",\n".join(lines) + "\n]}\n")
+        path.write_text(json.dumps(head)[:-1] + ', "trials": [\n' + ",\n".join(lines) + "\n]}\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -194,14 +133,168 @@ class Results:
         if document["format"] != _FORMAT:
             raise SystemExit(f"{path} has format {document['format']!r}, not {_FORMAT!r}")
         results = cls()
-        for group in document["runs"]:
-            setting = Setting(group["schedule"], group["num_stages"], group["microbatches"])
-            outcomes = zip(document["seeds"], group["held_out"], group["losses"], strict=True)
-            for seed, held_out, losses in outcomes:
-                run = Run(group["task"], group["optimizer"], setting, group["rate"], seed)
-                results.add(run, Outcome(held_out, tuple(losses)))
+        for fields in document["trials"]:
+            results._read(fields)
         return results
 
+    def _read(self, fields: dict[str, Any]) -> None:
+        outcome = Outcome(tuple(fields.pop("held_out")), tuple(fields.pop("losses")))
+        setting = Setting(*(fields.pop(name) for name in ("schedule", "num_stages", "microbatches")))
+        self._outcomes[Trial(setting=setting, **{**fields, "seeds": tuple(fields["seeds"])})] = outcome
 
-def _rounded(value: float | None, num_digits: int) -> float | None:
-    return None if value is None else float(f"{value:.{num_digits}g}")
+
+def _fields(trial: Trial, outcome: Outcome) -> dict[str, Any]:
+    fields = dataclasses.asdict(trial)
+    setting = fields.pop("setting")
+    return {**fields, **setting, **dataclasses.asdict(outcome)}
+
+
+class Sweep:
+    """Makes all trials that the results do not have yet."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+
+    def everything(self) -> None:
+        """The most telling first."""
+        self._characters(8, OPTIMIZERS)
+        self.acceptance()
+        for optimizer in ACCEPTED_WITH:
+            for setting in LONG_WITH_ALL:
+                self.long(optimizer, setting)
+        for num_stages in (4, 2):  # what time_to_loss.py needs
+            self._characters(num_stages, OPTIMIZERS[:1])
+            for setting in settings(num_stages):
+                if setting.microbatches == 1 or setting.microbatches >= num_stages:
+                    self.long(OPTIMIZERS[0], setting)
+        for optimizer in OPTIMIZERS[:2]:
+            for setting in digits_settings():
+                self.rates("digits", optimizer, setting)
+        self._characters(4, OPTIMIZERS[1:])
+        for optimizer in OPTIMIZERS:
+            for setting in settings(8):
+                self.long(optimizer, setting)
+        for depth in (16, 32):
+            self.deep(depth)
+
+    def _characters(self, num_stages: int, optimizers: Sequence[str]) -> None:
+        for optimizer in optimizers:
+            for setting in settings(num_stages):
+                self.rates("characters", optimizer, setting)
+
+    def rates(
+        self, task_name: str, optimizer: str, setting: Setting, seeds: tuple[int, ...] = SEEDS
+    ) -> Trial:
+        """Every rate that is needed to know the best one; returns the best trial."""
+        task = make_task(task_name)
+        start = _START_RATES[task_name, optimizer]
+        trial = Trial(task_name, optimizer, setting, start, seeds, task.num_minibatches)
+        wanted = [start * factor for factor in _FACTORS]
+        while True:
+            self._make([dataclasses.replace(trial, rate=rate) for rate in wanted])
+            found = self.results.rates(trial)
+            best = min(found, key=lambda rate: found[rate].mean(task))
+            if best == min(found):
+                wanted = [best / 2]
+            elif best == max(found):
+                wanted = [best * 2]
+            else:
+                return dataclasses.replace(trial, rate=best)
+
+    def acceptance(self) -> None:
+        """Paired with flush over fresh seeds, at flush's own best rate."""
+        for optimizer in ACCEPTED_WITH:
+            best = self.rates("characters", optimizer, FLUSH)
+            for setting in (FLUSH, Setting("pipedream", 8, 8), Setting("pipedream", 8, 16)):
+                self._make([dataclasses.replace(best, setting=setting, seeds=FRESH_SEEDS)])
+
+    def deep(self, depth: int) -> None:
+        """Rates are swept for flush alone; the others have its best one, as these runs are long."""
+        best = self.rates(f"characters, {depth} layers", "AdamW", FLUSH, DEEP_SEEDS)
+        for setting in deep_settings(depth):
+            self._make([dataclasses.replace(best, setting=setting)])
+
+    def long(self, optimizer: str, setting: Setting) -> None:
+        """Three times as long, at the best rate."""
+        best = self.rates("characters", optimizer, setting)
+        self._make([dataclasses.replace(best, num_minibatches=TIMES_AS_LONG * best.num_minibatches)])
+
+    def _make(self, trials: Sequence[Trial]) -> None:
+        """All that differ in their rate alone at once."""
+        missing = [trial for trial in trials if trial not in self.results]
+        if not missing:
+            return
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        for trial, outcome in zip(missing, train(missing), strict=True):
+            self.results.add(trial, outcome)
+            held_out = " ".join("failed" if v is None else f"{v:.3f}" for v in outcome.held_out)
+            told = f"{trial.task}, {trial.optimizer}, {trial.setting}, rate {trial.rate:g}: {held_out}"
+            print(told, file=sys.stderr)
+        took = f"{time.monotonic() - began_s:.0f} s, {time.process_time() - cpu_s:.0f} s of CPU"
+        print(f"  {took}", file=sys.stderr, flush=True)
+
+
+def settings(num_stages: int) -> list[Setting]:
+    """The settings that train the characters."""
+    cut = [num_stages, 2 * num_stages, num_stages // 2]
+    chosen = [Setting(name, num_stages, m) for m in cut for name in ("pipedream", "unstashed")]
+    return [FLUSH, *(s for s in chosen if s.microbatches > 1), TWO_BW, Setting("pipedream", num_stages, 1)]
+
+
+def digits_settings() -> list[Setting]:
+    """With the flush that has the same microbatches, as batch norm sees each of them by itself."""
+    return [
+        *(Setting(name, 8, m) for m in (8, 16) for name in ("flush", "pipedream", "unstashed")),
+        Setting("2bw", 8, 8),
+        *(Setting(name, 8, 1) for name in ("flush", "pipedream")),
+    ]
+
+
+def deep_settings(depth: int) -> list[Setting]:
+    return [
+        FLUSH,
+        Setting("pipedream", depth, depth),
+        Setting("pipedream", depth, 2 * depth),
+        Setting("unstashed", depth, depth),
+        TWO_BW,
+    ]
+
+
+def train(trials: Sequence[Trial]) -> list[Outcome]:
+    """Trials that differ in their rate alone."""
+    first = trials[0]
+    task = make_task(first.task)
+    seeds = [seed for trial in trials for seed in trial.seeds]
+    rates = [trial.rate for trial in trials for _ in trial.seeds]
+    stack = Stack([task.make_model(seed) for seed in seeds], rates, first.setting, first.optimizer, task.loss)
+    by_seed = {seed: task.batches(seed, first.num_minibatches) for seed in first.seeds}
+    points, losses = [], torch.zeros(len(seeds))
+    for minibatch in range(first.num_minibatches):
+        batches = [by_seed[seed][minibatch] for seed in seeds]
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*batches, strict=True))
+        losses += stack.train(inputs, targets) / MINIBATCHES_PER_POINT
+        if (minibatch + 1) % MINIBATCHES_PER_POINT == 0:
+            points.append(losses)
+            losses = torch.zeros(len(seeds))
+    held_out = stack.evaluate(task.judge)
+    curves = torch.stack(points, dim=1)  # (runs, points)
+    count = len(first.seeds)
+    return [
+        Outcome(
+            tuple(_finite(value, 5) for value in held_out[begin : begin + count]),
+            tuple(_while_finite(curves[begin : begin + count].mean(0).tolist())),
+        )
+        for begin in range(0, len(seeds), count)
+    ]
+
+
+def _while_finite(points: Iterable[float]) -> Iterator[float]:
+    for point in points:
+        rounded = _finite(point, 4)
+        if rounded is None:
+            return
+        yield rounded
+
+
+def _finite(value: float, num_digits: int) -> float | None:
+    return float(f"{value:.{num_digits}g}") if math.isfinite(value) else None
