@@ -21,6 +21,12 @@ constexpr unsigned kWarpThreads = 32;
   std::abort();
 }
 
+// What the lanes of a warp have shown each other.
+struct Shown {
+  std::array<std::uint32_t, kWarpThreads> values{};
+  std::uint32_t nonzero_lanes = 0;
+};
+
 class Block {
  public:
   void run(unsigned num_threads, const std::function<void()>& kernel) {
@@ -51,13 +57,15 @@ class Block {
   }
 
   // The values of the warp's lanes, for a thread of it that shows its own.
-  const std::array<std::uint32_t, kWarpThreads>& exchange(std::uint32_t value) {
+  const Shown& exchange(std::uint32_t value) {
     const unsigned thread = current.thread.x;
     const unsigned first = thread / kWarpThreads * kWarpThreads;
     Warp& warp = warps_[thread / kWarpThreads];
     shows_second_[thread] = !shows_second_[thread];  // a slower lane may still read the other place
-    auto& shown = warp.shown[shows_second_[thread] ? 1 : 0];
-    shown[thread - first] = value;
+    Shown& shown = warp.shown[shows_second_[thread] ? 1 : 0];
+    if (warp.num_waiting == 0) shown.nonzero_lanes = 0;
+    shown.values[thread - first] = value;
+    shown.nonzero_lanes |= (value != 0 ? 1U : 0U) << (thread - first);
     if (++warp.num_waiting == kWarpThreads) {
       warp.num_waiting = 0;
       release(first, first + kWarpThreads);
@@ -89,7 +97,7 @@ class Block {
   };
   struct Warp {
     unsigned num_waiting = 0;
-    std::array<std::array<std::uint32_t, kWarpThreads>, 2> shown{};
+    std::array<Shown, 2> shown{};
   };
 
   void release(unsigned first, unsigned end) {
@@ -154,15 +162,10 @@ Block& block_of_process() {
 void wait_for_block() { block_of_process().wait_for_block(); }
 
 std::uint32_t value_of_lane(std::uint32_t value, unsigned from) {
-  return block_of_process().exchange(value)[from];
+  return block_of_process().exchange(value).values[from];
 }
 
-std::uint32_t ballot(bool yes) {
-  const auto& shown = block_of_process().exchange(yes ? 1 : 0);
-  std::uint32_t mask = 0;
-  for (unsigned lane = 0; lane < kWarpThreads; ++lane) mask |= shown[lane] << lane;
-  return mask;
-}
+std::uint32_t ballot(bool yes) { return block_of_process().exchange(yes ? 1 : 0).nonzero_lanes; }
 
 void run_grid(const dim3& grid, unsigned block_threads, const std::function<void()>& kernel) {
   current.grid_size = grid;
