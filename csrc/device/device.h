@@ -124,6 +124,11 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                                std::size_t num_bytes) = 0;
 
+  // Throws DeviceError where earlier work has failed. Such an error may drop what is enqueued, with its
+  // call()s, and tell nobody: who waits for them asks here now and then. Waits for nothing; never throws on
+  // the host backend.
+  virtual void check() {}
+
   // True when the CPU, and so the wire, can read device memory: then nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 

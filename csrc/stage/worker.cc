@@ -161,11 +161,23 @@ StageEngine& Worker::engine() {
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   own_cpus_.come_back(now_ns());
+  const bool waits = Clock::now() < deadline;
   auto work = engine().next_work(deadline);
+  if (waits && work && !work.value()) {
+    if (auto failure = device_failure()) return *failure;
+  }
   if (work && work.value() && work.value()->received) {
     if (auto failure = wait_for_bytes(*work.value()->received)) return *failure;
   }
   return work;
+}
+
+// After a wait that brought nothing: what is waited for may have been lost with the device's context, here.
+std::optional<Failure> Worker::device_failure() try {
+  device_->check();
+  return std::nullopt;
+} catch (const DeviceError& error) {
+  return located({FailureKind::kDeviceError, error.what()});
 }
 
 // The compute stream waits, not the CPU; where there is none (a host that is made to stage) the CPU does.
@@ -261,6 +273,7 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
   if (auto failure = wakeup_.failure()) return located(*failure);
   if (exhausted)
     return located({FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"});
+  if (auto failure = device_failure()) return *failure;
   return std::optional<ReceivedItem>();
 }
 
@@ -292,6 +305,7 @@ Result<std::optional<Worker::ItemOfAny>> Worker::receive_any(const std::vector<s
     return Failure{FailureKind::kPeerLost,
                    exhausted->options().name + ": closed by the peer before it was complete"};
   }
+  if (auto failure = device_failure()) return *failure;
   return std::optional<ItemOfAny>();
 }
 

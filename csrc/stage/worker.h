@@ -196,6 +196,7 @@ class Worker {
   [[nodiscard]] std::optional<Failure> wait_for_bytes(const ReceivedItem& item);
   // Says where in the program it was; before there is one, and to another thread than the program's, as it
   // is.
+  [[nodiscard]] std::optional<Failure> device_failure();
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;

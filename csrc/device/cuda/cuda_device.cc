@@ -162,6 +162,15 @@ class CudaStream final : public Stream {
     }
   }
   void synchronize() override { throw_if_failed(finish(), "cudaStreamSynchronize", device_index_); }
+  void check() const {
+    const DeviceScope scope(device_index_);
+    const cudaError_t status = cudaStreamQuery(stream_);
+    if (status == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return;
+    }
+    throw_if_failed(status, "cudaStreamQuery", device_index_);
+  }
 
  private:
   // No function of call() runs any more, whatever it returns.
@@ -293,6 +302,12 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaHostRegistration>(device_index_, data, num_bytes,
                                                   "memory to pin for " + device_label(device_index_));
   }
+  // On a stream of its own: the caller's may be capturing.
+  void check() override {
+    const std::lock_guard lock(mutex_);
+    if (!checked_stream_) checked_stream_ = std::make_unique<CudaStream>(device_index_);
+    checked_stream_->check();
+  }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
 
   [[nodiscard]] std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
@@ -310,6 +325,8 @@ class CudaDevice final : public Device {
  private:
   const int device_index_;
   std::string name_;
+  std::mutex mutex_;  // guards checked_stream_
+  std::unique_ptr<CudaStream> checked_stream_;
 };
 
 // 13020 is "13.2".

@@ -135,6 +135,16 @@ class ChannelPair : public testing::Test {
   [[nodiscard]] bool placed() const { return is_placed(data_path_); }
   [[nodiscard]] bool on_device() const { return is_on_device(data_path_); }
   [[nodiscard]] HostileDevice& hostile() { return dynamic_cast<HostileDevice&>(*device_); }
+  // Memory that a stream reads or writes while the host goes on: pinned, as with other memory CUDA has it
+  // wait.
+  [[nodiscard]] std::unique_ptr<Memory> pinned(std::vector<std::byte> bytes) {
+    auto memory = device_->allocate(bytes.size(), MemoryKind::kStaging);
+    std::memcpy(memory->data(), bytes.data(), bytes.size());
+    return memory;
+  }
+  [[nodiscard]] static std::vector<std::byte> bytes_at(const Memory& memory) {
+    return {memory.data(), memory.data() + memory.size_bytes()};
+  }
 
   // Everything that can be placed is, however small.
   static ChannelOptions channel_options(const ItemSpec& spec, std::size_t chunk_bytes,
@@ -156,9 +166,9 @@ class ChannelPair : public testing::Test {
     const WireLayout layout(spec, sizes.codec);
     PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
     PoolTerm staging{"receive staging", layout.slot_bytes(), sizes.num_slots, MemoryKind::kStaging};
-    if (data_path_ == DataPath::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (data_path_ == DataPath::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
-    if (staged() && placed()) staging = in_shared_memory(staging, shared_);
+    if (data_path_ == DataPath::kPlaced) slots = in_shared_memory(slots, *device_, shared_);
+    if (is_placed_on_device(data_path_)) slots = in_device_memory(slots, *device_, shared_);
+    if (staged() && placed()) staging = in_shared_memory(staging, *device_, shared_);
     slots_ = &pool.add(slots);
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
     send_staging_ =

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "device/device.h"
@@ -23,22 +24,40 @@ enum class DataPath {
   kDeviceStaged,
   kDevicePlacedStaged,
   kDevicePlaced,
+  // And those of CUDA.
+  kCudaStaged,
+  kCudaPlacedStaged,
+  kCudaPlaced,
 };
 
-inline bool is_on_device(DataPath data_path) {
-  return data_path == DataPath::kDeviceStaged || data_path == DataPath::kDevicePlacedStaged ||
-         data_path == DataPath::kDevicePlaced;
+inline bool is_on_cuda(DataPath data_path) { return data_path >= DataPath::kCudaStaged; }
+inline bool is_on_device(DataPath data_path) { return data_path >= DataPath::kDeviceStaged; }
+inline bool is_placed_on_device(DataPath data_path) {
+  return data_path == DataPath::kDevicePlaced || data_path == DataPath::kCudaPlaced;
 }
 inline bool is_staged(DataPath data_path) {
-  return data_path == DataPath::kStaged || data_path == DataPath::kPlacedStaged ||
-         data_path == DataPath::kDeviceStaged || data_path == DataPath::kDevicePlacedStaged;
+  return data_path != DataPath::kDirect && data_path != DataPath::kPlaced && !is_placed_on_device(data_path);
 }
 inline bool is_placed(DataPath data_path) {
   return data_path != DataPath::kDirect && data_path != DataPath::kStaged &&
-         data_path != DataPath::kDeviceStaged;
+         data_path != DataPath::kDeviceStaged && data_path != DataPath::kCudaStaged;
+}
+
+// The paths; where CUDA is there those of hostile devices on CUDA, too.
+inline std::vector<DataPath> with_cuda(std::vector<DataPath> data_paths) {
+  if (!cuda_available()) return data_paths;
+  constexpr int kFromHostileToCuda =
+      static_cast<int>(DataPath::kCudaStaged) - static_cast<int>(DataPath::kDeviceStaged);
+  for (std::size_t index = 0; index < data_paths.size(); ++index) {
+    const DataPath data_path = data_paths[index];
+    if (!is_on_device(data_path) || is_on_cuda(data_path)) continue;
+    data_paths.push_back(static_cast<DataPath>(static_cast<int>(data_path) + kFromHostileToCuda));
+  }
+  return data_paths;
 }
 
 inline std::unique_ptr<Device> make_device_of(DataPath data_path) {
+  if (is_on_cuda(data_path)) return make_cuda_device(0);
   if (is_on_device(data_path)) return std::make_unique<HostileDevice>();
   return make_host_device();
 }
@@ -59,40 +78,52 @@ inline std::string data_path_name(DataPath data_path) {
       return "DevicePlacedStaged";
     case DataPath::kDevicePlaced:
       return "DevicePlaced";
+    case DataPath::kCudaStaged:
+      return "CudaStaged";
+    case DataPath::kCudaPlacedStaged:
+      return "CudaPlacedStaged";
+    case DataPath::kCudaPlaced:
+      return "CudaPlaced";
   }
   PD_CHECK(false, "data_path " << static_cast<int>(data_path));
 }
 
-// Shared memory as a pool term's own.
+// Shared memory as a pool term's own; the host's is pinned for the device, as Worker does.
 class SharedTerm final : public Memory {
  public:
-  explicit SharedTerm(std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
+  SharedTerm(Device& device, std::unique_ptr<SharedMemory> memory)
+      : memory_(std::move(memory)),
+        registration_(memory_->on_device()
+                          ? nullptr
+                          : device.register_host_memory(memory_->data(), memory_->size_bytes())) {}
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
   [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<HostRegistration> registration_;
 };
 
 // What the memory of a term is for, as both ends of the tests' one channel know it.
 inline SharedMemoryUse shared_use(std::size_t slot_bytes) { return {link_options().identity, slot_bytes}; }
 
-// The term with memory that is shared; `shared` says where once the pool is sealed.
-inline PoolTerm in_shared_memory(PoolTerm term, const SharedMemory*& shared) {
-  term.allocate = [&shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
+// The term with memory that is shared; `shared` says where once the pool is sealed. The device outlives the
+// pool.
+inline PoolTerm in_shared_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
+  term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make(num_bytes, use);
     shared = memory.get();
-    return std::make_unique<SharedTerm>(std::move(memory));
+    return std::make_unique<SharedTerm>(device, std::move(memory));
   };
   return term;
 }
 
-// The same with memory of the device, which outlives the pool.
+// The same with memory of the device.
 inline PoolTerm in_device_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
   term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make_on(device, num_bytes, use);
     shared = memory.get();
-    return std::make_unique<SharedTerm>(std::move(memory));
+    return std::make_unique<SharedTerm>(device, std::move(memory));
   };
   return term;
 }

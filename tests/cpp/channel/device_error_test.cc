@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "channel/channels.h"
+#include "support/stream_gate.h"
 
 namespace pipedream {
 namespace {
@@ -23,16 +24,55 @@ constexpr const char* kWhy = "device-side assert triggered";
 class DeviceErrors : public ChannelPair,
                      public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override {
+    take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam()));
+    if (!can_fail()) GTEST_SKIP() << "a GPU does not fail on demand";
+  }
+  void TearDown() override { end_device(); }
+  // All that is the device's ends with it; of CUDA's errors the next test knows nothing.
+  void end_device() {
+    stop();
+    if (!is_on_cuda(data_path_)) return;
+    pool_.reset();
+    compute_stream_.reset();
+    upload_stream_.reset();
+    device_.reset();
+#if defined(PD_CUDA_STUB)
+    cuda_stub::reset();
+#endif
+  }
 
+  [[nodiscard]] bool can_fail() const {
+#if defined(PD_CUDA_STUB)
+    return true;
+#else
+    return !is_on_cuda(data_path_);
+#endif
+  }
+  // Of the copies, or of all calls, the one after so many others fails, and whatever comes after it.
+  void fail_copy() { fail_call("copy", "cudaMemcpyAsync", 0); }
+  void fail_any_call(int num_calls_before) { fail_call("", "", num_calls_before); }
+  void fail_call(const char* call, [[maybe_unused]] const char* cuda_call, int num_calls_before) {
+    if (!is_on_cuda(data_path_)) {
+      const auto num_before = static_cast<std::uint64_t>(num_calls_before);
+      return hostile().fail({.call = call, .num_calls_before = num_before, .why = kWhy});
+    }
+#if defined(PD_CUDA_STUB)
+    cuda_stub::fail(cuda_call, cudaErrorAssert, num_calls_before, /*ends_context=*/true);
+#endif
+  }
   // From here on every call of the device fails.
   void end_context() {
+#if defined(PD_CUDA_STUB)
+    if (is_on_cuda(data_path_)) return cuda_stub::end_context(cudaErrorAssert);
+#endif
     hostile().launch_fault(*upload_stream_, kWhy);
     while (!hostile().is_broken()) std::this_thread::yield();
   }
-  static void expect_told(const Failure& failure) {
+  void expect_told(const Failure& failure) const {
+    const std::string device = is_on_cuda(data_path_) ? "cuda:0: " : "hostile:0: ";
     EXPECT_EQ(failure_kind_name(failure.kind), "DeviceError") << failure.message;
-    EXPECT_EQ(failure.message.find(std::string(kName) + ": hostile:0: "), 0U) << failure.message;
+    EXPECT_EQ(failure.message.find(std::string(kName) + ": " + device), 0U) << failure.message;
     EXPECT_NE(failure.message.find(kWhy), std::string::npos) << failure.message;
   }
   void expect_all_given_back() {
@@ -49,7 +89,7 @@ TEST_P(DeviceErrors, OfACopyIsTheSenders) {
   const auto content = one_tensor(3000, 1);
   OnDevice there = uploaded(*content, deaths_.watch(content));
   upload_stream_->synchronize();
-  hostile().fail({.call = "copy", .why = kWhy});
+  fail_copy();
   sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, there.tensors, nullptr, std::move(there.owner));
   expect_told(wait_failure(sender_wakeup_));
   wait_until_none_is_unreleased();
@@ -70,10 +110,11 @@ TEST_P(DeviceErrors, OfAnItemThatIsDroppedIsTheReceivers) {
 // Its callbacks never come: who waits for them would wait for good.
 TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
-  std::vector<std::byte> read_late(3000);
+  const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
   ReceivedItem first = take_after_send(0);
+  PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *compute_stream_);
-  compute_stream_->copy(read_late.data(), first.tensors[0].data, read_late.size());
+  compute_stream_->copy(read_late->data(), first.tensors[0].data, read_late->size_bytes());
   first = ReceivedItem();
   for (std::int64_t minibatch = 1; minibatch < 5; ++minibatch) send_one_tensor(minibatch);
   static_cast<void>(nothing_comes());  // some wait for the reader, some for a slot
@@ -84,11 +125,12 @@ TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
 }
 
 TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
-  for (std::uint64_t num_calls_before = 0; num_calls_before < 60; ++num_calls_before) {
+  const int step = is_on_cuda(data_path_) ? 7 : 1;  // there an operation is several calls
+  for (int num_calls_before = 0; num_calls_before < 60 * step; num_calls_before += step) {
     SCOPED_TRACE(num_calls_before);
     SetUp();
     make_channels(one_tensor_spec(), {.num_slots = 2});
-    hostile().fail({.call = "", .num_calls_before = num_calls_before, .why = kWhy});
+    fail_any_call(num_calls_before);
     std::optional<Failure> failure;
     std::string thrown;
     const auto is_told = [&] {
@@ -103,6 +145,7 @@ TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
         send_one_tensor(minibatch);
         ReceivedItem item;
         while (!take(item, Clock::now() + std::chrono::milliseconds(5)) && !is_told()) {
+          device_->check();  // as a worker does
         }
         if (!failure) expect_equal(item, *one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
       }
@@ -112,14 +155,15 @@ TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
     if (thrown.empty()) expect_told(*failure);
     EXPECT_NE((failure ? failure->message : thrown).find(kWhy), std::string::npos) << thrown;
     expect_all_given_back();
+    end_device();
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(DataPaths, DeviceErrors,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(DataPath::kDeviceStaged,
-                                                          DataPath::kDevicePlacedStaged,
-                                                          DataPath::kDevicePlaced)),
+                                          testing::ValuesIn(with_cuda({DataPath::kDeviceStaged,
+                                                                       DataPath::kDevicePlacedStaged,
+                                                                       DataPath::kDevicePlaced}))),
                          [](const auto& parameter) {
                            return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
                          });
@@ -151,8 +195,9 @@ TEST_P(Forks, ItemThatAChildDropsIsItsParents) {
 
 INSTANTIATE_TEST_SUITE_P(DataPaths, Forks,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
-                                                          DataPath::kDeviceStaged, DataPath::kDevicePlaced)),
+                                          testing::ValuesIn(with_cuda({DataPath::kDirect, DataPath::kStaged,
+                                                                       DataPath::kDeviceStaged,
+                                                                       DataPath::kDevicePlaced}))),
                          [](const auto& parameter) {
                            return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
                          });

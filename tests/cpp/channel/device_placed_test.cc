@@ -6,24 +6,34 @@
 #include <latch>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "channel/channels.h"
+#include "support/stream_gate.h"
 
 namespace pipedream {
 namespace {
 
-class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std::string> {
+class DevicePlaced : public ChannelPair,
+                     public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_data_path(GetParam(), DataPath::kDevicePlaced); }
+  void SetUp() override {
+    take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam()));
+    PD_SKIP_WITHOUT_GATES(*device_);
+  }
 
   // Holds the compute stream until the gate opens, and lets it read the item then.
-  [[nodiscard]] std::unique_ptr<StreamGate> read_late(const ReceivedItem& item,
-                                                      std::vector<std::byte>& bytes) {
+  [[nodiscard]] std::unique_ptr<StreamGate> read_late(const ReceivedItem& item, const Memory& bytes) {
     auto gate = std::make_unique<StreamGate>(*device_, *compute_stream_);
-    compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size());
+    compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size_bytes());
     return gate;
+  }
+  void expect_imported(int num_imported) {
+    if (!is_on_cuda(data_path_)) {
+      EXPECT_EQ(hostile().num_imported(), num_imported);
+    }
   }
   // What was posted to the receiver's transport thread before has been done.
   void wait_for_receiver() {
@@ -35,12 +45,12 @@ class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std:
 
 TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
-  std::vector<std::byte> read(3000);
+  const std::unique_ptr<Memory> read = pinned(std::vector<std::byte>(3000));
   std::unique_ptr<StreamGate> gate;
   {
     const ReceivedItem item = take_after_send(0);
     EXPECT_EQ(item.ready, nullptr);  // the bytes are there
-    gate = read_late(item, read);
+    gate = read_late(item, *read);
   }  // dropped before it was read
   send_one_tensor(1);
   EXPECT_TRUE(nothing_comes());
@@ -50,22 +60,22 @@ TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
   gate->open();
   expect_equal(take(), *one_tensor(3000, 1));
   compute_stream_->synchronize();
-  EXPECT_EQ(read, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read), patterned_bytes(3000, 0));
 }
 
 TEST_P(DevicePlaced, SlotsThatAreReadAreGrantedWhileAnotherIsNot) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::vector<std::byte> read(3000);
+  const std::unique_ptr<Memory> read = pinned(std::vector<std::byte>(3000));
   ReceivedItem first = take_after_send(0);
   ReceivedItem second = take_after_send(1);
   second = ReceivedItem();  // its last reader is done: nothing was enqueued
   expect_equal(take_after_send(2), *one_tensor(3000, 2));
-  const auto gate = read_late(first, read);
+  const auto gate = read_late(first, *read);
   first = ReceivedItem();
   EXPECT_EQ(take_after_send(3).minibatch, MinibatchId(3));
   gate->open();
   compute_stream_->synchronize();
-  EXPECT_EQ(read, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read), patterned_bytes(3000, 0));
 }
 
 TEST_P(DevicePlaced, ManyItemsThatAreReadLateArriveUnchanged) {
@@ -110,7 +120,9 @@ TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
   }
   EXPECT_EQ(sender_->stats().placed_bytes, num_bytes);
   EXPECT_EQ(receiver_->stats().placed_bytes, num_bytes);
-  EXPECT_EQ(hostile().num_registered(), 0);  // nothing to pin
+  if (!is_on_cuda(data_path_)) {
+    EXPECT_EQ(hostile().num_registered(), 0);  // nothing to pin
+  }
   EXPECT_EQ(pool_->planned_bytes(MemoryKind::kStaging), 0U);
 }
 
@@ -136,8 +148,8 @@ TEST_P(DevicePlaced, TensorThatIsPlacedWithoutAClaimIsRefused) {
 
 TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::vector<std::byte> read(3000);
-  const auto gate = read_late(take_after_send(0), read);
+  const std::unique_ptr<Memory> read = pinned(std::vector<std::byte>(3000));
+  const auto gate = read_late(take_after_send(0), *read);
   wait_for_receiver();
   EXPECT_EQ(slots_->num_free(), 0);
   std::thread opener([&] {
@@ -148,13 +160,13 @@ TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
   opener.join();
   EXPECT_EQ(slots_->num_free(), 2);
   compute_stream_->synchronize();
-  EXPECT_EQ(read, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read), patterned_bytes(3000, 0));
 }
 
 TEST_P(DevicePlaced, GrantThatWaitsWhileTheSenderIsLostGrantsNothing) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::vector<std::byte> read(3000);
-  const auto gate = read_late(take_after_send(0), read);
+  const std::unique_ptr<Memory> read = pinned(std::vector<std::byte>(3000));
+  const auto gate = read_late(take_after_send(0), *read);
   wait_for_receiver();
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());
@@ -164,7 +176,7 @@ TEST_P(DevicePlaced, GrantThatWaitsWhileTheSenderIsLostGrantsNothing) {
   EXPECT_EQ(wait_failure(receiver_wakeup_).kind, FailureKind::kPeerLost);
   opener.join();
   compute_stream_->synchronize();
-  EXPECT_EQ(read, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read), patterned_bytes(3000, 0));
   stop();
   EXPECT_EQ(slots_->num_free(), 2);
 }
@@ -184,17 +196,21 @@ TEST_P(DevicePlaced, CopyIntoTheReceiversMemoryEndsBeforeThatIsLetGo) {
   sending_->shutdown(0);
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());
-    EXPECT_EQ(hostile().num_imported(), 1);
+    expect_imported(1);
     gate.open();
   });
   sender_->end_placing();
-  EXPECT_EQ(hostile().num_imported(), 0);
+  expect_imported(0);
   opener.join();
   EXPECT_TRUE(sender_->places());  // it did
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, DevicePlaced, testing::Values("inproc", "zmq"),
-                         [](const auto& transport) { return transport.param; });
+INSTANTIATE_TEST_SUITE_P(Transports, DevicePlaced,
+                         testing::Combine(testing::Values("inproc", "zmq"),
+                                          testing::ValuesIn(with_cuda({DataPath::kDevicePlaced}))),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
+                         });
 
 }  // namespace
 }  // namespace pipedream

@@ -35,7 +35,7 @@ TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
 }
 
 TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
-  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  if (is_placed_on_device(data_path())) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
   std::int64_t minibatch = 0;
   EXPECT_TRUE(wait_until([&] {
@@ -48,7 +48,7 @@ TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
 
 // Tried until no other thread happens to drive in between.
 TEST_P(ChannelDriving, CreditOfWhatIsDroppedDuringAWorkItemLeavesAtItsEnd) {
-  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  if (is_placed_on_device(data_path())) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
   std::int64_t minibatch = 0;
   EXPECT_TRUE(wait_until([&] {
@@ -64,7 +64,7 @@ TEST_P(ChannelDriving, CreditOfWhatIsDroppedDuringAWorkItemLeavesAtItsEnd) {
 }
 
 TEST_P(ChannelDriving, CreditOfWhatAnotherThreadDropsDuringAWorkItemLeavesBeforeItsEnd) {
-  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  if (is_placed_on_device(data_path())) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
   ReceivedItem item = take_after_send(0);
   const std::uint64_t num_before = receiver_->stats().link.frames_sent;
@@ -129,14 +129,14 @@ TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   EXPECT_TRUE(sender_wakeup_.failure().has_value());
 }
 
-INSTANTIATE_TEST_SUITE_P(DataPaths, ChannelDriving,
-                         testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
-                                                          DataPath::kPlaced, DataPath::kDeviceStaged,
-                                                          DataPath::kDevicePlaced)),
-                         [](const auto& parameter) {
-                           return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    DataPaths, ChannelDriving,
+    testing::Combine(testing::Values("inproc", "zmq"),
+                     testing::ValuesIn(with_cuda({DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced,
+                                                  DataPath::kDeviceStaged, DataPath::kDevicePlaced}))),
+    [](const auto& parameter) {
+      return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
+    });
 
 }  // namespace
 }  // namespace pipedream

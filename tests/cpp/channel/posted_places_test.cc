@@ -31,7 +31,7 @@ class PostedChannels : public ChannelPair,
       versions.allocate = [this](std::size_t num_bytes) {
         auto memory = SharedMemory::make(num_bytes, posted_use());
         shared_ = memory.get();
-        return std::make_unique<SharedTerm>(std::move(memory));
+        return std::make_unique<SharedTerm>(*device_, std::move(memory));
       };
     }
     SlotGroup& term = pool_->add(versions);

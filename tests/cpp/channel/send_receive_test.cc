@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "channel/channels.h"
+#include "support/stream_gate.h"
 
 namespace pipedream {
 namespace {
@@ -124,12 +125,13 @@ TEST_P(Channels, ManyTensorsTravelAsOneItem) {
 TEST_P(CopyingChannels, CopyWaitsForTheEventThatTheTensorsAreWritten) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
-  const std::vector<std::byte> written = patterned_bytes(4096, 5);
+  const std::unique_ptr<Memory> written = pinned(patterned_bytes(4096, 5));
   const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
   auto content = one_tensor(4096, 5);
   content->tensors[0].data = memory->data();
+  PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *stream);
-  stream->copy(memory->data(), written.data(), written.size());
+  stream->copy(memory->data(), written->data(), written->size_bytes());
   auto ready = device_->make_event();
   stream->record(*ready);
   sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, content->tensors, std::move(ready),
@@ -203,10 +205,11 @@ TEST_P(Channels, EndNeedsNoRoomAmongTheItems) {
 // needed. The buffer was once overwritten by the item after.
 TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
-  std::vector<std::byte> read_late(3000);
+  const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
   ReceivedItem item = take_after_send(0);
+  PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *compute_stream_);
-  compute_stream_->copy(read_late.data(), item.tensors[0].data, read_late.size());
+  compute_stream_->copy(read_late->data(), item.tensors[0].data, read_late->size_bytes());
   item = ReceivedItem();  // dropped before it was read
   send_one_tensor(1);
   ReceivedItem unread;
@@ -220,7 +223,7 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
   gate.open();
   expect_equal(take(), *one_tensor(3000, 2));
   compute_stream_->synchronize();
-  EXPECT_EQ(read_late, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read_late), patterned_bytes(3000, 0));
 }
 
 // Two items are dropped by two threads, and a slot is granted between: with the staging buffer that the other
@@ -257,9 +260,10 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
   const auto late_holder = second.held;  // as the copy stream may be
   ++late_holder->num_holders;
   second = ReceivedItem();  // its readers are done
+  PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *compute_stream_);
-  std::vector<std::byte> read_late(3000);
-  compute_stream_->copy(read_late.data(), slot, read_late.size());
+  const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
+  compute_stream_->copy(read_late->data(), slot, read_late->size_bytes());
   std::thread dropping([&] { first = ReceivedItem(); });
   gates->first_is_halfway.wait();
   std::thread also_dropping([&] { late_holder->drop(); });
@@ -274,7 +278,7 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
   gate.open();
   compute_stream_->wait(*third.ready);
   expect_equal(third, *one_tensor(3000, 2));
-  EXPECT_EQ(read_late, patterned_bytes(3000, 0));
+  EXPECT_EQ(bytes_at(*read_late), patterned_bytes(3000, 0));
 }
 
 // ---- keep_alive ----
@@ -328,6 +332,7 @@ TEST_P(Channels, KeepAliveOfWhatNeverLeftDiesWithTheChannel) {
 TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
+  PD_SKIP_WITHOUT_GATES(*device_);
   StreamGate gate(*device_, *stream);
   auto ready = device_->make_event();
   stream->record(*ready);
@@ -859,21 +864,22 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 const auto kTransports = testing::Values("inproc", "zmq", "zmq_rings");
 const auto kDataPaths =
     testing::Values(DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged);
-const auto kStagedPaths = testing::Values(DataPath::kStaged, DataPath::kPlacedStaged, DataPath::kDeviceStaged,
-                                          DataPath::kDevicePlacedStaged);
-const auto kCopyingPaths =
-    testing::Values(DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged, DataPath::kDeviceStaged,
-                    DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced);
-const auto kAllPaths =
-    testing::Values(DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged,
-                    DataPath::kDeviceStaged, DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced);
+const auto kStagedPaths = testing::ValuesIn(with_cuda(
+    {DataPath::kStaged, DataPath::kPlacedStaged, DataPath::kDeviceStaged, DataPath::kDevicePlacedStaged}));
+const auto kCopyingPaths = testing::ValuesIn(
+    with_cuda({DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged, DataPath::kDeviceStaged,
+               DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced}));
+const auto kAllPaths = testing::ValuesIn(
+    with_cuda({DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged,
+               DataPath::kDeviceStaged, DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced}));
 
 INSTANTIATE_TEST_SUITE_P(Transports, Channels, testing::Combine(kTransports, kAllPaths), parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, CopyingChannels, testing::Combine(kTransports, kCopyingPaths),
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
-                         testing::Combine(kTransports, testing::Values(DataPath::kDeviceStaged,
-                                                                       DataPath::kDevicePlacedStaged)),
+                         testing::Combine(kTransports,
+                                          testing::ValuesIn(with_cuda({DataPath::kDeviceStaged,
+                                                                       DataPath::kDevicePlacedStaged}))),
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedPaths),
                          parameter_name);

@@ -64,9 +64,9 @@ class Peer {
     slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
     PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
-    if (data_path == DataPath::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (is_staged(data_path) && is_placed(data_path)) in = in_shared_memory(in, shared_);
-    if (data_path == DataPath::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
+    if (data_path == DataPath::kPlaced) slots = in_shared_memory(slots, *device_, shared_);
+    if (is_staged(data_path) && is_placed(data_path)) in = in_shared_memory(in, *device_, shared_);
+    if (is_placed_on_device(data_path)) slots = in_device_memory(slots, *device_, shared_);
     if (is_on_device(data_path)) {
       compute_stream_ = device_->make_stream();
       uploaded_ = upload(*device_, *compute_stream_, *tensors_.bytes);

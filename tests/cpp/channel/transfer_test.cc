@@ -135,12 +135,13 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
   return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, Transfers,
-                         testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
-                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
-                                                          DataPath::kPlaced, DataPath::kPlacedStaged,
-                                                          DataPath::kDeviceStaged, DataPath::kDevicePlaced)),
-                         parameter_name);
+INSTANTIATE_TEST_SUITE_P(
+    Transports, Transfers,
+    testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
+                     testing::ValuesIn(with_cuda({DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced,
+                                                  DataPath::kPlacedStaged, DataPath::kDeviceStaged,
+                                                  DataPath::kDevicePlaced}))),
+    parameter_name);
 
 }  // namespace
 }  // namespace pipedream

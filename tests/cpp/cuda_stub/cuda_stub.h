@@ -19,18 +19,24 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace cuda_stub {
 
 constexpr int kNumDevices = 2;
 
-// The call of this name after so many others of it fails once. ends_context: and all calls after it.
+// The call of this name, of any name where it is "", after so many others of it fails once. ends_context: and
+// all calls after it.
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
 // A kernel fails that nobody of ours has launched.
 void end_context(cudaError_t error);
 // Forgets errors and failures on demand, as a new process has none. All that is enqueued must be done.
 void reset();
+
+// A stream of the device whose work begins when `wait` has returned: neither kernel nor host function, so it
+// holds up nobody else's. It is not destroyed. As a number, as Device::wrap_stream() takes it.
+std::uintptr_t make_held_stream(int device, std::function<void()> wait);
 
 // Somebody else captures a graph in the global mode, which is torch's, until is_capture_intact() says whether
 // no call has ended that.

@@ -185,7 +185,8 @@ cudaError_t enter(Lock& lock, const char* call, bool ends_captures = false) {
     all.is_capture_intact = false;
     return failed(cudaErrorStreamCaptureUnsupported);
   }
-  const auto found = all.faults.find(call);
+  auto found = all.faults.find(call);
+  if (found == all.faults.end()) found = all.faults.find("");
   if (found == all.faults.end() || found->second.num_calls_before-- > 0) return cudaSuccess;
   const Fault fault = found->second;
   all.faults.erase(found);
@@ -195,6 +196,14 @@ cudaError_t enter(Lock& lock, const char* call, bool ends_captures = false) {
   }
   return failed(fault.error);
 }
+
+// What is given back after an error of the context goes, as it would go with the process, and the error is
+// told.
+#define PD_ENTER_TO_GIVE_BACK(...)                                              \
+  Driver& all = driver();                                                       \
+  Lock lock(all.mutex);                                                         \
+  const cudaError_t entered = enter(lock, __func__ __VA_OPT__(, ) __VA_ARGS__); \
+  if (entered != cudaSuccess && all.context_error == cudaSuccess) return entered
 
 #define PD_ENTER(...)                                                                                       \
   Driver& all = driver();                                                                                   \
@@ -375,6 +384,17 @@ void reset() {
   own_error = cudaSuccess;
 }
 
+std::uintptr_t make_held_stream(int device, std::function<void()> wait) {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  auto made = std::make_shared<CUstream_st>();
+  made->device = device;
+  all.streams[made.get()] = made;
+  enqueue(*made, std::move(wait));
+  start(made);
+  return reinterpret_cast<std::uintptr_t>(made.get());
+}
+
 void set_capability(int device, int capability) {
   Driver& all = driver();
   const Lock lock(all.mutex);
@@ -518,8 +538,9 @@ cudaError_t cudaMalloc(void** data, std::size_t num_bytes) {
 }
 
 cudaError_t cudaFree(void* data) {
-  PD_ENTER(kEndsCaptures);
-  return unmap_device_memory(data, false);
+  PD_ENTER_TO_GIVE_BACK(kEndsCaptures);
+  (void)unmap_device_memory(data, false);
+  return entered;
 }
 
 cudaError_t cudaHostRegister(void* data, std::size_t num_bytes, unsigned /*flags*/) {
@@ -537,12 +558,12 @@ cudaError_t cudaHostRegister(void* data, std::size_t num_bytes, unsigned /*flags
 }
 
 cudaError_t cudaHostUnregister(void* data) {
-  PD_ENTER(kEndsCaptures);
+  PD_ENTER_TO_GIVE_BACK(kEndsCaptures);
   const auto found = all.registered.find(reinterpret_cast<std::uintptr_t>(data));
   if (found == all.registered.end()) return failed(cudaErrorHostMemoryNotRegistered);
   check_unused(found->first, found->second);
   all.registered.erase(found);
-  return cudaSuccess;
+  return entered;
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data) {
@@ -566,8 +587,9 @@ cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle, unsigne
 }
 
 cudaError_t cudaIpcCloseMemHandle(void* data) {
-  PD_ENTER(kEndsCaptures);
-  return unmap_device_memory(data, true);
+  PD_ENTER_TO_GIVE_BACK(kEndsCaptures);
+  (void)unmap_device_memory(data, true);
+  return entered;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
@@ -582,11 +604,17 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) 
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  PD_ENTER();
+  PD_ENTER_TO_GIVE_BACK();
   CUstream_st& given = stream_of(stream);
   given.is_closing = true;  // after what is enqueued
   given.has_work.notify_one();
-  return cudaSuccess;
+  return entered;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  PD_ENTER(kEndsCaptures);
+  const CUstream_st& given = stream_of(stream);
+  return given.num_done >= given.num_enqueued ? cudaSuccess : failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -655,10 +683,10 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  PD_ENTER();
+  PD_ENTER_TO_GIVE_BACK();
   const std::unique_ptr<CUevent_st> given(&event_of(event));
   all.events.erase(event);
-  return cudaSuccess;
+  return entered;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -708,6 +736,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "an illegal memory access was encountered";
     case cudaErrorNotReady:
       return "device not ready";
+    case cudaErrorAssert:
+      return "device-side assert triggered";
     default:
       return "an error of the stand-in";
   }

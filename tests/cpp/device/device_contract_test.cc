@@ -425,6 +425,16 @@ TEST_P(DeviceContract, MoreMemoryThanThereIsNamesSizeAndDevice) {
   EXPECT_TRUE(same(*to, *from));
 }
 
+TEST_P(DeviceContract, ACheckOfADeviceThatWorksSaysNothingAndWaitsForNothing) {
+  const auto stream = device_->make_stream();
+  Gate gate;
+  gate.close(*stream);
+  device_->check();
+  gate.open();
+  stream->synchronize();
+  device_->check();
+}
+
 std::vector<std::string> devices_here() {
   std::vector<std::string> backends = {"Host", "Hostile"};
   if (cuda_available()) backends.emplace_back("Cuda");

@@ -1,5 +1,6 @@
 // What the tests' own device promises beyond the contract: that it is hostile.
 #include "support/hostile_device.h"
+#include "support/stream_gate.h"
 
 #include <gtest/gtest.h>
 

@@ -424,6 +424,36 @@ TEST_F(PoisonTest, MemoryThatTheCpuCannotWriteIsLeftAlone) {
   EXPECT_TRUE(is_poison(staging_slots.lease()));
 }
 
+// ---- On a device of its own memory ----
+
+TEST(PoolOnCuda, SlotsOfBothKindsHoldWhatItsStreamsWriteAndAreNotPoisoned) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device, and no stand-in for one";
+  constexpr std::size_t kBytes = 1000;
+  const auto device = make_cuda_device(0);
+  Pool pool(*device);
+  SlotGroup& slots = pool.add({"weights", kBytes, 3, MemoryKind::kDevice});
+  SlotGroup& staging = pool.add({"staging", kBytes, 2, MemoryKind::kStaging, /*poison=*/false});
+  pool.seal();
+  const auto stream = device->make_stream();
+  const Lease from = staging.lease();
+  const Lease to = staging.lease();
+  std::vector<Lease> leases;
+  for (int slot = 0; slot < 3; ++slot) {
+    leases.push_back(slots.lease());
+    std::memset(from.data(), slot + 1, kBytes);
+    stream->copy(leases.back().data(), from.data(), kBytes);
+    stream->synchronize();
+  }
+  leases[1].release();
+  leases[1] = slots.lease();
+  for (int slot = 0; slot < 3; ++slot) {
+    stream->copy(to.data(), leases[static_cast<std::size_t>(slot)].data(), kBytes);
+    stream->synchronize();
+    EXPECT_EQ(std::vector<std::byte>(to.data(), to.data() + kBytes),
+              std::vector<std::byte>(kBytes, static_cast<std::byte>(slot + 1)));
+  }
+}
+
 TEST(PoisonByDefault, FollowsTheEnvironmentAndRefusesWhatItDoesNotKnow) {
   const char* const before = std::getenv("PIPEDREAM_POISON");
   const std::string restored = before == nullptr ? "" : before;

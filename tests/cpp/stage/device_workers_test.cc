@@ -11,6 +11,10 @@
 #include "base/failure.h"
 #include "stage/worker.h"
 #include "support/hostile_device.h"
+
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
 #include "transport/recorder.h"
 
 namespace pipedream {
@@ -158,6 +162,34 @@ TEST_P(DeviceWorkers, MemoryOfTheReceiverIsLetGoWhenTheSenderCloses) {
     EXPECT_EQ(hostile(sending_device_)->num_imported(), 0);
     EXPECT_EQ(hostile(receiving_device_)->num_exported(), 0);
   }
+}
+
+// The copy of the item and the call() after it are dropped, and no call of the device tells that: the
+// receiver waited for good, and its peer with it.
+TEST_P(DeviceWorkers, ErrorOfTheDeviceWhileAWorkerWaitsEndsItsWait) {
+#if !defined(PD_CUDA_STUB)
+  if (GetParam() == "cuda") GTEST_SKIP() << "a GPU does not fail on demand";
+#endif
+  plan(/*places_on_device=*/false);
+  connect();
+  EXPECT_TRUE(receiver_->receive_item(kName, Clock::now() + std::chrono::milliseconds(5), false).ok());
+  if (auto* device = hostile(receiving_device_)) {
+    device->launch_fault(*device->make_stream(), "device-side assert triggered");
+    while (!device->is_broken()) std::this_thread::yield();
+  }
+#if defined(PD_CUDA_STUB)
+  if (GetParam() == "cuda") cuda_stub::end_context(cudaErrorAssert);
+#endif
+  const auto item = receiver_->receive_item(kName, Clock::now() + std::chrono::milliseconds(5), false);
+  ASSERT_FALSE(item.ok());
+  EXPECT_EQ(failure_kind_name(item.failure().kind), "DeviceError");
+  EXPECT_NE(item.failure().message.find("device-side assert triggered"), std::string::npos)
+      << item.failure().message;
+#if defined(PD_CUDA_STUB)
+  sender_.reset();
+  receiver_.reset();
+  cuda_stub::reset();
+#endif
 }
 
 std::vector<std::string> devices_here() {

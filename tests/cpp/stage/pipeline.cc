@@ -17,6 +17,10 @@
 
 #include "transport/recorder.h"
 
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
+
 namespace pipedream {
 
 Deadline patience() { return Clock::now() + kPatience; }
@@ -353,7 +357,7 @@ class PipelineWorker {
     options.transport = pipeline.transport;
     options.force_staging = pipeline.staged;
     options.shares_memory = pipeline.shares_memory;
-    if (pipeline.on_device) place_ = Place(std::make_shared<HostileDevice>());
+    if (pipeline.on_device) place_ = Place(make_device(pipeline.on_cuda));
     worker_ = pipeline.on_device ? std::make_unique<Worker>(options, place_.device())
                                  : std::make_unique<Worker>(options);
     for (const StageChannelNames& part : parts_) report_.stages.push_back(part.stage);
@@ -386,6 +390,16 @@ class PipelineWorker {
   }
 
  private:
+  // Neighbours on CUDA have the first two devices in turn, where there are two.
+  [[nodiscard]] std::shared_ptr<Device> make_device(bool on_cuda) const {
+    if (!on_cuda) return std::make_shared<HostileDevice>();
+#if defined(PD_CUDA_STUB)
+    return make_cuda_device(static_cast<int>(worker_index_.value() % cuda_stub::kNumDevices));
+#else
+    return make_cuda_device(0);
+#endif
+  }
+
   struct Stash {
     std::optional<ReceivedItem> received;  // until its backward, as autograd keeps it
     std::optional<std::uint64_t> output;   // absent where it is recomputed

@@ -52,7 +52,8 @@ struct PipelineOptions {
   bool staged = false;
   std::int64_t padding_bytes_max = 3000;  // beside three numbers, in every item
   bool shares_memory = true;
-  bool on_device = false;         // workers on hostile devices, each its own
+  bool on_device = false;  // workers on hostile devices, each its own, or on those of CUDA
+  bool on_cuda = false;
   bool places_on_device = false;  // and each writes into the memory of its neighbours
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;

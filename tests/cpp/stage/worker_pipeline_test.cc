@@ -174,11 +174,15 @@ TEST_P(OneHost, ItsWorkersUseTheWireWhenTheyMayNotShare) {
   }
 }
 
-TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
+// True: those of CUDA.
+class DevicesOfOneHost : public testing::TestWithParam<bool> {};
+
+TEST_P(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
   if (!make_transport("zmq")) GTEST_SKIP() << "zmq is not available";
   PipelineOptions pipeline;
   pipeline.transport = "zmq";
   pipeline.on_device = true;
+  pipeline.on_cuda = GetParam();
   pipeline.places_on_device = true;
   pipeline.padding_bytes_max = 40'000;
   pipeline.num_minibatches = 10;
@@ -199,9 +203,10 @@ TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
 }
 
 // Through staging buffers, by the wire or placed there by the sender.
-TEST(DevicesOfOneHost, EveryTensorIsStagedWhereItIsNotPlaced) {
+TEST_P(DevicesOfOneHost, EveryTensorIsStagedWhereItIsNotPlaced) {
   PipelineOptions pipeline;
   pipeline.on_device = true;
+  pipeline.on_cuda = GetParam();
   pipeline.padding_bytes_max = 40'000;
   pipeline.num_minibatches = 10;
   for (const char* transport : {"inproc", "zmq"}) {
@@ -214,6 +219,13 @@ TEST(DevicesOfOneHost, EveryTensorIsStagedWhereItIsNotPlaced) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Plans, DevicesOfOneHost,
+                         testing::ValuesIn(cuda_available() ? std::vector<bool>{false, true}
+                                                            : std::vector<bool>{false}),
+                         [](const testing::TestParamInfo<bool>& parameter) {
+                           return std::string(parameter.param ? "cuda" : "hostile");
+                         });
 
 INSTANTIATE_TEST_SUITE_P(Plans, OneHost, testing::Bool(), [](const testing::TestParamInfo<bool>& parameter) {
   return std::string(parameter.param ? "staged" : "direct");

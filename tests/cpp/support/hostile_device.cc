@@ -599,6 +599,11 @@ std::unique_ptr<HostRegistration> HostileDevice::register_host_memory(std::byte*
   return std::make_unique<HostRegistration>();
 }
 
+void HostileDevice::check() {
+  std::unique_lock lock(driver().mutex);
+  enter(lock, "check");
+}
+
 std::unique_ptr<ExportedMemory> HostileDevice::export_memory(std::size_t num_bytes, std::string* why) {
   if (!why_no_memory.empty()) throw UserError(why_no_memory);
   if (!why_not_exported.empty()) return refuse(why, why_not_exported);

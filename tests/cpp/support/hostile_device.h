@@ -20,7 +20,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <latch>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -81,6 +80,7 @@ class HostileDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) override;
   [[nodiscard]] std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                        std::size_t num_bytes) override;
+  void check() override;
   [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
   [[nodiscard]] std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                               std::string* why) override;
@@ -112,32 +112,6 @@ class HostileDevice final : public Device {
   std::atomic<int> num_exported_{0};
   std::atomic<int> num_imported_{0};
   std::atomic<int> num_registered_{0};
-};
-
-// Holds a stream of any device until it opens, or dies. On a hostile one by a kernel: a host function would
-// hold those of all streams.
-class StreamGate {
- public:
-  StreamGate(Device& device, Stream& stream) {
-    auto wait = [opened = opened_] { opened->wait(); };
-    if (auto* hostile = dynamic_cast<HostileDevice*>(&device)) {
-      hostile->launch(stream, std::move(wait));
-    } else {
-      stream.call(std::move(wait));
-    }
-  }
-  ~StreamGate() { open(); }
-  StreamGate(const StreamGate&) = delete;
-  StreamGate& operator=(const StreamGate&) = delete;
-
-  void open() {
-    if (!std::exchange(is_open_, true)) opened_->count_down();
-  }
-
- private:
-  const std::shared_ptr<std::latch> opened_ =
-      std::make_shared<std::latch>(1);  // the stream outlives the gate
-  bool is_open_ = false;
 };
 
 // Device memory with these bytes, once the stream has done what was enqueued. It dies after its own copy.

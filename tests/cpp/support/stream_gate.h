@@ -1,0 +1,75 @@
+// Holds a stream of any device until it opens, or dies: to prove an order without waiting for it.
+#pragma once
+
+#include <functional>
+#include <latch>
+#include <memory>
+#include <utility>
+
+#include "device/device.h"
+#include "support/hostile_device.h"
+
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
+
+namespace pipedream {
+
+// A host function holds the stream, and with it the host functions of all other streams, where it cannot be
+// told apart from work of the device: on a hostile device, and on the tests' CUDA, it can.
+class StreamGate {
+ public:
+  StreamGate(Device& device, Stream& stream) {
+    auto wait = [opened = opened_] { opened->wait(); };
+    if (auto* hostile = dynamic_cast<HostileDevice*>(&device)) {
+      hostile->launch(stream, std::move(wait));
+    } else if (!hold_cuda(device, stream, wait)) {
+      stream.call(std::move(wait));
+    }
+  }
+  ~StreamGate() { open(); }
+  StreamGate(const StreamGate&) = delete;
+  StreamGate& operator=(const StreamGate&) = delete;
+
+  // Whether other streams can do without a host function while the gate is closed, or have them called.
+  [[nodiscard]] static bool leaves_others_free([[maybe_unused]] const Device& device) {
+#if defined(PD_CUDA_STUB)
+    return true;
+#else
+    return device.type() == DeviceType::kHost || dynamic_cast<const HostileDevice*>(&device) != nullptr;
+#endif
+  }
+
+  void open() {
+    if (!std::exchange(is_open_, true)) opened_->count_down();
+  }
+
+ private:
+  static bool hold_cuda([[maybe_unused]] Device& device, [[maybe_unused]] Stream& stream,
+                        [[maybe_unused]] const std::function<void()>& wait) {
+#if defined(PD_CUDA_STUB)
+    if (device.type() == DeviceType::kHost) return false;
+    const std::unique_ptr<Stream> aside =
+        device.wrap_stream(cuda_stub::make_held_stream(device.index(), wait));
+    const std::unique_ptr<Event> opened = device.make_event();
+    aside->record(*opened);
+    stream.wait(*opened);
+    return true;
+#else
+    return false;
+#endif
+  }
+
+  const std::shared_ptr<std::latch> opened_ =
+      std::make_shared<std::latch>(1);  // the stream outlives the gate
+  bool is_open_ = false;
+};
+
+// A test that closes one while channels work.
+#define PD_SKIP_WITHOUT_GATES(device)                             \
+  if (!StreamGate::leaves_others_free(device)) {                  \
+    GTEST_SKIP() << "a gate holds all of a GPU's host functions"; \
+  }                                                               \
+  static_assert(true)
+
+}  // namespace pipedream
