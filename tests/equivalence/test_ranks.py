@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,17 @@ def test_ranks_take_schedule_and_microbatches_of_rank_0s_plan(farm: Farm) -> Non
     assert_close_state(state, expected_state, 1e-9)
     refused = farm.run(_train_as_planned, training, training.plan, **how, num_ranks=2)
     assert all("the plan has no schedule" in str(outcome.error) for outcome in refused)
+
+
+def _train_with_warnings(training: Training) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_in_pipeline(training)
+    return [str(warning.message) for warning in caught if "late" in str(warning.message)]
+
+
+def test_rank_0_tells_of_late_gradients_once(farm: Farm) -> None:
+    training = Training("mlp", 3, num_minibatches=2, short_last=False)
+    told = farm.results(_train_with_warnings, training, num_ranks=3)
+    assert [len(of_rank) for of_rank in told] == [1, 0, 0]
+    assert told[0][0].startswith("gradients are 2 updates late in the mean (schedule 'pipedream'")

@@ -12,14 +12,17 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from pipedream._core import ScheduleOptions
 from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import mean_delay, microbatches_min
 
-__all__ = ["cautions_of", "check_data_apart", "warn_the_caller"]
+__all__ = ["cautions_of", "check_data_apart", "warn_if_late", "warn_the_caller"]
 
 # Their mean divides by the weights of the samples that count, not by the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
@@ -132,6 +135,31 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
             " microbatches, which count by their samples, losses and gradients differ from those of whole"
             " minibatches; give weight_fn, which says what a microbatch counts"
         )
+
+
+def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Optimizer]) -> None:
+    """Warns the caller of gradients that are more than one update late, where an optimizer has momentum:
+    together they cost minibatches (docs/statistical_efficiency.md). optimizers: of some stages."""
+    delay = mean_delay(options)
+    names = [type(made).__name__ for made in optimizers if _has_momentum(made)]
+    if delay <= 1 or not names:
+        return
+    enough = microbatches_min(plan, "2bw")  # which is one update late
+    name = options.schedule
+    warn_the_caller(
+        f"gradients are {delay:.3g} updates late in the mean (schedule {name!r} with microbatches="
+        f"{options.num_microbatches}), which with the momentum of {names[0]} costs minibatches:"
+        f" schedule={name!r} with microbatches={enough} is at most one late, 'flush' not at all"
+    )
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        betas = group.get("betas")
+        decays = [group.get("momentum"), *(betas if isinstance(betas, (tuple, list)) else ())]
+        if any(decay is not None and float(decay) > 0 for decay in decays):
+            return True
+    return False
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:

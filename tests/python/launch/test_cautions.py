@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pipedream
 import pytest
 import torch
-from pipedream import Plan
-from pipedream.launch import runner
-from pipedream.launch.cautions import cautions_of
+from pipedream import Plan, optim
+from pipedream._core import Placement, ScheduleOptions, derive_in_flight
+from pipedream.launch import launcher, runner
+from pipedream.launch.cautions import cautions_of, warn_if_late
 from pipedream.model.cut_model import cut_model
 from pipedream.planning.plan import Stage
 from torch import nn
@@ -116,6 +118,92 @@ def test_run_warns_at_the_callers_line_before_any_process_starts(monkeypatch: py
             data=[pair],
             loss_fn=nn.functional.mse_loss,
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def _late_warnings(options: ScheduleOptions, *made: torch.optim.Optimizer) -> list[str]:
+    plan = Plan(tuple(Stage(i, i, options.placement.num_replicas(i)) for i in range(options.num_stages)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_late(plan, options, made)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+_WEIGHTS = [nn.Parameter(torch.ones(2, 2))]
+_MOMENTUM = torch.optim.SGD(_WEIGHTS, lr=0.1, momentum=0.9)
+
+
+def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -> None:
+    (told,) = _late_warnings(ScheduleOptions("pipedream", [4, 3, 2, 1]), _MOMENTUM, _MOMENTUM)
+    assert told == (
+        "gradients are 3 updates late in the mean (schedule 'pipedream' with microbatches=1), which with the"
+        " momentum of SGD costs minibatches: schedule='pipedream' with microbatches=3 is at most one"
+        " late, 'flush' not at all"
+    )
+    assert not _late_warnings(ScheduleOptions("pipedream", [4, 3, 2, 1], 3), _MOMENTUM)
+    replicas = [2, 1, 1, 1]
+    in_flight, placement = derive_in_flight(replicas), Placement.in_order(replicas, [0] * 4)
+    # Each of two replicas has half of the microbatches; of three it has three in two minibatches.
+    told_of = [
+        _late_warnings(ScheduleOptions("unstashed", in_flight, m, placement), _MOMENTUM) for m in range(1, 5)
+    ]
+    assert [len(told) for told in told_of] == [1, 1, 0, 0]
+    assert "schedule='unstashed' with microbatches=3 is" in told_of[1][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (ScheduleOptions("vertical_sync", [3, 2, 1], 1), True),
+        (ScheduleOptions("2bw", [3, 2, 1], 2), False),
+        (ScheduleOptions("flush", [3, 2, 1], 1), False),
+        (ScheduleOptions("pipedream", [2, 1], 1), False),
+    ],
+)
+def test_a_schedule_that_is_at_most_one_update_late_is_not_told(
+    options: ScheduleOptions, is_told: bool
+) -> None:
+    assert bool(_late_warnings(options, _MOMENTUM)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("made", "is_told"),
+    [
+        (torch.optim.SGD(_WEIGHTS, lr=0.1), False),
+        (torch.optim.SGD([{"params": _WEIGHTS, "momentum": 0.5}], lr=0.1), True),
+        (torch.optim.Adagrad(_WEIGHTS), False),
+        (torch.optim.RMSprop(_WEIGHTS, momentum=0.1), True),
+        (torch.optim.AdamW(_WEIGHTS, betas=(0.0, 0.99)), True),
+        (optim.SGD(_WEIGHTS, lr=0.1), False),
+        (optim.SGD(_WEIGHTS, lr=0.1, momentum=0.9), True),
+        (optim.NAdamW(_WEIGHTS), True),
+        (optim.Muon([("w", _WEIGHTS[0])]), True),
+    ],
+)
+def test_late_gradients_are_told_to_optimizers_with_momentum_alone(
+    made: torch.optim.Optimizer, is_told: bool
+) -> None:
+    assert bool(_late_warnings(ScheduleOptions("pipedream", [3, 2, 1]), made)) == is_told
+
+
+def test_a_run_tells_its_caller_of_late_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class _Launched(Exception):  # noqa: N818 (no error)
+        pass
+
+    def launch(*_: Any) -> None:
+        raise _Launched
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    pair = (torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.warns(UserWarning, match="2 updates late") as caught, pytest.raises(_Launched):
+        pipedream.run(
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))),
+            Plan.straight(3, 3),
+            data=[pair],
+            loss_fn=nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.Adam, lr=0.1),
         )
     assert [warning.filename for warning in caught] == [__file__]
 
