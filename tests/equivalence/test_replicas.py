@@ -24,6 +24,7 @@ from training import (
     assert_close_state,
     train_by_reference,
     train_in_pipeline,
+    train_plainly,
     weight_decay_by_name,
 )
 
@@ -89,6 +90,43 @@ def test_replicas_of_the_only_stage_may_be_told_of_the_end(farm: Farm, num_minib
 def test_microbatches_give_the_references_result(farm: Farm, schedule: str) -> None:
     how: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "short_last": False}
     assert_equals_reference(farm, _training("mlp", (2, 1), **how))
+
+
+@pytest.mark.parametrize("case_name", ["mlp", "transformer"])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2)], ids=["2-1", "1-2", "2-2"])
+def test_flush_is_plain_training_with_the_same_minibatches_where_replicas_divide_them(
+    farm: Farm, replicas: tuple[int, ...], case_name: str
+) -> None:
+    training = _training(case_name, replicas, schedule="flush", microbatches=4, short_last=False)
+    result, state = farm.results(train_in_pipeline, training, num_ranks=training.num_workers)[0]
+    losses, expected = train_plainly(training)
+    assert_close_losses(result.losses, losses, 1e-12)
+    assert_close_state(state, expected, 1e-12)
+
+
+def _sgd_by_delay(parameters: Any, delay: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1 / (1 + delay))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((1, 1, 1), {}),
+        ((1, 1, 1), {"microbatches": 2}),
+        ((2, 1), {"microbatches": 3}),
+        ((1, 2), {"schedule": "unstashed", "microbatches": 4}),
+        ((2, 1), {"schedule": "vertical_sync", "microbatches": 3}),
+        ((1, 1), {"schedule": "2bw", "microbatches": 2}),
+        ((2, 1), {"schedule": "flush"}),
+        ((2, 1), {"sync": "ssp", "staleness": 1}),
+    ],
+    ids=str,
+)
+def test_an_optimizer_is_told_its_stages_mean_delay(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    """The reference counts it microbatch by microbatch."""
+    assert_equals_reference(farm, _training("mlp", replicas, optimizer=_sgd_by_delay, **how))
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

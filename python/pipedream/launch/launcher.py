@@ -64,6 +64,7 @@ from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import mean_delays
 from pipedream.report.result import RunResult
 from pipedream.report.status import StatusBoard
 from pipedream.stage.gradients import updated_parameters
@@ -161,6 +162,7 @@ def _try_factories(
             graph.read("optimizer"),
             graph.read("lr_scheduler"),
             choose_device_type(),
+            mean_delays(options.schedule_options()),
         )
 
 

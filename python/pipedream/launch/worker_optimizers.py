@@ -20,9 +20,11 @@ from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.links.channels import ShardSpec, TieSpec
 from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
+from pipedream.model.factories import with_delay
 from pipedream.model.stage_module import Tie
 from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
+from pipedream.planning.plan_schedule import mean_delays
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.loss_scale import LossScaling
@@ -50,12 +52,12 @@ class WorkerOptimizers:
         """Of this worker's stages, in float16."""
         self._run = run
         self._choice = choice
+        delays = mean_delays(run.schedule())
         for stage in run.held_stages_of(run.rank):
             index = stage.stage_index
             named = updated_parameters(stage, run.ties)
-            optimizer = StageOptimizer(
-                run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
-            )
+            factory = with_delay(run.options.optimizer, delays[index])
+            optimizer = StageOptimizer(factory, named, run.options.lr_scheduler, f"stage {index}")
             self.by_stage[index] = optimizer
             if isinstance(optimizer.optimizer, Muon) and run.options.progress:
                 print(

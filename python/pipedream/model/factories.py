@@ -6,6 +6,7 @@ What they raise names the argument and the stage, and has the user's own error a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ __all__ = [
     "make_masters",
     "parameter_like",
     "try_factories",
+    "with_delay",
 ]
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -79,6 +81,15 @@ def build_optimizer(
     return optimizer
 
 
+def with_delay(factory: OptimizerFactory, delay: float) -> OptimizerFactory:
+    """The factory of a stage, which is given the stage's mean delay in updates where it has an argument of
+    that name that is still open."""
+    is_bound = isinstance(factory, functools.partial) and "delay" in factory.keywords
+    return (
+        factory if is_bound or "delay" not in _arguments(factory) else functools.partial(factory, delay=delay)
+    )
+
+
 def build_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, where: str) -> Any:
     """Calls the user's factory with the optimizer; raises as build_optimizer does."""
     try:
@@ -103,21 +114,26 @@ def try_factories(
     optimizer: OptimizerFactory,
     lr_scheduler: SchedulerFactory | None,
     device_type: str,
+    delays: Sequence[float] | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Calls them as each stage will, so that a mistake is told before the run starts. stages: the parameters
-    that each one updates. device_type: where they will be then. Returns what the optimizers' factory made.
+    that each one updates. device_type: where they will be then. delays: of the
+    stages, in updates; None: 0. Returns what the optimizers' factory made.
 
     Where the parameters are elsewhere now the factories may fail for that reason alone (fused=True), and
     nothing is said: the stage's own call will tell. Random number generators stay as they are.
     """
     all_made = []
     with generators_kept(), _compiler_left_out():
-        for stage_index, named in enumerate(stages):
+        for stage_index, (named, delay) in enumerate(zip(stages, delays or [0.0] * len(stages), strict=True)):
             if not named:
                 continue
             try:
                 made = build_optimizer(
-                    optimizer, [name for name, _ in named], make_masters(named), f"stage {stage_index}"
+                    with_delay(optimizer, delay),
+                    [name for name, _ in named],
+                    make_masters(named),
+                    f"stage {stage_index}",
                 )
                 all_made.append(made)
                 if lr_scheduler is not None:
@@ -146,11 +162,14 @@ def _raise_named(argument: str, where: str, error: Exception) -> NoReturn:
 
 
 def _wants_names(factory: Callable[..., Any]) -> bool:
+    return _arguments(factory)[:1] == ["named_parameters"]
+
+
+def _arguments(factory: Callable[..., Any]) -> list[str]:
     try:
-        parameters = list(inspect.signature(factory).parameters)
+        return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):  # no signature to be had: a builtin
-        return False
-    return bool(parameters) and parameters[0] == "named_parameters"
+        return []
 
 
 def _make_master(parameter: nn.Parameter) -> nn.Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "any_schedule_of",
     "mean_delay",
+    "mean_delays",
     "microbatches_min",
     "minibatches_of_round",
     "profile_of_rounds",
@@ -69,20 +71,43 @@ def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
-def mean_delay(options: _core.ScheduleOptions) -> float:
-    """Updates between the version that a microbatch's forward reads and the one that its gradient changes, in
-    the mean over a minibatch, at the stage where that is most: (n_s - 1) / c_s."""
+def mean_delays(options: _core.ScheduleOptions) -> list[float]:
+    """Of each stage, in its updates: how much older the version that a microbatch's forward reads is than the
+    one that its gradient changes, in the mean, long after the start. (n_s - 1) / c_s where a stage counts its
+    own microbatches."""
     from pipedream import _core
 
     if _core.drains_every_minibatch(options):
-        return 0.0
+        return [0.0] * options.num_stages
     if options.schedule == "2bw":
-        return 1.0
-    in_flight, stages = options.in_flight, range(options.num_stages)
-    own = [_core.rounds_of(options, stage).own_per_round for stage in stages]
-    if options.schedule == "vertical_sync":  # the input stage's, at every stage
-        return (in_flight[0] - 1) / own[0]
-    return max((held - 1) / count for held, count in zip(in_flight, own, strict=True))
+        return [1.0] * options.num_stages
+    rounds = [_core.rounds_of(options, stage) for stage in range(options.num_stages)]
+    if options.schedule != "vertical_sync":
+        pairs = zip(options.in_flight, rounds, strict=True)
+        return [(held - 1) / of_stage.own_per_round + options.staleness for held, of_stage in pairs]
+    # The input stage's rounds begin at other microbatches than those of a stage with other replicas.
+    period = math.lcm(*(of_stage.minibatches_per_round for of_stage in rounds))
+    first = period * (options.first_minibatch + 2 + max(_versions_kept(options)))
+    places = list(itertools.product(range(first, first + period), range(options.num_microbatches)))
+    return [
+        statistics.fmean(
+            minibatch // of_stage.minibatches_per_round
+            - _core.forward_version(options, stage, minibatch, microbatch)
+            for minibatch, microbatch in places
+        )
+        for stage, of_stage in enumerate(rounds)
+    ]
+
+
+def _versions_kept(options: _core.ScheduleOptions) -> list[int]:
+    from pipedream import _core
+
+    return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]
+
+
+def mean_delay(options: _core.ScheduleOptions) -> float:
+    """Of mean_delays() the largest."""
+    return max(mean_delays(options))
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:

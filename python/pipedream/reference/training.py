@@ -16,6 +16,7 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of
 from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.draws import SeenDraws, keyed_draws
+from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
@@ -160,7 +161,7 @@ def run(
                 statistics_of=_statistics_of(module, num_replicas[stage_index], microbatches),
                 updaters=make_updaters(
                     _owned_parameters(module, ties),
-                    optimizer,
+                    with_delay(optimizer, versions.mean_delay(stage_index)),
                     lr_scheduler,
                     num_replicas[stage_index] if sync_every > 1 else 1,
                     _update_seed(base, module, ties),

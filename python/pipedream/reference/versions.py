@@ -89,6 +89,20 @@ class Versions:
         seen //= self._microbatches_per_round(owner)
         return max(self._oldest(owner, minibatch), seen - self._staleness)
 
+    def mean_delay(self, stage_index: int) -> float:
+        """In updates of the stage, from the version that a microbatch's forward reads to the one that its
+        gradient changes: in the mean over whole rounds, long after the start."""
+        per_round = [self.minibatches_per_round(index) for index in range(len(self._num_replicas))]
+        period = math.lcm(*per_round)
+        first = period * (2 + max(self._in_flight) * max(self._num_replicas) + self._staleness)
+        m, of_stage = self.num_microbatches, per_round[stage_index]
+        delays = [
+            minibatch // of_stage - self.of_forward(stage_index, minibatch, microbatch)
+            for minibatch in range(first, first + period)
+            for microbatch in range(m)
+        ]
+        return sum(delays) / len(delays)
+
     def _number(self, minibatch: int, microbatch: int) -> int:
         return minibatch * self.num_microbatches + microbatch
 

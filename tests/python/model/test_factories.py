@@ -55,6 +55,20 @@ def test_what_a_factory_raises_names_the_argument_and_the_stage_and_is_the_cause
         assert caught.value.__cause__ is error
 
 
+def test_a_factory_that_asks_for_it_is_given_the_delay_of_its_stage() -> None:
+    seen: list[float] = []
+
+    def factory(parameters: list[nn.Parameter], delay: float = 7.0) -> torch.optim.Optimizer:
+        seen.append(delay)
+        return _SGD(parameters)
+
+    stages = [_named(nn.Linear(3, 2)), _named(nn.Linear(2, 2))]
+    try_factories(stages, factory, None, "cpu", [1.5, 0.0])
+    try_factories(stages, functools.partial(factory, delay=3.0), None, "cpu", [1.5, 0.0])
+    assert seen == [1.5, 0.0, 3.0, 3.0]
+    try_factories(stages, _SGD, None, "cpu", [1.5, 0.0])  # does not ask
+
+
 def test_a_trial_gives_every_stage_with_parameters_its_own_under_their_names() -> None:
     first, last = nn.Linear(3, 2), nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
     first.weight.no_weight_decay = True  # type: ignore[attr-defined]
