@@ -3,8 +3,8 @@
     python bench/peers/pipelining.py [--rounds 3] [--models gpt,vgg,tiny] [--json FILE]
 
 Two processes with one torch thread each do everything in turn, round after round, so that a drift of the
-machine's speed meets all: torch's Schedule1F1B over gloo with each number of microbatches; pipedream's flush,
-2bw and pipedream; and the plain loop in both processes at once. Half of that last figure is the limit: what
+machine's speed meets all: torch's Schedule1F1B over gloo and pipedream's flush, 2bw, pipedream and unstashed, with
+each number of microbatches; and the plain loop in both processes at once. Half of that last figure is the limit: what
 the two cores could give to a minibatch if nothing waited and nothing travelled. The cut is the best one of
 pipedream's planner from a profile taken first, for both sides.
 
@@ -272,10 +272,9 @@ def sides(name: str) -> dict[str, tuple[Callable[..., float], tuple[Any, ...]]]:
     found: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {"plain, twice at once": (plain_ms, ())}
     for m in _MICROBATCHES:
         found[f"torch 1F1B, m = {m}"] = (torch_ms, (m,))
-        found[f"flush, m = {m}"] = (pipedream_ms, ("flush", m))
-    found["2bw, m = 2"] = (pipedream_ms, ("2bw", 2))
-    found["2bw, m = 4"] = (pipedream_ms, ("2bw", 4))
-    found["pipedream"] = (pipedream_ms, ("pipedream", 1))
+        for schedule in ("flush", "2bw", "pipedream", "unstashed"):
+            found[f"{schedule}, m = {m}"] = (pipedream_ms, (schedule, m))
+    found["pipedream, m = 1"] = (pipedream_ms, ("pipedream", 1))
     return found
 
 
