@@ -3,10 +3,10 @@
     python bench/peers/pipelining.py [--rounds 3] [--models gpt,vgg,tiny] [--json FILE]
 
 Two processes with one torch thread each do everything in turn, round after round, so that a drift of the
-machine's speed meets all: torch's Schedule1F1B over gloo and pipedream's flush, 2bw, pipedream and unstashed, with
-each number of microbatches; and the plain loop in both processes at once. Half of that last figure is the limit: what
-the two cores could give to a minibatch if nothing waited and nothing travelled. The cut is the best one of
-pipedream's planner from a profile taken first, for both sides.
+machine's speed meets all: torch's Schedule1F1B over gloo and pipedream's flush, 2bw, pipedream and unstashed,
+with each number of microbatches; and the plain loop in both processes at once. Half of that last figure is
+the limit: what the two cores could give to a minibatch if nothing waited and nothing travelled. The cut is
+the best one of pipedream's planner from a profile taken first, for both sides.
 
 Prints the milliseconds per minibatch, median (minimum to maximum) over the rounds, without the first tenth
 of each; the best of torch's; and the share of the limit.
