@@ -157,17 +157,21 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
 void bind_planner(py::module_& module) {
   py::class_<MemoryCosts>(module, "MemoryCosts", "What a worker's memory depends on besides the plan.")
       .def(py::init([](double model_copies, double state_copies, double step_copies, double data_bytes,
-                       bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
-                       bool has_spares, bool drains, std::int64_t staleness) {
-             return MemoryCosts{model_copies, state_copies,     step_copies,   data_bytes,
-                                asynchronous, reduces_together, whole_tensors, posts_versions,
-                                has_spares,   drains,           staleness};
+                       std::int64_t num_microbatches, bool asynchronous, bool reduces_together,
+                       bool whole_tensors, bool posts_versions, bool has_spares, bool drains,
+                       std::int64_t staleness) {
+             if (num_microbatches < 1) {
+               throw UserError("num_microbatches is " + std::to_string(num_microbatches));
+             }
+             return MemoryCosts{model_copies,     state_copies, step_copies,      data_bytes,
+                                num_microbatches, asynchronous, reduces_together, whole_tensors,
+                                posts_versions,   has_spares,   drains,           staleness};
            }),
            py::kw_only(), py::arg("model_copies") = 1.0, py::arg("state_copies") = 0.0,
-           py::arg("step_copies") = 0.0, py::arg("data_bytes") = 0.0, py::arg("asynchronous") = false,
-           py::arg("reduces_together") = false, py::arg("whole_tensors") = false,
-           py::arg("posts_versions") = false, py::arg("has_spares") = false, py::arg("drains") = false,
-           py::arg("staleness") = 0);
+           py::arg("step_copies") = 0.0, py::arg("data_bytes") = 0.0, py::arg("num_microbatches") = 1,
+           py::arg("asynchronous") = false, py::arg("reduces_together") = false,
+           py::arg("whole_tensors") = false, py::arg("posts_versions") = false, py::arg("has_spares") = false,
+           py::arg("drains") = false, py::arg("staleness") = 0);
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
              py::arg("straight") = false, py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,
@@ -179,10 +183,10 @@ void bind_planner(py::module_& module) {
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, const MemoryCosts& costs,
          bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
-         std::int64_t num_replicas_max, const Factors& factors, std::int64_t num_microbatches) {
+         std::int64_t num_replicas_max, const Factors& factors) {
         const PlanLimits limits{std::move(speeds), std::move(memory_bytes), costs,
                                 may_recompute,     std::move(last_layers),  std::move(num_replicas),
-                                num_replicas_max,  num_microbatches};
+                                num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
       },
@@ -190,25 +194,37 @@ void bind_planner(py::module_& module) {
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("costs"), py::arg("may_recompute"),
       py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
-      py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,
+      py::arg("factors") = Factors(),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
          const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
+         const std::vector<std::int64_t>& num_versions, const std::vector<std::int64_t>& own_per_round,
          const std::vector<bool>& recompute, const MemoryCosts& costs, const Factors& factors) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
-        if (in_flight.size() != stages.size() || recompute.size() != stages.size()) {
-          throw UserError("in_flight and recompute need one entry per stage");
+        for (const std::size_t count :
+             {in_flight.size(), num_versions.size(), own_per_round.size(), recompute.size()}) {
+          if (count == stages.size()) continue;
+          throw UserError("in_flight, num_versions, own_per_round and recompute need one entry per stage");
+        }
+        const std::vector<PlannedStage> planned = make_stages(stages);
+        std::vector<StageCopies> copies;
+        for (std::size_t stage = 0; stage < stages.size(); ++stage) {
+          copies.push_back(
+              {planned[stage].num_replicas, in_flight[stage], num_versions[stage], own_per_round[stage]});
         }
         return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
-                              make_memory(saved_bytes, no_time, num_layers), make_stages(stages), in_flight,
-                              recompute, costs);
+                              make_memory(saved_bytes, no_time, num_layers), planned, copies, recompute,
+                              costs);
       },
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
-      py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("costs"),
-      py::arg("factors") = Factors(), "Bytes of a replica of each stage.");
+      py::arg("stages"), py::arg("in_flight"), py::arg("num_versions"), py::arg("own_per_round"),
+      py::arg("recompute"), py::arg("costs"), py::arg("factors") = Factors(),
+      "Bytes of a replica of each stage. in_flight, num_versions, own_per_round: microbatches at each, "
+      "versions\n"
+      "that each keeps but for those of staleness, and microbatches of which it makes an update.");
   module.def(
       "replica_weight_bytes",
       [](double all_bytes, double largest_bytes, std::int64_t num_replicas, std::int64_t num_versions,

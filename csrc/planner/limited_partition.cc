@@ -95,20 +95,20 @@ class LimitedSearch {
     std::size_t layer = 0;
     std::size_t chosen = 0;
     std::int64_t workers = num_workers;
-    std::vector<std::int64_t> in_flight;
+    std::vector<StageCopies> copies;
     for (std::size_t left = tables.size(); left-- > 0;) {
       const Suffix& suffix = tables[left][layer][index(workers)][chosen];
       const std::int64_t replicas = suffix.copies.num_replicas;
       found.stages.push_back(
           {static_cast<std::int64_t>(layer), static_cast<std::int64_t>(suffix.end_layer) - 1, replicas});
       found.recompute.push_back(suffix.recompute);
-      in_flight.push_back(suffix.copies.in_flight);
+      copies.push_back(suffix.copies);
       layer = suffix.end_layer;
       chosen = suffix.next;
       workers -= replicas;
     }
     found.memory_bytes =
-        memory_of_plan(layers_, memory_, found.stages, in_flight, found.recompute, limits_.costs);
+        memory_of_plan(layers_, memory_, found.stages, copies, found.recompute, limits_.costs);
     return found;
   }
 
@@ -174,7 +174,7 @@ class LimitedSearch {
               std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
     StageCost cost;
-    cost.num_microbatches = limits_.num_microbatches;
+    cost.num_microbatches = limits_.costs.num_microbatches;
     double forward_s = 0;
     StageBytes bytes = StageBytes::from(layers_, first);
     for (std::size_t last = first; last < layers_.size(); ++last) {
@@ -252,11 +252,13 @@ class LimitedSearch {
     for (std::size_t next = 0; next < rest.size(); ++next) {
       const Suffix& behind = rest[next];
       Suffix suffix;
-      suffix.copies = {workers.count, 1 + (behind.in_flight_all() + workers.count - 1) / workers.count};
+      suffix.copies = StageCopies::stashing(workers.count,
+                                            1 + (behind.in_flight_all() + workers.count - 1) / workers.count,
+                                            limits_.costs.num_microbatches);
       suffix.end_layer = end_layer;
       suffix.next = next;
       if (!behind.has_room &&
-          crossing_bytes(bytes.output, behind.copies, suffix.copies) > behind.spare_bytes) {
+          crossing_bytes(bytes.output, behind.copies, suffix.copies, limits_.costs) > behind.spare_bytes) {
         continue;
       }
       for (const bool recompute : {false, true}) {
@@ -266,7 +268,8 @@ class LimitedSearch {
         suffix.spare_bytes =
             workers.memory_bytes - own_bytes(bytes, suffix.copies, behind.copies, recompute, limits_.costs);
         if (suffix.spare_bytes < 0) continue;
-        suffix.has_room = suffix.spare_bytes >= crossing_bytes_max(bytes.input, suffix.copies, num_workers_);
+        suffix.has_room =
+            suffix.spare_bytes >= crossing_bytes_max(bytes.input, suffix.copies, num_workers_, limits_.costs);
         insert(found, suffix);
         if (bytes.is_first || suffix.has_room) break;
       }

@@ -3,7 +3,7 @@
 //
 // Workers are in the order of their ranks: the first stage has the first ones. A stage is as slow as its
 // slowest replica: T = (1/m) max( compute / min speed, sync ) of stage_cost.h, of which a recompute adds its
-// forward to the computing. What a replica of stage s has in memory with n_s minibatches in flight,
+// forward to the computing. What a replica of stage s has in memory with n_s microbatches in flight,
 // n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md section 4), stage_memory.h says.
 //
 // Method. For a bound t on the bottleneck, from the last layer back: with which minibatches in flight, all
@@ -30,7 +30,6 @@ struct PlanLimits {
   std::vector<std::int64_t> last_layers;    // of all stages, the last one's included; empty: free
   std::vector<std::int64_t> num_replicas;   // of all stages; empty: free
   std::int64_t num_replicas_max = 1 << 30;  // of a stage
-  std::int64_t num_microbatches = 1;        // of a minibatch
 };
 
 struct LimitedPartition {

@@ -55,6 +55,12 @@ ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& f
   return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
 }
 
+// Whose data are here: those of so many microbatches in a row of one replica.
+std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& costs) {
+  const std::int64_t later = divide_up((copies.in_flight - 1) * copies.num_replicas, costs.num_microbatches);
+  return std::min(copies.in_flight, 1 + later);
+}
+
 // Of what goes dense, by a search that knows no spares yet: a replica beside them owns less, or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
@@ -113,52 +119,63 @@ void StageBytes::add(const std::vector<LayerCost>& layers, const std::vector<Lay
   output = is_last ? 0.0 : layers[layer].activation_bytes;
 }
 
+StageCopies StageCopies::stashing(std::int64_t num_replicas, std::int64_t in_flight,
+                                  std::int64_t num_microbatches) {
+  const std::int64_t own_per_round = std::lcm(num_microbatches, num_replicas) / num_replicas;
+  return {num_replicas, in_flight, 1 + divide_up(in_flight - 1, own_per_round), own_per_round};
+}
+
 double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below, bool recompute,
                  const MemoryCosts& costs) {
   const auto in_flight = static_cast<double>(copies.in_flight);
+  const auto m = static_cast<double>(costs.num_microbatches);
   const FactoredWeights::Sum factored =
       stage.factored.empty() ? FactoredWeights::Sum{} : stage.factored.of(copies.num_replicas);
-  const double weights = replica_weight_bytes(weights_of(stage, factored), copies.num_replicas,
-                                              copies.in_flight, share_of(copies.num_replicas, costs), costs);
+  const double weights =
+      replica_weight_bytes(weights_of(stage, factored), copies.num_replicas, copies.num_versions,
+                           share_of(copies.num_replicas, costs), costs);
   const double step = step_bytes(stage, copies.num_replicas, costs);
-  const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
-  const double transient = std::max(2 * stage.widest, step);
+  const double num_ends = (stage.is_first ? 1.0 : 0.0) + (stage.is_last ? 1.0 : 0.0);
+  const double data = num_ends * static_cast<double>(num_minibatches_of(copies, costs)) * costs.data_bytes;
+  const double added = copies.own_per_round > 1 ? stage.largest : 0;
+  const double transient = std::max(2 * stage.widest / m + added, step);
   const double served = costs.asynchronous && copies.num_replicas > 1 ? step : 0;
-  const double slots = 2 * static_cast<double>(num_edges(copies, below)) * stage.output;
+  const double output = stage.output / m;
+  const double slots = 2 * static_cast<double>(num_edges(copies, below)) * output;
   const double common = weights + data + transient + served + slots;
   if (recompute) {
-    const double input = stage.is_first ? costs.data_bytes : stage.input;
-    return common + stage.saved + input + (stage.is_last ? 0.0 : in_flight + 2) * stage.output;
+    const double input = stage.is_first ? costs.data_bytes / m : stage.input / m;
+    return common + stage.saved / m + input + (stage.is_last ? 0.0 : in_flight + 2) * output;
   }
-  return common + in_flight * std::max(stage.saved + stage.output - stage.input, 0.0);
+  return common + in_flight * std::max((stage.saved + stage.output - stage.input) / m, 0.0);
 }
 
-double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above) {
+double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
+                      const MemoryCosts& costs) {
   if (above.num_replicas == 0 || copies.num_replicas == 0) return 0;
   const std::int64_t edges = num_edges(copies, above);
   const std::int64_t slots = edges * (divide_up(copies.in_flight, edges) + 1);
   const std::int64_t upstream = edges * divide_up(above.in_flight, num_edges(above, copies));
-  return static_cast<double>(slots + upstream + 1) * input_bytes;
+  return static_cast<double>(slots + upstream + 1) * input_bytes /
+         static_cast<double>(costs.num_microbatches);
 }
 
-double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::int64_t num_workers) {
+double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::int64_t num_workers,
+                          const MemoryCosts& costs) {
   // u <= num_workers, and U <= u (n_{s-1} gcd / r + 1) with n_{s-1} r_{s-1} <= n r + 2 r_{s-1}.
   const std::int64_t slots = copies.in_flight + 2 * num_workers;
   const std::int64_t upstream =
       copies.in_flight + divide_up(2 * num_workers, copies.num_replicas) + num_workers;
-  return static_cast<double>(slots + upstream + 1) * input_bytes;
+  return static_cast<double>(slots + upstream + 1) * input_bytes /
+         static_cast<double>(costs.num_microbatches);
 }
 
 std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
                                    const std::vector<LayerMemory>& memory,
                                    const std::vector<PlannedStage>& stages,
-                                   const std::vector<std::int64_t>& in_flight,
-                                   const std::vector<bool>& recompute, const MemoryCosts& costs) {
+                                   const std::vector<StageCopies>& copies, const std::vector<bool>& recompute,
+                                   const MemoryCosts& costs) {
   std::vector<double> needed;
-  const auto copies_of = [&](std::size_t stage) {
-    return stage < stages.size() ? StageCopies{stages[stage].num_replicas, in_flight[stage]} : StageCopies{};
-  };
-  StageCopies above{};
   for (std::size_t stage = 0; stage < stages.size(); ++stage) {
     const auto first_layer = static_cast<std::size_t>(stages[stage].first_layer);
     StageBytes bytes = StageBytes::from(layers, first_layer);
@@ -166,10 +183,10 @@ std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
          ++layer) {
       bytes.add(layers, memory, layer);
     }
-    const StageCopies copies = copies_of(stage);
-    needed.push_back(own_bytes(bytes, copies, copies_of(stage + 1), recompute[stage], costs) +
-                     crossing_bytes(bytes.input, copies, above));
-    above = copies;
+    const StageCopies above = stage == 0 ? StageCopies{} : copies[stage - 1];
+    const StageCopies below = stage + 1 < stages.size() ? copies[stage + 1] : StageCopies{};
+    needed.push_back(own_bytes(bytes, copies[stage], below, recompute[stage], costs) +
+                     crossing_bytes(bytes.input, copies[stage], above, costs));
   }
   return needed;
 }

@@ -1,20 +1,24 @@
 // What a replica of a planned stage has in memory, by a profile's figures: what budget/memory.py will find of
 // a run, or a little more. Pure arithmetic; any thread.
 //
-// Stage s with r replicas and n minibatches in flight at each. To each replica activations come by u edges,
-// from each other replica upstream that has a minibatch in common with it, and d gradients' edges likewise:
-// u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
+// Stage s with r replicas and n microbatches in flight at each; a minibatch has m of them. What crosses and
+// what is kept is of a microbatch: a profile's figure of a minibatch over m. To each replica activations come
+// by u edges, from each other replica upstream that has a microbatch in common with it, and d gradients'
+// edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
 //
 //   what there is of the weights    replica_weight_bytes(), below
 //   + 2 d output                    slots for its gradients
-//   + max(2 widest, step)           what a backward or a step makes and drops: gradients of what crosses
-//                                   between layers, temporaries of a layer's parameters; of weights that go
-//                                   as factors with those of a step the largest gradient, and all replicas'
-//                                   factors that it is made of; the means of a shard that is updated at once,
-//                                   or of a chunk where a replica may have none of a round's last minibatches
+//   + max(2 widest + largest, step) what a backward or a step makes and drops: gradients of what crosses
+//                                   between layers, and of a layer's parameters where they are added to those
+//                                   of microbatches before; temporaries of a layer's parameters; of weights
+//                                   that go as factors with those of a step the largest gradient, and all
+//                                   replicas' factors that it is made of; the means of a shard that is
+//                                   updated at once, or of a chunk where a replica may have none of a round's
+//                                   last minibatches
 //   + the served step               with asynchronous shards: of another replica's gradient
-//   + what is kept                  n (saved + output) at the first stage, and n minibatches of the data;
-//                                   at the last one a minibatch of the data
+//   + what is kept                  n (saved + output) at the first stage
+//   + data                          at the first and the last stage, the minibatches that n microbatches in a
+//                                   row of one replica are of: min(n, 1 + ceil((n - 1) r / m))
 //
 // A stage but the first also has
 //
@@ -22,9 +26,9 @@
 //   + input                           a gradient that has left and is released late
 //   + U input + n max(saved + output - input, 0)    in the place of n (saved + output)
 //
-// as upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) minibatches of the replica in flight: n that are
+// as upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of the replica in flight: n that are
 // kept here, and the gradients of the others, which wait. With recompute nothing but a forward's input is
-// kept, outputs until they have left, and one minibatch at a time has more: of n (saved + output) there
+// kept, outputs until they have left, and one microbatch at a time has more: of n (saved + output) there
 // remain saved + input + (n + 2) output.
 #pragma once
 
@@ -43,10 +47,11 @@ struct LayerMemory {
 
 // What does not depend on the plan.
 struct MemoryCosts {
-  double model_copies = 1;  // of the weights, besides versions and gradients: the model as given
-  double state_copies = 0;  // of the weights that a replica updates: the optimizer's state
-  double step_copies = 0;   // of a layer's parameters, that a step makes and drops
-  double data_bytes = 0;    // of a minibatch
+  double model_copies = 1;            // of the weights, besides versions and gradients: the model as given
+  double state_copies = 0;            // of the weights that a replica updates: the optimizer's state
+  double step_copies = 0;             // of a layer's parameters, that a step makes and drops
+  double data_bytes = 0;              // of a minibatch
+  std::int64_t num_microbatches = 1;  // m
   // Where a stage has replicas.
   bool asynchronous = false;      // shards: an owner's, besides versions, and a copy for each other replica
   bool reduces_together = false;  // no shards
@@ -92,6 +97,7 @@ struct ShardShare {
                                           std::int64_t num_versions, const ShardShare& share,
                                           const MemoryCosts& costs);
 
+// Of a minibatch, but for the parameters.
 struct StageBytes {
   double parameters = 0;
   double saved = 0;
@@ -110,25 +116,32 @@ struct StageBytes {
 };
 
 struct StageCopies {
-  std::int64_t num_replicas = 0;  // 0: there is no such stage
-  std::int64_t in_flight = 0;     // at each
+  std::int64_t num_replicas = 0;   // 0: there is no such stage
+  std::int64_t in_flight = 0;      // microbatches, at each
+  std::int64_t num_versions = 0;   // that each keeps, but for those of staleness
+  std::int64_t own_per_round = 1;  // c: a replica's microbatches of which an update is made
+
+  // With the rounds and versions of schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c).
+  [[nodiscard]] static StageCopies stashing(std::int64_t num_replicas, std::int64_t in_flight,
+                                            std::int64_t num_microbatches);
 };
 
 // All but what depends on the stage upstream.
 [[nodiscard]] double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below,
                                bool recompute, const MemoryCosts& costs);
-// What does: nothing at the first stage.
-[[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above);
+// What does: nothing at the first stage. input_bytes: of a minibatch.
+[[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
+                                    const MemoryCosts& costs);
 
 // No less than that, whatever the stage upstream, with so many workers in all. 0 where nothing crosses.
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
-                                        std::int64_t num_workers);
+                                        std::int64_t num_workers, const MemoryCosts& costs);
 
-// Of each stage of a plan. memory: one per layer; in_flight, recompute: one per stage.
+// Of each stage of a plan. memory: one per layer; copies, recompute: one per stage.
 [[nodiscard]] std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
                                                  const std::vector<LayerMemory>& memory,
                                                  const std::vector<PlannedStage>& stages,
-                                                 const std::vector<std::int64_t>& in_flight,
+                                                 const std::vector<StageCopies>& copies,
                                                  const std::vector<bool>& recompute,
                                                  const MemoryCosts& costs);
 

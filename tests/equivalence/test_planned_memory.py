@@ -40,6 +40,16 @@ _SYNCS: tuple[dict[str, Any], ...] = (
     {"sync": "asp"},
     {"sync": "allreduce"},
 )
+_CUTS: tuple[dict[str, Any], ...] = (
+    {"schedule": "pipedream", "microbatches": 2},
+    {"schedule": "pipedream", "microbatches": 4},
+    {"schedule": "unstashed", "microbatches": 4},
+    {"schedule": "flush", "microbatches": 1},
+    {"schedule": "flush", "microbatches": 4},
+    {"schedule": "2bw", "microbatches": 8},
+    {"schedule": "gpipe", "microbatches": 4},
+)
+"""Schedules with their microbatches, as partition() and run() take both."""
 
 
 class _Job:
@@ -56,6 +66,7 @@ class _Job:
         self.widths = widths[0], widths[-1]
         self.boundaries = sorted(draw.sample(range(len(linears) - 1), len(self.replicas) - 1))
         self.batch_size = draw.choice((2, 16))
+        self.cut: dict[str, Any] = {}
         self.largest_bytes = 4 * max(sum(p.numel() for p in layer.parameters()) for layer in linears)
         self.clips = draw.random() < 0.2 and self.sync["sync"] != "asp"
 
@@ -78,14 +89,27 @@ class _Job:
             optimizer_copies=copies,
             recompute=False,
             whole_tensors=whole or self.clips,
+            **self.cut,
             **self.sync,
         )
 
 
-def train_drawn(number: int, plan: Plan) -> RunResult:
+class _CutJob(_Job):
+    """With microbatches, and replicas that are in step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.cut, self.sync = _CUTS[number % len(_CUTS)], {"sync": "bsp"}
+        self.batch_size = 16
+
+
+_JOBS = {"whole": _Job, "cut": _CutJob}
+
+
+def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
     """At one rank."""
     torch.manual_seed(number)
-    job = _Job(number)
+    job = _JOBS[kind](number)
     return pipedream.run(
         job.model,
         plan,
@@ -95,6 +119,7 @@ def train_drawn(number: int, plan: Plan) -> RunResult:
         max_grad_norm=1.0 if job.clips else None,
         seed=1,
         progress=False,
+        **job.cut,
         **job.sync,
     )
 
@@ -107,11 +132,14 @@ def _temporaries_bytes(job: _Job) -> int:
     return num_steps * int(copies) * job.largest_bytes if "native" in job.optimizer else 0
 
 
-@pytest.mark.parametrize("number", range(14))
-def test_a_plan_has_what_its_run_predicts_and_little_more(farm: Farm, number: int) -> None:
-    job = _Job(number)
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [*(("whole", number) for number in range(14)), *(("cut", number) for number in range(14))],
+)
+def test_a_plan_has_what_its_run_predicts_and_little_more(farm: Farm, kind: str, number: int) -> None:
+    job = _JOBS[kind](number)
     plan = job.plan()
-    result = farm.results(train_drawn, number, plan, num_ranks=plan.workers_used)[0]
+    result = farm.results(train_drawn, kind, number, plan, num_ranks=plan.workers_used)[0]
     assert_memory_as_predicted(result)
     workers = iter(result.memory)
     for planned, count in zip(plan.predicted["stage_memory_bytes"], job.replicas, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections import Counter
 from typing import Any
 
 import pipedream
@@ -16,8 +15,9 @@ from pipedream import Plan
 from torch import Tensor, nn
 
 _NUM_MINIBATCHES = 4
-_FORWARDS: Counter[int] = Counter()
-"""Of each layer, in this process; what a layer has itself is after a rehearsal as it was."""
+_FORWARDS: list[str] = []
+"""Layers, in the order of their forwards, in this process; what a layer has itself is after a rehearsal as
+it was, and numbers in global names are, too."""
 
 
 class _AtHome(nn.Module):
@@ -34,9 +34,10 @@ class _AtHome(nn.Module):
         assert os.environ["RANK"] == str(self._worker), f"layer {self._layer_index} at another worker"
         value, index = (given, torch.tensor([0])) if self._layer_index == 0 else given
         assert index.tolist() == [self._layer_index]
-        if self._layer_index not in _FORWARDS:
+        name = f"layer {self._layer_index}"
+        if name not in _FORWARDS:
             assert self.weight.item() == 1.0
-        _FORWARDS[self._layer_index] += 1
+        _FORWARDS.append(name)
         return value * self.weight, index + 1
 
 
@@ -64,7 +65,7 @@ def _train(plan: Plan, width: int, **options: Any) -> tuple[list[float], list[in
         progress=False,
         **options,
     )
-    return result.losses, [_FORWARDS[layer] for layer in range(plan.num_stages)]
+    return result.losses, [_FORWARDS.count(f"layer {layer}") for layer in range(plan.num_stages)]
 
 
 _STRAIGHT = Plan.straight(3, 3)

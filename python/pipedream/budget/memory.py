@@ -207,8 +207,8 @@ class MemoryPlan:
                 # Outputs that wait for their neighbour; otherwise the stash has them.
                 stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
             # A microbatch of the data is a view of its minibatch, which stays whole.
-            m = self.schedule.num_microbatches
-            num_of_data = (-(-(in_flight - 1) // m) + 1) * m
+            m, replicas = self.schedule.num_microbatches, self.plan.stages[stage].num_replicas
+            num_of_data = min(in_flight, 1 - (-(in_flight - 1) * replicas // m)) * m
             if stage == 0:
                 stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:

@@ -60,33 +60,40 @@ class KeptMinibatch:
 
     parts: tuple[Any, Any] | None = None
     """(inputs, targets)."""
+    copied: Iterable[Any] | None = None
+    """A copy of the data that nobody has iterated, until first_of() does."""
 
     def take(self) -> tuple[Any, Any] | None:
         parts, self.parts = self.parts, None
         return parts
 
 
-def looked_at(data: Iterable[Any]) -> Iterable[Any]:
-    """The data, or what they become where a look at their first minibatch may take it away."""
+def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterable[Any]:
+    """The data, or what they become where a look at their first minibatch may take it away. kept: gets the
+    copy, for first_of()."""
     if isinstance(data, PeekedData) or has_indices(data):
         return data
-    if not isinstance(data, Iterator) and copy_of(data) is not None:
-        return data
-    return PeekedData(data)
+    copied = None if isinstance(data, Iterator) else copy_of(data)
+    if kept is not None:
+        kept.copied = copied
+    return PeekedData(data) if copied is None else data
 
 
-def first_of(data: Iterable[Any]) -> Any:
+def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
     """The first minibatch of what looked_at() has given. What data, datasets and samplers count when they are
     iterated (epochs) stays as it is, and so do generators that a DataLoader was given. Raises ValueError
     where there is no minibatch."""
     if isinstance(data, PeekedData):
         first = data.peek()
     else:
-        copied = copy_of(data)
+        copied = None if kept is None else kept.copied
+        copied = copy_of(data) if copied is None else copied
         if isinstance(copied, DataLoader):
             copied.num_workers, copied.timeout = 0, 0  # processes would be started for one minibatch
         with generators_of_loader_kept(data):
             first = next(iter(data if copied is None else copied), None)
+    if kept is not None:
+        kept.copied = None
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     return first

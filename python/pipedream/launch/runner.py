@@ -215,9 +215,9 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             start_server()  # which imports torch, the first time, while this process goes on
         of_data = list(check_data_apart(data, model, plan))
         cuts = plan.num_layers > 1 and needs_cutting(model)
-        if cuts or prefix is None:
-            data = looked_at(data)
         first = KeptMinibatch()
+        if cuts or prefix is None:
+            data = looked_at(data, first if cuts else None)
         if cuts:
             model = _cut(model, data, options, first)
     if is_rank_0():
@@ -360,7 +360,7 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
     assert isinstance(model, nn.Module)
     with generators_kept():
         seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
-        first.parts = inputs, targets = parts_of(first_of(data), 0)
+        first.parts = inputs, targets = parts_of(first_of(data, first), 0)
         return cut_model(
             model, inputs, targets, options.loss_fn, autocast=options.autocast, weights=options.weights
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Contents", "overwriting"]
+__all__ = ["Contents", "attributes_of", "is_of_the_users", "overwriting"]
 
 _LENGTH_MAX = 1024
 """Entries of a container that are looked into. A longer one gets its entries back, but not what is inside
@@ -73,7 +73,7 @@ def _restoring(value: Any) -> Callable[[], object] | None:
         return _restoring_of_numpy(value)
     if isinstance(value, tuple):
         return _nothing
-    of_class = _refilling_attributes(value) if _is_of_the_users(value) else None
+    of_class = _refilling_attributes(value) if is_of_the_users(value) else None
     of_container = _refilling(value) if isinstance(value, _CONTAINERS) else None
     if of_class is None or of_container is None:
         return of_class or of_container
@@ -89,12 +89,13 @@ def _inside(value: Any) -> list[Any]:
     inside: list[Any] = []
     if isinstance(value, (tuple, *_CONTAINERS)) and len(value) <= _LENGTH_MAX:
         inside += dict.values(value) if isinstance(value, dict) else value
-    if _is_of_the_users(value):
-        inside += _attributes(value).values()
+    if is_of_the_users(value):
+        inside += attributes_of(value).values()
     return inside
 
 
-def _is_of_the_users(value: Any) -> bool:
+def is_of_the_users(value: Any) -> bool:
+    """Whether it is an object of a class that no library has."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)):
         return False
     if isinstance(
@@ -104,8 +105,9 @@ def _is_of_the_users(value: Any) -> bool:
     return (type(value).__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
-def _attributes(target: Any) -> dict[str, Any]:
-    """Past the object's own ways of looking up, which may run or raise anything."""
+def attributes_of(target: Any) -> dict[str, Any]:
+    """Those in its table and its slots, past the object's own ways of looking up, which may run or raise
+    anything."""
     try:
         attributes = dict(object.__getattribute__(target, "__dict__"))
     except AttributeError:
@@ -122,10 +124,10 @@ def _slots(target: Any) -> dict[str, types.MemberDescriptorType]:
 
 
 def _refilling_attributes(target: Any) -> Callable[[], None]:
-    attributes = _attributes(target)
+    attributes = attributes_of(target)
 
     def refill() -> None:
-        now, slots = _attributes(target), _slots(target)
+        now, slots = attributes_of(target), _slots(target)
         for name in now.keys() - attributes.keys():
             object.__delattr__(target, name)
         for name, value in attributes.items():

@@ -4,6 +4,7 @@ queue gives once, and generators. Stateless; the thread that looks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -16,6 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 __all__ = ["copy_of", "has_indices", "without_processes"]
 
+_ORDER_BYTES_MAX = 256 << 20
+_INDICES = {torch.int64, torch.int32}
+
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
     """Data that may be iterated instead. None: a copy may share with the data what an iteration takes away,
@@ -24,11 +28,8 @@ def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
         return data
     if isinstance(data, DataLoader) and has_indices(data):
         return _copy_of_loader(data)
-    content = io.BytesIO()
-    pickler = _SharingPickler(content)
     try:
-        pickler.dump(without_processes(data))
-        return pickler.read()  # type: ignore[no-any-return]
+        return _sharing_copy(without_processes(data), {})  # type: ignore[no-any-return]
     except Exception:  # whatever a user's object raises
         return None
 
@@ -53,18 +54,23 @@ def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Its dataset's attributes are copied, and all of its samplers."""
     copied: Any = copy.copy(without_processes(loader))
     dataset = _shallow_copy(loader.dataset)
-    memo = {id(loader.dataset): dataset}
     parts = (loader.generator, loader.sampler, loader.batch_sampler)
-    try:
-        generator, sampler, batch_sampler = copy.deepcopy(parts, memo)
-    except Exception:  # likewise
-        generator, (sampler, batch_sampler) = loader.generator, map(_shallow_copy, parts[1:])
-        if isinstance(batch_sampler, BatchSampler):
-            of_batches = batch_sampler.sampler  # another one than the loader's where it was given
-            batch_sampler.sampler = sampler if of_batches is loader.sampler else _shallow_copy(of_batches)
+    generator, sampler, batch_sampler = _copy_of_samplers(parts, {id(loader.dataset): dataset})
     # A loader refuses others once it is made.
     vars(copied).update(dataset=dataset, generator=generator, sampler=sampler, batch_sampler=batch_sampler)
     return copied  # type: ignore[no-any-return]
+
+
+def _copy_of_samplers(parts: tuple[Any, Any, Any], shared: dict[int, Any]) -> tuple[Any, Any, Any]:
+    """parts: the generator, the sampler, the batch sampler. shared: what stands for an object, by its id."""
+    for copied in (_sharing_copy, copy.deepcopy):
+        with contextlib.suppress(Exception):  # whatever a user's object raises
+            return copied(parts, dict(shared))
+    generator, sampler, batch_sampler = parts[0], *map(_shallow_copy, parts[1:])
+    if isinstance(batch_sampler, BatchSampler):
+        of_batches = batch_sampler.sampler  # another one than the loader's where it was given
+        batch_sampler.sampler = sampler if of_batches is parts[1] else _shallow_copy(of_batches)
+    return generator, sampler, batch_sampler
 
 
 def _shallow_copy(data: Any) -> Any:
@@ -77,23 +83,38 @@ def _shallow_copy(data: Any) -> Any:
         return data
 
 
+def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
+    """shared: what stands for an object in the copy, by its id."""
+    content = io.BytesIO()
+    pickler = _SharingPickler(content, shared)
+    pickler.dump(value)
+    content.seek(0)
+    return _SharingUnpickler(content, pickler.shared).load()
+
+
 class _SharingPickler(pickle.Pickler):
     """Copies what can be sent, but tensors and arrays, which an iteration reads."""
 
-    def __init__(self, content: io.BytesIO) -> None:
-        super().__init__(content)
-        self._content = content
-        self._shared: list[Any] = []
+    def __init__(self, content: io.BytesIO, stand_ins: dict[int, Any]) -> None:
+        super().__init__(content, protocol=pickle.HIGHEST_PROTOCOL)
+        self._stand_ins = stand_ins
+        self.shared: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            self._shared.append(value)
-            return _shared, (len(self._shared) - 1,)
-        return NotImplemented
+        if id(value) in self._stand_ins:
+            self.shared.append(self._stand_ins[id(value)])
+        elif isinstance(value, (torch.Tensor, np.ndarray)):
+            self.shared.append(copy.deepcopy(value) if _may_be_an_order(value) else value)
+        else:
+            return NotImplemented
+        return _shared, (len(self.shared) - 1,)
 
-    def read(self) -> Any:
-        self._content.seek(0)
-        return _SharingUnpickler(self._content, self._shared).load()
+
+def _may_be_an_order(value: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether it may be the positions of samples, which a sampler shuffles where they are."""
+    if isinstance(value, np.memmap) or value.ndim != 1 or value.nbytes > _ORDER_BYTES_MAX:
+        return False
+    return value.dtype in _INDICES if isinstance(value, torch.Tensor) else value.dtype.kind in "iu"
 
 
 class _SharingUnpickler(pickle.Unpickler):

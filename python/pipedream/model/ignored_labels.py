@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,8 @@ IGNORED = -100
 
 _DTYPES = (torch.int64, torch.int32, torch.int16)
 _ROUNDING = 1e-7  # of a loss in float32
+_LOOKS_ON_DEVICE = 8
+"""Labels on a device that are looked at; those on the host always are."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,36 @@ class IgnoredLabels:
 
     def __init__(self) -> None:
         self._is_shifted: dict[str, bool | None] = {}  # None: the loss is no mean over these labels
+        self._looks_on_device = 0
 
     def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
         """Looks for uneven labels in a minibatch's targets. sizes: samples of each piece."""
         found = []
         for where, labels in _label_tensors(targets).items():
-            if self._is_shifted.get(where, False) is None or not _may_hold_ignored(labels):
+            if self._is_shifted.get(where, False) is None or not self._may_hold_ignored(labels):
                 continue
-            valid = labels[labels != IGNORED]
-            of_pieces = [_label_tensors(piece).get(where) for piece in pieces]
-            if valid.numel() == 0 or valid.numel() == labels.numel() or None in of_pieces:
+            found_in = (_label_tensors(piece).get(where) for piece in pieces)
+            of_pieces = [piece for piece in found_in if piece is not None]
+            counts = [_valid_in(piece) for piece in of_pieces]
+            num_valid, num_labels = sum(of_all for of_all, _ in counts), sum(p.numel() for p in of_pieces)
+            if len(of_pieces) < len(pieces) or num_valid in (0, num_labels):
                 continue
-            is_uneven = (_is_uneven(of_pieces, sizes, 0), _is_uneven(of_pieces, sizes, 1))
+            is_uneven = (
+                _is_uneven([of_all for of_all, _ in counts], sizes),
+                _is_uneven([but_first for _, but_first in counts], sizes),
+            )
             if any(is_uneven):
-                found.append(UnevenLabels(where, int(valid[0]), is_uneven, type(targets) is Keywords))
+                valid = int(labels[labels != IGNORED][0])
+                found.append(UnevenLabels(where, valid, is_uneven, type(targets) is Keywords))
         return tuple(found)
+
+    def _may_hold_ignored(self, labels: Tensor) -> bool:
+        if labels.numel() == 0:
+            return False
+        if labels.device.type == "cpu":
+            return bool(_array(labels).min() <= IGNORED)
+        self._looks_on_device += 1  # each waits for the device
+        return self._looks_on_device <= _LOOKS_ON_DEVICE and int(labels.min()) <= IGNORED
 
     def judge(
         self,
@@ -142,17 +160,20 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _may_hold_ignored(labels: Tensor) -> bool:
-    return labels.numel() > 0 and int(labels.min()) <= IGNORED
+def _array(labels: Tensor) -> Any:
+    """Of labels on the host: numpy finds and counts several times as fast as torch."""
+    return labels.detach().as_subclass(Tensor).numpy()
 
 
-def _is_uneven(pieces: Sequence[Tensor | None], sizes: Sequence[int], first: int) -> bool:
-    """Whether the pieces' labels from the first one on have other shares than their samples."""
-    counts = []
-    for labels in pieces:
-        assert labels is not None
-        counted = labels[..., first:] if labels.dim() > 1 else labels
-        counts.append(int((counted != IGNORED).sum()))
+def _valid_in(labels: Tensor) -> tuple[int, int]:
+    """(labels that are none of -100, those but for the first of each sample)."""
+    is_valid = _array(labels.cpu()) != IGNORED
+    num_valid = int(np.count_nonzero(is_valid))
+    return num_valid, num_valid - (int(np.count_nonzero(is_valid[..., 0])) if labels.dim() > 1 else 0)
+
+
+def _is_uneven(counts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether pieces have other shares of what is counted than of the samples."""
     total, num_samples = sum(counts), sum(sizes)
     return any(count * num_samples != size * total for count, size in zip(counts, sizes, strict=False))
 

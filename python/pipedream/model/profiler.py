@@ -36,6 +36,7 @@ from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.microbatch import batch_size_of
+from pipedream.model.microbatch_timing import microbatch_times
 from pipedream.model.precision import autocast_dtype, autocast_left, autocast_region
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn
@@ -43,7 +44,7 @@ from pipedream.model.split_check import NUM_CHECKED, check_layers, without_bad_c
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
 from pipedream.model.whole_on_host import whole_for_a_check
-from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
+from pipedream.planning.layer_profile import LayerProfile, MicrobatchTimes, Profile, WeightFactors
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
 
 __all__ = ["profile"]
@@ -57,6 +58,7 @@ _BLOCK_MINIBATCHES_MIN = 5
 _TIME_ERROR_ENOUGH = 0.005
 # Minibatches are read, those of another size than the first included, at most this often the number timed.
 _SKIPPED_FACTOR_MAX = 10
+_WHOLE_SHARE = 0.7  # of the seconds, for whole minibatches; the others are for microbatches
 
 _log = logging.getLogger("pipedream")
 
@@ -74,7 +76,9 @@ def profile(
     weights: WeightSource = None,
 ) -> Profile:
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
-    milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters.
+    milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters. Then
+    microbatches are timed of m = 2, 4, 8, ... as far as the minibatch allows (LayerProfile.microbatch_ms), in
+    up to five rounds and three tenths of `seconds`.
 
     batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
     unless it is a generator, or another object that gives each minibatch once. Stops after `minibatches`
@@ -101,7 +105,7 @@ def profile(
     A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
     back to meta. So it needs the memory of its largest layer, and is checked, whole, where eight times its
-    parameters are free; else the log says that it is not. weights: as in run.
+    parameters are free; else the log says that it is not. Its microbatches are not timed. weights: as in run.
     """
     check_main_guard()
     check_count("minibatches", minibatches)
@@ -140,8 +144,10 @@ def profile(
             passes: TimedPasses | LayerSweep = _sweep(measurement, model, batches, how, minibatches, seconds)
         else:
             _measure(measurement, batches, device, minibatches, seconds, advance)
+            measurement.measure_microbatches(device, minibatches, seconds)
             assert measurement.passes is not None  # at least one minibatch was measured
             passes = measurement.passes
+    no_times: list[tuple[MicrobatchTimes, ...] | None] = [None] * len(passes.layer_names)
     no_factors: list[list[WeightFactors] | None] = [None] * len(passes.layer_names)
     columns = (
         *measurement.means_ms(),
@@ -149,6 +155,7 @@ def profile(
         passes.parameter_bytes,
         passes.saved_bytes,
         measurement.factors or no_factors,
+        measurement.microbatch_ms or no_times,
     )
     measured = [*itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))]
     chosen = passes.cuts
@@ -201,10 +208,26 @@ class _Measurement:
     batch_size: int | None = None
     max_shapes: Shapes = field(default_factory=dict)
     """Of all minibatches that were read, the short ones too."""
+    microbatch_ms: list[tuple[MicrobatchTimes, ...]] | None = None  # [layer]
+    first: tuple[Any, Any] | None = None
+    """Minibatch 0, on the device."""
 
     def begin(self, first: Sequence[tuple[Any, Any]]) -> None:
         """first: minibatches, on the device."""
         self.passes = self.make_passes(first)
+        self.first = first[0]
+
+    def measure_microbatches(self, device: torch.device, minibatches: int, seconds: float | None) -> None:
+        """As microbatch_times(), after the whole minibatches."""
+        assert self.passes is not None and self.first is not None
+        self.microbatch_ms = microbatch_times(
+            self.passes,
+            *self.first,
+            make_clock(device),
+            whole_ms=sum(map(sum, self.means_ms())),
+            rounds=minibatches,
+            seconds=None if seconds is None else (1 - _WHOLE_SHARE) * seconds,
+        )
 
     def measure(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> None:
         assert self.passes is not None
@@ -285,7 +308,7 @@ def _measure(
     advance: Callable[[], None],
 ) -> None:
     most = _WARM_UP_MINIBATCHES + minibatches
-    deadline = None if seconds is None else time.perf_counter() + seconds
+    deadline = None if seconds is None else time.perf_counter() + _WHOLE_SHARE * seconds
     clock = make_clock(device)
     stream = _repeat(batches)
     first = list(itertools.islice(stream, NUM_CHECKED))

@@ -21,14 +21,12 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "MISSING",
     "ByteSpan",
-    "GlobalName",
     "Place",
     "check_loss_fn",
     "frozen_meanwhile",
-    "global_names_set_by",
     "gradients_noticed",
+    "is_name_of_a_library",
     "modules_carried_by",
     "objects_carried_by",
     "places_of",
@@ -43,11 +41,6 @@ _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.d
 # As a module's tables of hooks, most of which are empty.
 _CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
 _TABLES = {"_parameters", "_buffers", "_modules"}
-_LENGTH_MAX = 1024  # of dicts under global names: a longer one is a table
-_SETS_GLOBAL = dis.opmap["STORE_GLOBAL"]
-
-MISSING = object()
-"""In the place of a value: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,52 +118,6 @@ def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
     found = _walk([_Found(function, name)], set(), with_globals=False)
     others = (Tensor, dict, list, tuple, set, frozenset, deque, type, types.ModuleType)
     return [(entry.path, entry.value) for entry in found if not isinstance(entry.value, others)]
-
-
-class GlobalName(NamedTuple):
-    """A name in a module's globals, or a key of a dict there."""
-
-    namespace: dict[Any, Any]
-    name: Any
-
-    def get(self) -> Any:
-        """MISSING where it has no value."""
-        return self.namespace.get(self.name, MISSING)
-
-    def set(self, value: Any) -> None:
-        if value is MISSING:
-            self.namespace.pop(self.name, None)
-        else:
-            self.namespace[self.name] = value
-
-
-def global_names_set_by(modules: Iterable[nn.Module], function: Any) -> list[GlobalName]:
-    """The global names that the code of the modules and of a function or object sets, as a count of steps
-    (`global step`), itself or by a function that it names; and of the dicts that it reads those keys that
-    have numbers (`counts["step"] += 1`)."""
-    objects = [value for _, value in objects_carried_by("", function)]
-    kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
-    pending = [value for value in objects if isinstance(value, types.FunctionType)]
-    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
-        if not _is_name_of_a_library(base.__module__):
-            pending += [value for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    seen: set[types.FunctionType] = set()
-    found: dict[tuple[int, Any], GlobalName] = {}
-    while pending:
-        one = pending.pop()
-        if one in seen or _is_name_of_a_library(one.__module__):
-            continue
-        seen.add(one)
-        sets, names = _global_names(one.__code__)
-        for name in sets:
-            found[id(one.__globals__), name] = GlobalName(one.__globals__, name)
-        read = [one.__globals__.get(name) for name in names]
-        pending += [value for value in read if isinstance(value, types.FunctionType)]
-        for table in (value for value in read if type(value) is dict and len(value) <= _LENGTH_MAX):
-            for key, entry in table.items():
-                if isinstance(entry, (int, float)):
-                    found[id(table), key] = GlobalName(table, key)
-    return list(found.values())
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -397,26 +344,12 @@ def _globals_read(code: types.CodeType) -> set[str]:
     return names
 
 
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Those that the code sets, and all names that it may read."""
-    sets: set[str] = set()
-    if _SETS_GLOBAL in code.co_code[::2]:  # else nothing is disassembled, which takes long
-        sets = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            sets_inside, names_inside = _global_names(constant)
-            sets |= sets_inside
-            names |= names_inside
-    return frozenset(sets), frozenset(names)
-
-
 def _is_of_a_library(value: Any) -> bool:
-    return _is_name_of_a_library(type(value).__module__)
+    return is_name_of_a_library(type(value).__module__)
 
 
-def _is_name_of_a_library(module_name: str | None) -> bool:
+def is_name_of_a_library(module_name: str | None) -> bool:
+    """Whether a module is one of those whose objects hold no weights of the user's."""
     return (module_name or "").partition(".")[0] in _LIBRARIES
 
 

@@ -5,16 +5,17 @@ profiled or rehearsed. Stateless; the thread that runs the module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipedream.common.errors import afterwards
 from pipedream.model.contents import Contents, overwriting
-from pipedream.model.references import global_names_set_by, modules_carried_by
+from pipedream.model.global_names import restoring_global_names
+from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 
 __all__ = ["Attributes", "attributes_kept", "untouched"]
@@ -49,12 +50,12 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
     inside) and requires_grad, the contents of small parameters, which a forward may set by its first
     minibatch, training flags, and what else a module has in attributes, as a counter, `initialised` or the
     tensors of a memory bank, without which a layer would take its next minibatch for another than the first.
-    So are numbers and tensors that their code puts into global names. Of the loss the modules that it has
+    So are numbers and tensors that their code counts in global names. Of the loss the modules that it has
     within reach.
     """
     roots = [*modules, *modules_carried_by(loss_fn)]
     all_modules = list({id(m): m for module in roots for m in module.modules()}.values())
-    restore_global_names = _restoring_global_names(all_modules, loss_fn)
+    restore_global_names = restoring_global_names(all_modules, loss_fn)
     parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
     rng_state = RngState.capture()
     buffers = [(module, dict(module._buffers)) for module in all_modules if module._buffers]
@@ -124,7 +125,7 @@ class Attributes:
             (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules
         ]
         self._contents = Contents(all_modules)
-        self._restore_global_names = _restoring_global_names(all_modules)
+        self._restore_global_names = restoring_global_names(all_modules)
         for _, attributes, _, _ in self._of:
             self._contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
 
@@ -137,19 +138,6 @@ class Attributes:
             module._buffers.clear()
             module._buffers.update(buffers)
             _restore_hooks(module, hooks)
-
-
-def _restoring_global_names(modules: Iterable[nn.Module], loss_fn: Any = None) -> Callable[[], None]:
-    """Gives the global names that their code sets the values back that they have now."""
-    before = [(name, name.get()) for name in global_names_set_by(modules, loss_fn)]
-
-    def restore() -> None:
-        for name, value in before:
-            # Only these: what is loaded when it is asked for stays.
-            if isinstance(name.get(), (bool, int, float, Tensor)):
-                name.set(value)
-
-    return restore
 
 
 def _replaceable(attributes: dict[str, Any]) -> dict[str, Any]:

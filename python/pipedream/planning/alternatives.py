@@ -54,9 +54,7 @@ def with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
     if any(given.values()):
         figures["given"] = [name for name, value in given.items() if value]
     if problem.limits.memory_bytes:
-        figures["without_room"] = [
-            name for name, stages in others.items() if not problem.limits.have_room(stages, problem.profile)
-        ]
+        figures["without_room"] = [name for name, stages in others.items() if not problem.has_room(stages)]
     return replace(plan, predicted=plan.predicted | figures)
 
 

@@ -28,7 +28,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
-from pipedream.planning.item_cost import ItemCost
+from pipedream.planning.item_cost import ItemCost, microbatch_counts
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
 __all__ = ["LayerProfile", "MicrobatchTimes", "Profile", "WeightFactors", "checked_cuts", "pass_costs"]
@@ -83,8 +83,8 @@ class LayerProfile:
     factors: tuple[WeightFactors, ...] | None = None
     """Of its fully connected layers' weights; None: not measured."""
     microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
-    """By number of microbatches, which rises; None: not measured, and a microbatch is taken to last 1/m of a
-    minibatch."""
+    """By number of microbatches, which rises; empty: a minibatch cannot be cut. None: not measured, and a
+    microbatch is taken to last 1/m of a minibatch."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know; written back as they were."""
 
@@ -230,6 +230,22 @@ class Profile:
     @property
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def microbatches_timed(self) -> int | None:
+        """The most microbatches that all layers were timed with; 1: a minibatch cannot be cut. None: they are
+        not timed."""
+        times = [layer.microbatch_ms for layer in self.layers]
+        if any(of_layer is None for of_layer in times):
+            return None
+        return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
+
+    def microbatch_counts(self, most: int = 1) -> list[int]:
+        """Numbers of microbatches to choose among. most: tried beyond those that a profile times."""
+        counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
+        if timed is not None and timed < counts[-1]:
+            return [m for m in counts if m <= timed]  # with more of them the model failed
+        return microbatch_counts(self.batch_size, max(counts[-1], most))
 
     def without_factors(self) -> Profile:
         """Of a run whose replicas push all gradients as they are."""

@@ -6,6 +6,7 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.factor_rule import core_factors
-from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan import Stage
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -89,54 +89,48 @@ class Limits:
                 layers[index] = layers[index].at_speed(speed)
         return replace(profile, layers=tuple(layers))
 
-    def have_room(self, stages: Sequence[Stage], profile: Profile) -> bool:
+    def have_room(self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions) -> bool:
         """Whether the stages fit into the workers' memory, one worker's into the largest."""
         memory_bytes = self.memory_bytes
         if sum(stage.num_replicas for stage in stages) == 1:
             memory_bytes = (max(memory_bytes),)
         limits = replace(self, memory_bytes=memory_bytes, speeds=(), last_layers=(), num_replicas=())
         with contextlib.suppress(NothingFitsError):
-            limits.figures_of(stages, profile)
+            limits.figures_of(stages, profile, options)
             return True
         return False
 
     def figures_of(
-        self, stages: Sequence[Stage], profile: Profile, versions: Sequence[int] | None = None
+        self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
-        """As solve_within(), of given stages. versions: that each keeps; None: as many as it has in flight.
-        Raises NothingFitsError where they do not keep to the limits."""
+        """What solve_within() says of a plan, for given stages in a run with these options. A stage
+        recomputes where it does not fit otherwise. Raises NothingFitsError where the stages do not keep to
+        the limits."""
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)
         if (self.last_layers and self.last_layers != last_layers) or (
             self.num_replicas and self.num_replicas != counts
         ):
             raise NothingFitsError("the plan has other boundaries or replicas than those that were given")
-        num_workers = sum(counts)
-        exact = replace(self.for_workers(num_workers), last_layers=last_layers, num_replicas=counts)
-        more_bytes = [0.0] * len(stages)  # than versions of what is in flight
-        if versions is not None:
-            more = [kept - held for kept, held in zip(versions, Plan(tuple(stages)).in_flight, strict=True)]
-            more_bytes = [
-                float(n * parameter_bytes_of(profile, s)) for n, s in zip(more, stages, strict=True)
-            ]
-        if exact.memory_bytes:
-            more_by_rank = [
-                more_bytes[i] for i, stage in enumerate(stages) for _ in range(stage.num_replicas)
-            ]
-            left = [has - more for has, more in zip(exact.memory_bytes, more_by_rank, strict=True)]
-            if min(left) <= 0:
-                raise NothingFitsError(nothing_fits(num_workers, exact, False))
-            exact = replace(exact, memory_bytes=tuple(left))
-        layers_ms = [layer.compute_ms for layer in profile.layers]
-        # What time it takes, and on which links, is no matter of these limits.
-        figures = solve_within(layers_ms, profile, num_workers, 1.0, False, exact, 1)[2]
-        held_bytes = [
-            held + more for held, more in zip(figures["stage_memory_bytes"], more_bytes, strict=True)
-        ]
-        return figures | {"memory_bytes": max(held_bytes), "stage_memory_bytes": held_bytes}
+        figures = self.memory_with(stages, profile, options)
+        if not self.memory_bytes:
+            return figures
+        ends = [*itertools.accumulate(counts)]
+        rooms = [min(self.memory_bytes[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
-    @property
-    def memory_costs(self) -> _core.MemoryCosts:
+        def exceed(figures: dict[str, Any]) -> list[bool]:
+            return [has < needs for has, needs in zip(rooms, figures["stage_memory_bytes"], strict=True)]
+
+        recompute = exceed(figures)
+        if self.recompute and any(recompute):
+            figures = self.memory_with(stages, profile, options, recompute)
+            figures["recompute"] = [stage for stage, repeats in enumerate(recompute) if repeats]
+        if any(exceed(figures)):
+            num_workers = sum(counts)
+            raise NothingFitsError(nothing_fits(num_workers, self.for_workers(num_workers), False))
+        return figures
+
+    def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
         """On a host every worker has the whole model as given, whatever its stage, and what replicas pull
         lands where it is for."""
         from pipedream import _core
@@ -147,6 +141,7 @@ class Limits:
             state_copies=self.optimizer_copies,
             step_copies=self.optimizer_copies,
             data_bytes=self.data_bytes,
+            num_microbatches=num_microbatches,
             asynchronous=self.sync == "asp",
             reduces_together=self.sync == "allreduce",
             whole_tensors=self.whole_tensors,
@@ -165,21 +160,31 @@ class Limits:
         ]
         return {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
 
-    def memory_with(self, plan: Plan, profile: Profile) -> dict[str, Any]:
-        """The same with as many in flight as the plan says, where no stage recomputes."""
+    def memory_with(
+        self,
+        stages: Sequence[Stage],
+        profile: Profile,
+        options: _core.ScheduleOptions,
+        recompute: Sequence[bool] = (),
+    ) -> dict[str, Any]:
+        """The memory of given stages in a run with these options, whatever the limits. recompute: one per
+        stage; empty: no stage recomputes."""
         from pipedream import _core
 
+        indices = range(len(stages))
         own_bytes = _core.memory_of_plan(
             [float(layer.activation_bytes) for layer in profile.layers],
             [float(layer.parameter_bytes) for layer in profile.layers],
             saved_bytes=_saved_bytes(profile),
-            stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in plan.stages],
-            in_flight=plan.in_flight,
-            recompute=[False] * plan.num_stages,
-            costs=self.memory_costs,
+            stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in stages],
+            in_flight=[_core.num_microbatches_in_flight(options, index) for index in indices],
+            num_versions=[_core.num_versions_kept(options, index) for index in indices],
+            own_per_round=[_core.rounds_of(options, index).own_per_round for index in indices],
+            recompute=recompute or [False] * len(stages),
+            costs=self.memory_costs(options.num_microbatches),
             factors=core_factors(profile, [layer.compute_ms for layer in profile.layers]),
         )
-        return self.memory_figures(plan.stages, own_bytes)
+        return self.memory_figures(stages, own_bytes)
 
 
 def make_limits(
@@ -303,13 +308,12 @@ def solve_within(
         forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
         speeds=limits.speeds,
         memory_bytes=left_bytes,
-        costs=limits.memory_costs,
+        costs=limits.memory_costs(microbatches),
         may_recompute=limits.recompute,
         last_layers=limits.last_layers,
         num_replicas=limits.num_replicas,
         num_replicas_max=1 if straight else num_workers,
         factors=core_factors(profile, layers_ms),
-        num_microbatches=microbatches,
     )
     if found is None:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))

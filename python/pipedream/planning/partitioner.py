@@ -22,6 +22,7 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import AUTO, CUT_SCHEDULES, DELAY_MAX, check_partition_arguments
 from pipedream.planning.plan import Plan, schedule_name
 from pipedream.planning.plan_problem import PlanProblem, Stages
+from pipedream.planning.plan_schedule import schedule_of
 from pipedream.planning.plan_search import best_plan, compared_with_factors
 from pipedream.planning.schedule_choice import best_of_schedules
 from pipedream.planning.search_progress import SearchProgress
@@ -188,7 +189,8 @@ def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
         with_more = problem.simulated_plan(plan.stages, in_flight=raised.in_flight)
         raised = replace(with_more, predicted=raised.predicted | with_more.predicted)
     if problem.limits.any:
-        more = problem.limits.memory_with(raised, problem.profile)
+        options = schedule_of(raised, problem.schedule, problem.microbatches or 1)
+        more = problem.limits.memory_with(raised.stages, problem.profile, options)
         raised = replace(raised, predicted=raised.predicted | more)
     return raised
 

@@ -13,7 +13,6 @@ from typing import Any
 from pipedream.planning.factor_rule import core_factors, factored_figures
 from pipedream.planning.formulas import formula_figures, samples_per_s
 from pipedream.planning.hidden_links import FEW_ROUNDS
-from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, solve_within
 from pipedream.planning.link_profile import LinkProfile
@@ -27,7 +26,7 @@ from pipedream.planning.plan_schedule import (
     schedule_of,
 )
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
-from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, runtime_of, stage_costs
+from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, costs_of, runtime_of, stage_costs
 from pipedream.planning.stage_links import StageLinks
 
 __all__ = ["PlanProblem", "Stages"]
@@ -150,15 +149,30 @@ class PlanProblem:
             assert predicted_ms is not None
             best_ms = predicted_ms
         predicted["samples_per_s"] = samples_per_s(self.profile, best_ms)
+        if best_m != self.microbatches:
+            predicted["stage_ms"] = self._stages_ms(plan, costs_of(plan) or [], best_m)
+        if self.codec:
+            predicted["factored"] = self._factored(plan, best_m)
         microbatches = best_m if plan.schedule else None
         return replace(plan, bottleneck_ms=best_ms, predicted=predicted, microbatches=microbatches)
 
     def _times_by_microbatches(self, plan: Plan) -> Iterator[tuple[int, float]]:
-        for m in self._microbatch_choices(plan):
+        for m in self._fitting_choices(plan):
             options = schedule_of(plan, self.schedule, m)
             predicted_ms = predict_ms(plan, options, steady_rounds=FEW_ROUNDS, spreads=False)
             assert predicted_ms is not None
             yield m, predicted_ms
+
+    def _fitting_choices(self, plan: Plan) -> Sequence[int]:
+        """The numbers of microbatches with which the plan keeps to the limits."""
+        choices = self._microbatch_choices(plan)
+        return [m for m in choices if self._keeps_to_limits(plan, m)] if self.limits.any else choices
+
+    def _keeps_to_limits(self, plan: Plan, microbatches: int) -> bool:
+        with contextlib.suppress(NothingFitsError):
+            self.limits_of(plan, microbatches)
+            return True
+        return False
 
     def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
         """None where the plan has more minibatches in flight than there may be microbatches."""
@@ -167,7 +181,7 @@ class PlanProblem:
         least = microbatches_min(plan, self.schedule)
         if self.microbatches is not None:
             return (self.microbatches,) if self.microbatches >= least else ()
-        counts = microbatch_counts(self.profile.batch_size)
+        counts = self.profile.microbatch_counts()
         largest = self.profile.batch_size or max(least, counts[-1])
         return sorted({m for m in (*counts, least) if least <= m <= largest})
 
@@ -194,9 +208,7 @@ class PlanProblem:
             drained = costs_with(of_round) if max(of_round) > 1 else None
         predicted = formula_figures(self.profile, stages, links)
         figures: dict[str, Any] = {
-            "stage_ms": [
-                cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
-            ],
+            "stage_ms": self._stages_ms(Plan(stages), costs, self.microbatches),
             "stage_costs": [cost.to_dict() for cost in costs],
             **({} if drained is None else {"drained_costs": [cost.to_dict() for cost in drained]}),
             **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
@@ -218,31 +230,43 @@ class PlanProblem:
             }
         return figures
 
+    def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:
+        """Of each stage, with so many microbatches; None: the fewest that there may be."""
+        from pipedream import _core
+
+        m = microbatches or microbatches_min(plan, self.schedule)
+        options = schedule_of(plan, self.schedule, m)
+        return [
+            cost.stage_ms(stage.num_replicas, _core.rounds_of(options, index))
+            for index, (cost, stage) in enumerate(zip(costs, plan.stages, strict=True))
+        ]
+
+    def _factored(self, plan: Plan, microbatches: int | None) -> list[dict[str, Any]]:
+        """What goes as factors, in rounds of so many microbatches; None: the fewest that there may be."""
+        m = microbatches or microbatches_min(plan, self.schedule)
+        of_rounds = profile_of_rounds(self.profile, plan, schedule_of(plan, self.schedule, m))
+        return factored_figures(of_rounds, plan.stages)
+
     def is_allowed(self, stages: Stages) -> bool:
         is_equal = len({stage.num_replicas for stage in stages}) == 1
         if self.schedule == "2bw" and not is_equal and not self.limits.num_replicas:
             return False  # its own planner's plans, unless replicas are given
-        if not self.has_microbatches(stages):
-            return False
-        if not self.limits.any:
-            return True
-        with contextlib.suppress(NothingFitsError):
-            self.limits_of(stages)
-            return True
-        return False
+        return bool(self._fitting_choices(Plan(stages)))
 
     def has_microbatches(self, stages: Stages) -> bool:
         """Whether a minibatch can be cut into as many as the schedule needs."""
-        return self.schedule not in CUT_SCHEDULES or bool(self._microbatch_choices(Plan(stages)))
+        return bool(self._microbatch_choices(Plan(stages)))
 
-    def limits_of(self, stages: Stages) -> dict[str, Any]:
-        """Raises where the stages do not keep to the limits."""
-        from pipedream import _core
+    def has_room(self, stages: Stages) -> bool:
+        """Whether the stages fit into the workers' memory with the schedule of the formulas."""
+        options = schedule_of(Plan(stages), "pipedream", self.microbatches or 1)
+        return self.limits.have_room(stages, self.profile, options)
 
-        plan = Plan(stages)
-        options = any_schedule_of(plan, self.schedule)
-        versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
-        return self.limits.figures_of(stages, profile_of_rounds(self.profile, plan, self.schedule), versions)
+    def limits_of(self, plan: Plan, microbatches: int) -> dict[str, Any]:
+        """What the plan needs with so many microbatches. Raises NothingFitsError where it does not keep to
+        the limits."""
+        options = schedule_of(plan, self.schedule, microbatches)
+        return self.limits.figures_of(plan.stages, profile_of_rounds(self.profile, plan, options), options)
 
     def _plan(
         self,
@@ -254,8 +278,7 @@ class PlanProblem:
     ) -> Plan:
         is_asked = self.schedule != "pipedream" or self.microbatches is not None
         if self.codec:
-            of_rounds = profile_of_rounds(self.profile, Plan(stages), self.schedule)
-            predicted["factored"] = factored_figures(of_rounds, stages)
+            predicted["factored"] = self._factored(Plan(stages), self.microbatches)
         return Plan(
             stages,
             model=self.profile.model,

@@ -118,12 +118,12 @@ def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
     return [of_stage.own_per_round / of_stage.num_microbatches for of_stage in rounds]
 
 
-def profile_of_rounds(profile: Profile, plan: Plan, schedule: str) -> Profile:
+def profile_of_rounds(profile: Profile, plan: Plan, options: _core.ScheduleOptions) -> Profile:
     """With factors as large as those of a round."""
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)
-    for stage, count in zip(plan.stages, minibatches_of_round(any_schedule_of(plan, schedule)), strict=True):
+    for stage, count in zip(plan.stages, minibatches_of_round(options), strict=True):
         for index in range(stage.first_layer, stage.last_layer + 1):
             weights = layers[index].factors or ()
             scaled = tuple(one._replace(factor_bytes=round(count * one.factor_bytes)) for one in weights)

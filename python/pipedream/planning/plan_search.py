@@ -167,5 +167,5 @@ def _found_from(
     plan = min(map(planned, finalists or [found.stages]), key=lambda plan: plan.bottleneck_ms or 0.0)
     figures = {"search": found.to_dict()}
     if problem.limits.any:
-        figures |= problem.limits_of(plan.stages)
+        figures |= problem.limits_of(plan, plan.microbatches or 1)
     return replace(plan, predicted=plan.predicted | figures)

@@ -17,7 +17,7 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.factor_rule import factored_sum
@@ -27,6 +27,9 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.shard_shares import num_chunks
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.waking import Waking, wakings_from
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = [
     "FREE",
@@ -222,17 +225,13 @@ class StageCosts:
             push_leads=_leads_from(f"{where}.push_leads", given.get("push_leads", [])),
         )
 
-    @property
-    def minibatch_ms(self) -> float:
-        """Of a minibatch that is one microbatch, the copy included."""
-        return self.ms_with(1)
-
-    def ms_with(self, num_microbatches: int) -> float:
-        """Of a minibatch of so many microbatches, the copy included."""
-        later = num_microbatches - 1
+    def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
+        """Per minibatch of a stage with so many replicas, the copy included: a replica has its share of the
+        passes, and updates once in a round."""
+        later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)
-        passes_ms = passes.first(num_microbatches) + later * passes.later(num_microbatches)
-        return passes_ms + self.update_ms + self.copy_ms
+        passes_ms = passes.first(rounds.num_microbatches) + later * passes.later(rounds.num_microbatches)
+        return passes_ms / num_replicas + (self.update_ms + self.copy_ms) / rounds.minibatches_per_round
 
 
 def runtime_of(profile: Profile) -> RuntimeCosts | None:

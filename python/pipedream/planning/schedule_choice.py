@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipedream.planning.formulas import samples_per_s
-from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.limits import NothingFitsError
 from pipedream.planning.partition_arguments import AUTO, CHOSEN_AMONG
 from pipedream.planning.plan_problem import PlanProblem
@@ -99,7 +98,7 @@ def best_of_schedules(
     rows = [candidate.to_dict(is_chosen=candidate is chosen) for candidate in candidates]
     figures: dict[str, Any] = {"samples_per_s": rate, "candidates": rows, "delay_max": delay_max}
     m = chosen.problem.microbatches or 1
-    if problem.cost_model == "paper" and not all(one.microbatch_ms for one in problem.profile.layers):
+    if problem.cost_model == "paper" and problem.profile.microbatches_timed is None:
         figures["microbatch_times"] = "scaled"
     plan = replace(
         chosen.plan,
@@ -126,8 +125,7 @@ def _schedules(problem: PlanProblem) -> Sequence[str]:
 def _counts(problem: PlanProblem) -> Sequence[int]:
     if problem.microbatches is not None:
         return [problem.microbatches]
-    counts = microbatch_counts(problem.profile.batch_size)
-    return microbatch_counts(problem.profile.batch_size, max(counts[-1], 2 * problem.num_workers, 32))
+    return problem.profile.microbatch_counts(2 * problem.num_workers)
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
@@ -148,7 +146,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
     ms = problem.simulated_ms(plan) if simulated_ms is None else simulated_ms
     memory_bytes = plan.predicted.get("memory_bytes")
     if memory_bytes is None:
-        memory_bytes = problem.limits.memory_with(plan, problem.profile)["memory_bytes"]
+        memory_bytes = problem.limits.memory_with(plan.stages, problem.profile, options)["memory_bytes"]
     busy_ms = _busiest_ms(costed, options)
     return _Candidate(
         problem,
@@ -172,9 +170,9 @@ def _busiest_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []
-    pairs = zip(costs, plan.stages, strict=True)
-    m = options.num_microbatches
-    return max((cost.ms_with(m) / stage.num_replicas for cost, stage in pairs), default=0.0)
+    pairs = enumerate(zip(costs, plan.stages, strict=True))
+    times = [cost.stage_ms(stage.num_replicas, _core.rounds_of(options, i)) for i, (cost, stage) in pairs]
+    return max(times, default=0.0)
 
 
 def _chosen(candidates: Sequence[_Candidate], delay_max: float) -> _Candidate:

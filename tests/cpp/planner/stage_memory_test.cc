@@ -16,11 +16,43 @@ std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 10, .parameter_bytes = 0},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 0}};
   const std::vector<LayerMemory> memory(2, {.saved_bytes = saved_bytes, .forward_s = 0});
-  return memory_of_plan(layers, memory, {{0, 0, first_replicas}, {1, 1, last_replicas}}, in_flight, recompute,
+  const std::vector<StageCopies> copies = {StageCopies::stashing(first_replicas, in_flight[0], 1),
+                                           StageCopies::stashing(last_replicas, in_flight[1], 1)};
+  return memory_of_plan(layers, memory, {{0, 0, first_replicas}, {1, 1, last_replicas}}, copies, recompute,
                         kNoCopies);
 }
 
 constexpr double kDropped = 2 * 10;  // by a backward
+
+// Of a straight plan with three microbatches in flight at the first of its stages, each of which has 60 bytes
+// of parameters; a minibatch crosses with 40 bytes, saves 80 and has 16 of data.
+std::vector<double> memory_with_microbatches(std::int64_t m) {
+  const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 40, .parameter_bytes = 60},
+                                         {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60}};
+  const std::vector<LayerMemory> memory(2, {.saved_bytes = 80, .forward_s = 0});
+  const MemoryCosts costs{.model_copies = 0, .data_bytes = 16, .num_microbatches = m};
+  return memory_of_plan(layers, memory, {{0, 0, 1}, {1, 1, 1}},
+                        {StageCopies::stashing(1, 3, m), StageCopies::stashing(1, 1, m)}, {false, false},
+                        costs);
+}
+
+TEST(StageMemory, WhatIsInFlightIsOfMicrobatches) {
+  // Versions and gradients; data; what is kept; two slots; what a backward drops, of a later microbatch with
+  // gradients that are added.
+  EXPECT_EQ(memory_with_microbatches(1)[0], (3 + 1) * 60 + 3 * 16 + 3 * (80 + 40) + 2 * 40 + 2 * 40);
+  EXPECT_EQ(memory_with_microbatches(2)[0], (2 + 1) * 60 + 2 * 16 + 3 * (40 + 20) + 2 * 20 + (2 * 20 + 60));
+  EXPECT_EQ(memory_with_microbatches(4)[0], (2 + 1) * 60 + 2 * 16 + 3 * (20 + 10) + 2 * 10 + (2 * 10 + 60));
+  // Two slots, the gradients of two that are in flight upstream, one that is released late.
+  EXPECT_EQ(memory_with_microbatches(4)[1], (1 + 1) * 60 + 16 + (20 - 10) + (2 + 3 + 1) * 10 + (2 * 10 + 60));
+}
+
+TEST(StageMemory, ReplicasKeepTheVersionsOfTheirRounds) {
+  // Five in flight: c = 1 of 3 replicas' rounds of 3 minibatches of one, 2 of one minibatch of 6, 4 of 12.
+  EXPECT_EQ(StageCopies::stashing(3, 5, 1).num_versions, 5);
+  EXPECT_EQ(StageCopies::stashing(3, 5, 6).num_versions, 3);
+  EXPECT_EQ(StageCopies::stashing(3, 5, 12).num_versions, 2);
+  EXPECT_EQ(StageCopies::stashing(3, 1, 4).num_versions, 1);
+}
 
 TEST(StageMemory, AStraightPlanHasAnEdgeEachWay) {
   // n (saved + output) and two slots; two slots for the one in flight, its stash, two gradients.
@@ -86,7 +118,8 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
 double weights_of(std::int64_t replicas, const MemoryCosts& costs) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 30}};
-  return memory_of_plan(layers, std::vector<LayerMemory>(2), {{0, 1, replicas}}, {1}, {false}, costs)[0];
+  return memory_of_plan(layers, std::vector<LayerMemory>(2), {{0, 1, replicas}}, {{replicas, 1, 1}}, {false},
+                        costs)[0];
 }
 
 TEST(StageMemory, AReplicaHasTheStateOfItsShardAndGradientsAndSlotsForTheOthers) {

@@ -26,6 +26,7 @@ from pipedream.budget.memory import (
 )
 from pipedream.links.channels import RunChannel
 from pipedream.model.splitter import split
+from pipedream.planning.plan import Stage
 from torch import nn
 
 _KIB = 1024
@@ -278,6 +279,18 @@ def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, mi
     in_flight = _core.num_microbatches_in_flight(memory.schedule, 0)
     inputs = _minibatches_of(in_flight, microbatches) * microbatches
     assert _kib(memory)[STASH] == in_flight * 100 + inputs * 10
+
+
+@pytest.mark.parametrize(("microbatches", "minibatches"), [(1, 3), (2, 3), (4, 2)])
+def test_a_replica_with_one_microbatch_of_each_minibatch_keeps_the_inputs_of_all(
+    microbatches: int, minibatches: int
+) -> None:
+    """Of two replicas each has every second microbatch: three in a row of one are of so many minibatches."""
+    plan = Plan((Stage(0, 0, 2), Stage(1, 1, 3)))
+    assert plan.in_flight == (3, 1)
+    options = _core.ScheduleOptions("pipedream", plan.in_flight, microbatches, plan.placement)
+    memory = replace(_memory(), plan=plan, schedule=options)
+    assert _kib(memory)[STASH] == 3 * 100 + minibatches * microbatches * 10
 
 
 def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:

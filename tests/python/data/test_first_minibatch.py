@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from pipedream.data.first_minibatch import PeekedData, first_of, looked_at
+from pipedream.data.first_minibatch import KeptMinibatch, PeekedData, first_of, looked_at
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -144,6 +145,45 @@ def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) ->
     assert first_of(looked) == first_of(looked) == 0
     assert list(looked) == [0, 1, 2, 3]
     assert list(looked) == []  # as of the data
+
+
+class _Shuffling:
+    """Shuffles its samples' positions where they are, and says how often it was copied."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices, self.weights, self.num_copies = indices, torch.ones(3), 0
+        self.address = self.weights.data_ptr()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.num_copies += 1
+        return vars(self)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.weights.data_ptr() == self.address
+        self.indices[0], self.indices[-1] = int(self.indices[-1]), int(self.indices[0])
+        return iter([int(index) for index in self.indices])
+
+
+def test_data_are_copied_once_for_the_first_look() -> None:
+    data, kept = _Shuffling([1, 2, 3]), KeptMinibatch()
+    assert first_of(looked_at(data, kept), kept) == 3
+    assert data.num_copies == 1 and kept.copied is None
+    assert first_of(data, kept) == 3
+
+
+@pytest.mark.parametrize("is_sampler", [False, True])
+@pytest.mark.parametrize("indices", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3])], ids=type)
+def test_positions_that_an_iteration_shuffles_are_copied_and_other_tensors_not(
+    indices: Any, is_sampler: bool
+) -> None:
+    """Arrays were shuffled by the look, and a sampler's weights were copied."""
+    shuffling = _Shuffling(indices)
+    data: Any = DataLoader(range(5), batch_size=None, sampler=shuffling) if is_sampler else shuffling  # type: ignore[arg-type]
+    assert int(first_of(data)) == int(first_of(data)) == 3
+    assert list(map(int, shuffling.indices)) == [1, 2, 3]
 
 
 def test_an_open_file_is_read_from_its_first_line(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import queue
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -194,3 +196,40 @@ def test_what_code_counts_in_global_names_is_as_it_was() -> None:
         assert _steps == 4
     assert (_steps, _mean, _counts) == (0, None, {"losses": 0})
     assert _loaded == ["a table"]  # it would only be loaded again
+
+
+@dataclass(slots=True)
+class _State:
+    steps: int = 0
+
+
+_list, _log, _tally, _tensor = [0], [0.5], Counter("a"), torch.zeros(())
+_state, _space, _loaded_names = _State(), SimpleNamespace(steps=0), list[str]()
+_queue: queue.Queue[int] = queue.Queue()
+
+
+class _CountsInObjects(nn.Module):
+    steps = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        _list[0] += 1
+        _log.append(_list[0] / 2)
+        _tally["b"] += 1
+        _tensor.add_(1)
+        _state.steps += 1
+        _space.steps += 1
+        type(self).steps += 1
+        _queue.put(1)
+        _loaded_names.append("a name")
+        return value * _list[0] * _state.steps
+
+
+def test_what_code_counts_in_global_objects_is_as_it_was() -> None:
+    """Trial runs counted ahead in all that is not a global name itself or a key of a dict."""
+    model, value = _CountsInObjects(), torch.ones(2)
+    with untouched([model]):
+        assert model(model(value)).tolist() == [4.0, 4.0]
+        assert _CountsInObjects.steps == 2
+    assert (_list, _log, _tally, _tensor.item()) == ([0], [0.5], {"a": 1}, 0)
+    assert (_state.steps, _space.steps, _CountsInObjects.steps) == (0, 0, 0)
+    assert _queue.unfinished_tasks == 2 and len(_loaded_names) == 2  # of a library, and what is loaded once

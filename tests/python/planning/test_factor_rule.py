@@ -182,6 +182,8 @@ def test_memory_by_factors_is_kept_to_exactly(rows: list[_Row], num_workers: int
             saved_bytes=[float(layer.saved_bytes or 0) for layer in profile.layers],
             stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in stages],
             in_flight=Plan(stages).in_flight,
+            num_versions=Plan(stages).in_flight,
+            own_per_round=[1] * len(stages),
             recompute=[False] * len(stages),
             costs=_core.MemoryCosts(state_copies=1.0, step_copies=1.0),
             factors=[
@@ -210,6 +212,8 @@ def test_memory_of_factored_weights_is_of_factors_and_whole_states() -> None:
             saved_bytes=[0.0],
             stages=[(0, 0, 4)],
             in_flight=[1],
+            num_versions=[1],
+            own_per_round=[1],
             recompute=[False],
             costs=_core.MemoryCosts(state_copies=1.0, step_copies=1.0),
             factors=[factors],
@@ -410,7 +414,12 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
         LayerProfile("fc", 4.0, 8.0, 1000, 5000, factors=(WeightFactors(4000, 1500, 0.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),
     )
-    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "boundaries": [0], "memory": 1_000_000}
+    asked: dict[str, Any] = {
+        "codec": FACTOR_CODEC,
+        "boundaries": [0],
+        "memory": 1_000_000,
+        "microbatches": 1,
+    }
 
     def planned(replicas: list[int], schedule: str) -> Plan:
         return partition(

@@ -114,6 +114,18 @@ def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
     assert (stage.sync_latency_ms, alone.sync_latency_ms) == (0.125, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "m", "minibatches_per_round"),
+    [("pipedream", 1, 2), ("pipedream", 4, 1), ("pipedream", 3, 2), ("flush", 4, 1)],
+)
+def test_a_stage_updates_once_in_a_round(schedule: str, m: int, minibatches_per_round: int) -> None:
+    profile = _profile(update_ms=1.5)
+    stages = (Stage(0, 1, 2), Stage(2, 3))
+    plan = make_plan(profile, stages, 1e12, cost_model="calibrated", schedule=schedule, microbatches=m)
+    first, last = plan.predicted["stage_ms"]
+    assert last - first == pytest.approx(3.0 + 1.5 - 1.5 / minibatches_per_round)
+
+
 def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are_done() -> None:
     mib = 1 << 20
     layers = [LayerProfile(f"layer{i}", 1.0, 1.0 + i, 1000, 5 * mib) for i in range(4)]

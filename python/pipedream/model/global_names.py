@@ -1,0 +1,172 @@
+"""Global names in which the code of a model counts or keeps something, to be put back after it has run for
+other reasons than training.
+
+    global step; step += 1            the name itself
+    counts["step"] += 1               a key of a dict under a global name
+    count[0] += 1, log.append(0.5)    all of a list, deque or dict of nothing but numbers and tensors
+    state.step += 1, Layer.step += 1  an attribute of an object or class of the user's, or of a module
+    step.add_(1)                      what a small tensor holds
+
+Numbers and tensors alone: what is loaded when it is first asked for stays. Stateless; the thread that runs
+the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import operator
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipedream.model.contents import attributes_of, is_of_the_users, overwriting
+from pipedream.model.references import is_name_of_a_library, objects_carried_by
+
+__all__ = ["restoring_global_names"]
+
+_LENGTH_MAX = 1024  # of lists and dicts under global names: a longer one is a table
+_TENSOR_BYTES_MAX = 64 * 1024
+_CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, Counter}
+_NUMBERS = (bool, int, float, complex)
+_SETS_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_MISSING = object()
+
+_Restore = Callable[[], None]
+
+
+def restoring_global_names(modules: Iterable[nn.Module], function: Any = None) -> _Restore:
+    """Gives what the code of the modules, and of a function or object, counts in global names the values back
+    that it has now: what the code sets itself or by a function that it names."""
+    objects = [value for _, value in objects_carried_by("", function)]
+    kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
+    pending = [value for value in objects if isinstance(value, types.FunctionType)]
+    found = _Found()
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        if not is_name_of_a_library(base.__module__):
+            found.look_into(base)
+            pending += [value for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    seen: set[types.FunctionType] = set()
+    while pending:
+        one = pending.pop()
+        if one in seen or is_name_of_a_library(one.__module__):
+            continue
+        seen.add(one)
+        sets, names = _names_in(one.__code__)
+        for name in sets:
+            found.add(one.__globals__, name)
+        for value in _read(one.__globals__, names):
+            if isinstance(value, types.FunctionType):
+                pending.append(value)
+            else:
+                found.look_into(value)
+    return found.restore
+
+
+def _read(namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
+    """What the names mean there, and in modules of the user's that they mean."""
+    for name in names & namespace.keys():
+        value = namespace[name]
+        yield value
+        if isinstance(value, types.ModuleType) and _is_of_the_users(value):
+            yield from (vars(value)[inner] for inner in names & vars(value).keys())
+
+
+class _Found:
+    """What is put back."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}  # (holder, name, value), by id
+        self._tallies: dict[int, tuple[Any, Any]] = {}  # with what is in them
+        self._tensors: dict[int, tuple[Tensor, _Restore]] = {}
+
+    def add(self, holder: Any, name: Any) -> None:
+        self._entries[id(holder), name] = holder, name, _entries_of(holder).get(name, _MISSING)
+
+    def look_into(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and value.nbytes <= _TENSOR_BYTES_MAX:
+                self._tensors.setdefault(id(value), (value, overwriting(value)))
+        elif type(value) in _CONTAINERS and len(value) <= _LENGTH_MAX and _is_tally(value):
+            self._tallies[id(value)] = value, copy.copy(value)
+        elif _is_of_the_users(value):
+            holder = vars(value) if isinstance(value, types.ModuleType) else value
+            entries = _entries_of(holder)
+            for name, entry in entries.items() if len(entries) <= _LENGTH_MAX else ():
+                if isinstance(entry, _NUMBERS):
+                    self.add(holder, name)
+
+    def restore(self) -> None:
+        for holder, name, value in self._entries.values():
+            now = _entries_of(holder).get(name, _MISSING)
+            if now is not value and _is_counted(now):
+                _put(holder, name, value)
+        for value, before in self._tallies.values():
+            if _is_tally(value) and not _is_alike(value, before):
+                value.clear()
+                (value.update if isinstance(value, dict) else value.extend)(before)
+        for _, put_back in self._tensors.values():
+            put_back()
+
+
+def _entries_of(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, dict):
+        return holder
+    return dict(vars(holder)) if isinstance(holder, type) else attributes_of(holder)
+
+
+def _put(holder: Any, name: Any, value: Any) -> None:
+    if isinstance(holder, type):
+        setattr(holder, name, value)
+    elif not isinstance(holder, dict):
+        object.__setattr__(holder, name, value)
+    elif value is _MISSING:
+        del holder[name]
+    else:
+        holder[name] = value
+
+
+def _is_counted(value: Any) -> bool:
+    return isinstance(value, (*_NUMBERS, Tensor))
+
+
+def _is_tally(value: Any) -> bool:
+    return all(map(_is_counted, value.values() if isinstance(value, dict) else value))
+
+
+def _is_alike(value: Any, before: Any) -> bool:
+    """Whether the same objects are in both."""
+    pairs = [(value, before)]
+    if isinstance(value, dict):
+        pairs.append((value.values(), before.values()))
+    return len(value) == len(before) and all(all(map(operator.is_, one, other)) for one, other in pairs)
+
+
+def _is_of_the_users(value: Any) -> bool:
+    """A plain dict, too; modules of a model are kept in another way."""
+    if type(value) in _CONTAINERS or isinstance(value, nn.Module):
+        return isinstance(value, dict)
+    if isinstance(value, (type, types.ModuleType)):
+        name = value.__module__ if isinstance(value, type) else value.__name__
+        return not is_name_of_a_library(name) and name.partition(".")[0] not in sys.stdlib_module_names
+    return is_of_the_users(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Those that the code sets, and all names that it may read."""
+    sets: set[str] = set()
+    if _SETS_GLOBAL in code.co_code[::2]:  # else nothing is disassembled, which takes long
+        sets = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            sets_inside, names_inside = _names_in(constant)
+            sets |= sets_inside
+            names |= names_inside
+    return frozenset(sets), frozenset(names)
