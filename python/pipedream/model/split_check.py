@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream.common.errors import describe_error
+from pipedream.common.errors import describe_error, one_line
+from pipedream.model import crossing, span
 from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
 from pipedream.model.calls import visible_modules
 from pipedream.model.checked_model import CheckedModel, checked_model
@@ -56,6 +58,7 @@ _TOLERANCE_OF_OTHERS = 1e-2
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
+_REFUSED = "a stage refuses that: "
 _NEGLIGIBLE = 1e-2
 """Of the largest element of all gradients: times the tolerance some ten times float32's rounding of it."""
 
@@ -116,7 +119,8 @@ def without_bad_cuts(
         f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
         f" {difference}"
     )
-    if differing:
+    is_refused = difference.startswith(_REFUSED)  # which has its own remedy
+    if differing and not is_refused:
         text += (
             "; what later code, or the next minibatch, reads is kept outside torch's operations (numpy, an"
             " attribute, a list that a hook appends to): return it from a module, or do all that needs it"
@@ -125,7 +129,7 @@ def without_bad_cuts(
     opaque = next(
         (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
     )
-    if opaque is not None:
+    if opaque is not None and not is_refused:
         text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
     if is_chosen:
         raise ValueError(text)
@@ -238,6 +242,8 @@ class _Check:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                if _is_refusal(error):
+                    return f"{_REFUSED}{one_line(error)}"
                 return f"cut there its forward raises {describe_error(error)}"
             return _difference(self._whole, staged, self._tolerance)
 
@@ -324,6 +330,12 @@ class _Check:
         """By full name; table: "named_parameters" or "named_buffers"."""
         for prefix, module in self.model.roots:
             yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a stage has raised it, and not code that it runs."""
+    raised = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return raised[-1] in (span.__name__, crossing.__name__)
 
 
 def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:

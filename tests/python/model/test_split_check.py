@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pipedream
 import pytest
 import torch
 import torch.nn.functional as F
 from pipedream.model.cut_model import cut_model
-from pipedream.model.split_check import _difference, _Outcome, check_cuts
+from pipedream.model.split_check import _difference, _Outcome, check_cuts, without_bad_cuts
 from torch import Tensor, nn
 from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, Rotary, Truncated, cross_entropy
 
@@ -231,6 +233,39 @@ def test_each_stage_has_global_names_of_its_own(hands_on: bool) -> None:
     cut = cut_model(_InGlobals(hands_on=hands_on), *data[0], cross_entropy)
     assert len(check_cuts(cut, data, cross_entropy)) == int(hands_on)
     assert (_calls, _handed_on) == (0, 0.0)
+
+
+class _Scaled(nn.Module):
+    """Its scale is a tensor, a text that names one, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, scale: Any) -> Tensor:
+        factor = {"one": 1.0, "two": 2.0, None: 1.0}[scale] if scale is None or type(scale) is str else scale
+        out: Tensor = self.second(self.first(x) * factor)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "remedy"),
+    [
+        ("one", "two", "give it as a tensor, as only tensors and whole numbers may change"),
+        (None, torch.ones(1), "put a minibatch first that has it"),
+    ],
+    ids=["text", "None"],
+)
+def test_a_value_that_a_stage_refuses_comes_with_its_remedy_alone(
+    first: Any, later: Any, remedy: str
+) -> None:
+    """It was followed by advice on what is kept outside torch's operations."""
+    data = [((torch.randn(3, WIDTH), scale), torch.arange(3)) for scale in (first, later)]
+    cut = cut_model(_Scaled(), *data[0], cross_entropy)
+    with pytest.raises(ValueError, match=remedy) as refused:
+        without_bad_cuts(cut, data, cross_entropy, is_chosen=True)
+    assert "outside torch's operations" not in str(refused.value)
+    assert "ValueError" not in str(refused.value)
 
 
 class _NoRoomInFloat64(nn.Module):
