@@ -193,6 +193,15 @@ def test_lists_of_fields_and_of_constants_are_no_samples() -> None:
     assert _halves({"size": (8, 8), "x": torch.zeros(2)}, 2)[0]["size"] == (8, 8)
 
 
+def test_a_tuple_of_numbers_goes_whole_and_a_list_as_long_as_the_batch_does_not() -> None:
+    labels, scales = torch.arange(4), (0.1, 0.2, 0.3, 0.4)
+    as_tuple, as_list = (
+        chunk((labels, given), 2, name="the targets", minibatch=0) for given in (scales, [*scales])
+    )
+    assert [given for _, given in as_tuple] == [scales, scales]
+    assert [given for _, given in as_list] == [[0.1, 0.2], [0.3, 0.4]]
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets", "num_samples"),
     [
