@@ -190,8 +190,9 @@ def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> Non
 
 
 def test_a_range_with_too_few_ports_for_the_workers_of_a_machine(farm: Farm) -> None:
+    """The set-up named its own number, and with as many ports the training then another one."""
     few = {"ports": "29600-29600"}
-    words = ("the range of ports 29600-29600 has 1", "workers (2) need 2", "at least 2")
+    words = ("the range of ports 29600-29600 has 1", "workers (2) need 4", "at least 4")
     _refused_by_ranks(farm, [few, few], *words)
 
 

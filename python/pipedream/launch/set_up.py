@@ -29,7 +29,7 @@ from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
-from pipedream.links.channels import set_up_channels, tree_name
+from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
 from pipedream.links.codec_choice import pushes_factors
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
@@ -206,6 +206,10 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     for channel in channels:
         channel.add_to(core, run.rank, run.plan)
     core.seal()
+    if run.links.ports is not None:  # told once: the training may need more
+        codec = run.links.codec
+        of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
+        links.check_ports(run, channels, of_run)
     links.connect(run, channels, run.key("endpoints for the set-up"))
     return core
 

@@ -81,13 +81,18 @@ class WorkerLinks:
         self._pulse = Pulse(core, self._peer_timeout_s)
         return core
 
+    def check_ports(self, run: LinkedRun, *phases: Sequence[RunChannel]) -> None:
+        """Raises ValueError where the range has too few ports for the channels of one of these phases."""
+        here = run.place.ranks_of_machine
+        num_needed = max(sum(channel.receiver in here for channel in phase) for phase in phases)
+        check_ports(run.links.ports, num_needed, len(here))
+
     def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Of the sealed core; returns when they are open. key: where the ranks publish their endpoints."""
         core, rank, links = self._core, run.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
-        here = run.place.ranks_of_machine
-        check_ports(links.ports, sum(c.receiver in here for c in channels), len(here))
+        self.check_ports(run, channels)
         self._rendezvous.publish(f"{key}/{rank}", core.listen())
         self._check_peers(run, channels, key)
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
