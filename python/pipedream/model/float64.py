@@ -22,6 +22,9 @@ __all__ = ["NotInFloat64Error", "PrecisionSeen", "as_float64", "fits_in_float64"
 
 # Values, gradients of the whole model and of the cut one, those being computed, and activations.
 _NUM_COPIES = 8
+# Compute capabilities of GPUs that do half as many operations a second in it as in float32: P100, V100, A100,
+# H100, B200. Others do a 32nd or a 64th.
+_WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _WIDER_COMPLEX = {torch.complex64: torch.complex128}
 
@@ -48,12 +51,17 @@ class PrecisionSeen(TorchDispatchMode):
 
 
 def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device) -> bool:
-    """Whether there is memory on the device for all that a check needs then."""
+    """Whether there is memory on the device for all that a check needs then, and the device is not many times
+    slower so."""
     tensors = {id(t): t for _, root in roots for t in (*root.parameters(), *root.buffers())}
     needed_bytes = _NUM_COPIES * 8 * sum(tensor.numel() for tensor in tensors.values())
     if device.type == "cpu":
         return needed_bytes <= free_host_bytes()
-    return device.type == "cuda" and needed_bytes <= torch.cuda.mem_get_info(device)[0]
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) in _WITH_FLOAT64
+        and needed_bytes <= torch.cuda.mem_get_info(device)[0]
+    )
 
 
 def as_float64(value: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pipedream.model.cut_model import cut_model
+from pipedream.model.float64 import fits_in_float64
 from pipedream.model.split_check import _difference, _Outcome, check_cuts, without_bad_cuts
 from torch import Tensor, nn
 from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, Rotary, Truncated, cross_entropy
@@ -291,3 +292,13 @@ def test_a_model_that_has_no_room_in_float64_is_checked_in_its_own() -> None:
     cut = cut_model(_NoRoomInFloat64(), *data[0], cross_entropy)
     assert check_cuts(cut, data, cross_entropy) == {}
     assert _dtypes.count(torch.float64) == 3
+
+
+@pytest.mark.parametrize(("capability", "is_wide"), [((9, 0), True), ((8, 9), False), ((7, 5), False)])
+def test_float64_is_for_gpus_that_are_made_for_it(
+    capability: tuple[int, int], is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take up to 64 times as long in it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    assert fits_in_float64([("", nn.Linear(WIDTH, WIDTH))], torch.device("cuda")) == is_wide
