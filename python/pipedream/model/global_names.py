@@ -20,7 +20,7 @@ import operator
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,44 +28,87 @@ from torch import Tensor, nn
 from pipedream.model.contents import attributes_of, is_of_the_users, overwriting
 from pipedream.model.references import is_name_of_a_library, objects_carried_by
 
-__all__ = ["restoring_global_names"]
+__all__ = ["GlobalNames"]
 
 _LENGTH_MAX = 1024  # of lists and dicts under global names: a longer one is a table
 _TENSOR_BYTES_MAX = 64 * 1024
 _CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, Counter}
 _NUMBERS = (bool, int, float, complex)
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _SETS_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _MISSING = object()
 
 _Restore = Callable[[], None]
 
 
-def restoring_global_names(modules: Iterable[nn.Module], function: Any = None) -> _Restore:
-    """Gives what the code of the modules, and of a function or object, counts in global names the values back
-    that it has now: what the code sets itself or by a function that it names."""
-    objects = [value for _, value in objects_carried_by("", function)]
-    kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
-    pending = [value for value in objects if isinstance(value, types.FunctionType)]
-    found = _Found()
-    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
-        if not is_name_of_a_library(base.__module__):
-            found.look_into(base)
-            pending += [value for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    seen: set[types.FunctionType] = set()
-    while pending:
-        one = pending.pop()
-        if one in seen or is_name_of_a_library(one.__module__):
-            continue
-        seen.add(one)
-        sets, names = _names_in(one.__code__)
-        for name in sets:
-            found.add(one.__globals__, name)
-        for value in _read(one.__globals__, names):
-            if isinstance(value, types.FunctionType):
-                pending.append(value)
-            else:
-                found.look_into(value)
-    return found.restore
+class GlobalNames:
+    """Where the code of modules, and of a function or object, counts in global names, itself or by a function
+    that it names. Found once, kept as often as needed."""
+
+    def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
+        self._entries: dict[tuple[int, Any], tuple[Any, Any]] = {}  # (holder, name), by id
+        self._tallies: dict[int, Any] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._seen: dict[int, Any] = {}  # alive, so that no other object gets the id
+        objects = [value for _, value in objects_carried_by("", function)]
+        kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
+        pending = [value for value in objects if isinstance(value, types.FunctionType)]
+        for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+            if not is_name_of_a_library(base.__module__):
+                self._look_into(base)
+                pending += [value for value in vars(base).values() if isinstance(value, types.FunctionType)]
+        while pending:
+            one = pending.pop()
+            if id(one) in self._seen or is_name_of_a_library(one.__module__):
+                continue
+            self._seen[id(one)] = one
+            sets, names = _names_in(one.__code__)
+            for name in sets:
+                self._add(one.__globals__, name)
+            for value in _read(one.__globals__, names):
+                if isinstance(value, types.FunctionType):
+                    pending.append(value)
+                elif type(value) not in _ATOMS and id(value) not in self._seen:
+                    self._seen[id(value)] = value
+                    self._look_into(value)
+
+    def kept(self) -> _Restore:
+        """Gives all of them the values back that they have now."""
+        entries = [
+            (holder, name, _entries_of(holder).get(name, _MISSING)) for holder, name in self._entries.values()
+        ]
+        tallies = [(value, copy.copy(value)) for value in self._tallies.values() if _is_tally(value)]
+        overwrites = [overwriting(tensor) for tensor in self._tensors.values()]
+
+        def restore() -> None:
+            for holder, name, value in entries:
+                now = _entries_of(holder).get(name, _MISSING)
+                if now is not value and _is_counted(now):
+                    _put(holder, name, value)
+            for value, before in tallies:
+                if _is_tally(value) and not _is_alike(value, before):
+                    value.clear()
+                    (value.update if isinstance(value, dict) else value.extend)(before)
+            for overwrite in overwrites:
+                overwrite()
+
+        return restore
+
+    def _add(self, holder: Any, name: Any) -> None:
+        self._entries[id(holder), name] = holder, name
+
+    def _look_into(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and value.nbytes <= _TENSOR_BYTES_MAX:
+                self._tensors[id(value)] = value
+        elif type(value) in _CONTAINERS and len(value) <= _LENGTH_MAX and _is_tally(value):
+            self._tallies[id(value)] = value
+        elif _is_of_the_users(value):
+            holder = vars(value) if isinstance(value, types.ModuleType) else value
+            entries = _entries_of(holder)
+            for name, entry in entries.items() if len(entries) <= _LENGTH_MAX else ():
+                if isinstance(entry, _NUMBERS):
+                    self._add(holder, name)
 
 
 def _read(namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
@@ -77,47 +120,10 @@ def _read(namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
             yield from (vars(value)[inner] for inner in names & vars(value).keys())
 
 
-class _Found:
-    """What is put back."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}  # (holder, name, value), by id
-        self._tallies: dict[int, tuple[Any, Any]] = {}  # with what is in them
-        self._tensors: dict[int, tuple[Tensor, _Restore]] = {}
-
-    def add(self, holder: Any, name: Any) -> None:
-        self._entries[id(holder), name] = holder, name, _entries_of(holder).get(name, _MISSING)
-
-    def look_into(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and value.nbytes <= _TENSOR_BYTES_MAX:
-                self._tensors.setdefault(id(value), (value, overwriting(value)))
-        elif type(value) in _CONTAINERS and len(value) <= _LENGTH_MAX and _is_tally(value):
-            self._tallies[id(value)] = value, copy.copy(value)
-        elif _is_of_the_users(value):
-            holder = vars(value) if isinstance(value, types.ModuleType) else value
-            entries = _entries_of(holder)
-            for name, entry in entries.items() if len(entries) <= _LENGTH_MAX else ():
-                if isinstance(entry, _NUMBERS):
-                    self.add(holder, name)
-
-    def restore(self) -> None:
-        for holder, name, value in self._entries.values():
-            now = _entries_of(holder).get(name, _MISSING)
-            if now is not value and _is_counted(now):
-                _put(holder, name, value)
-        for value, before in self._tallies.values():
-            if _is_tally(value) and not _is_alike(value, before):
-                value.clear()
-                (value.update if isinstance(value, dict) else value.extend)(before)
-        for _, put_back in self._tensors.values():
-            put_back()
-
-
-def _entries_of(holder: Any) -> dict[Any, Any]:
+def _entries_of(holder: Any) -> Mapping[Any, Any]:
     if isinstance(holder, dict):
         return holder
-    return dict(vars(holder)) if isinstance(holder, type) else attributes_of(holder)
+    return vars(holder) if isinstance(holder, type) else attributes_of(holder)
 
 
 def _put(holder: Any, name: Any, value: Any) -> None:

@@ -30,6 +30,7 @@ from pipedream.model.checked_model import CheckedModel, checked_model
 from pipedream.model.cut_model import CutModel
 from pipedream.model.draws import KeyedDraws
 from pipedream.model.float64 import NotInFloat64Error, PrecisionSeen, as_float64, fits_in_float64, in_float64
+from pipedream.model.global_names import GlobalNames
 from pipedream.model.layers import Model, named_layers
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.recompute import GeneratorState
@@ -209,6 +210,8 @@ class _Check:
         self._loss_fn = loss_fn
         self._modules = [module for _, module in model.roots]
         self._device = device_of(self._modules)
+        self._all_roots = [*self._modules, *modules_carried_by(loss_fn)]
+        self._global_names = GlobalNames(module for root in self._all_roots for module in root.modules())
         self._rounds: list[_Round] = []
         sites = model.draws
         self._draws = KeyedDraws(0, sites, visible_modules(self._modules[0]), self._device) if sites else None
@@ -279,7 +282,7 @@ class _Check:
 
         stages = self.model.stages(ends, on_begin)
         # A worker has the attributes that its own forwards have set.
-        attributes = [Attributes(self._modules)] * len(stages)
+        attributes = [Attributes(self._modules, self._global_names)] * len(stages)
         for stage in stages:
             stage.draws = self._draws
         losses: list[float] = []
@@ -301,7 +304,8 @@ class _Check:
                     self._draws.begin(turn, 0, stage)
                 with _strays_swapped(stage):
                     value = stage(value)
-                attributes[index] = Attributes(self._modules)
+                if turn + 1 < len(self._minibatches):
+                    attributes[index] = Attributes(self._modules, self._global_names)
                 buffers |= _clones(stage.stage_buffers())
                 if stage is not stages[-1]:
                     sent.append(value)
@@ -316,7 +320,7 @@ class _Check:
     @contextlib.contextmanager
     def _all_kept(self) -> Iterator[None]:
         with untouched(self._modules, self._loss_fn):
-            attributes = Attributes([*self._modules, *modules_carried_by(self._loss_fn)])
+            attributes = Attributes(self._all_roots, self._global_names)
             try:
                 yield
             finally:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from pipedream.common.errors import afterwards
 from pipedream.model.contents import Contents, overwriting
-from pipedream.model.global_names import restoring_global_names
+from pipedream.model.global_names import GlobalNames
 from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 
@@ -55,7 +55,7 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
     """
     roots = [*modules, *modules_carried_by(loss_fn)]
     all_modules = list({id(m): m for module in roots for m in module.modules()}.values())
-    restore_global_names = restoring_global_names(all_modules, loss_fn)
+    restore_global_names = GlobalNames(all_modules, loss_fn).kept()
     parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
     rng_state = RngState.capture()
     buffers = [(module, dict(module._buffers)) for module in all_modules if module._buffers]
@@ -119,13 +119,14 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 class Attributes:
     """All that modules have now, but for the contents of parameters and buffers, to be put back later."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], global_names: GlobalNames) -> None:
+        """global_names: of the modules."""
         all_modules = [module for root in modules for module in root.modules()]
         self._of = [
             (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules
         ]
         self._contents = Contents(all_modules)
-        self._restore_global_names = restoring_global_names(all_modules)
+        self._restore_global_names = global_names.kept()
         for _, attributes, _, _ in self._of:
             self._contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pipedream
 import pytest
 import torch
 import torch.nn.functional as F
+from pipedream.model import split_check
 from pipedream.model.cut_model import cut_model
 from pipedream.model.float64 import fits_in_float64
+from pipedream.model.global_names import GlobalNames
 from pipedream.model.split_check import _difference, _Outcome, check_cuts, without_bad_cuts
+from pipedream.model.untouched import Attributes
 from torch import Tensor, nn
 from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, Rotary, Truncated, cross_entropy
 
@@ -302,3 +306,22 @@ def test_float64_is_for_gpus_that_are_made_for_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     assert fits_in_float64([("", nn.Linear(WIDTH, WIDTH))], torch.device("cuda")) == is_wide
+
+
+def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of its time went into that: at every stage, of both minibatches."""
+    made: Counter[str] = Counter()
+    for kind in (Attributes, GlobalNames):
+
+        def make(*arguments: Any, kind: Any = kind) -> Any:
+            made[kind.__name__] += 1
+            return kind(*arguments)
+
+        monkeypatch.setattr(split_check, kind.__name__, make)
+    data = _texts(2)
+    cut = cut_model(Truncated(), *data[0], cross_entropy).at(["lower"])
+    check_cuts(cut, data, cross_entropy)
+    num_runs, num_stages = 2, 2  # whole and cut
+    assert made == {"GlobalNames": 1, "Attributes": num_runs + 1 + num_stages}
