@@ -317,11 +317,12 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 }
 
 std::optional<Failure> find_violation(const FrameHeader& header) {
-  if (header.minibatch.value() < 0) {
-    return corrupt_field("minibatch", header.minibatch.value(), "must not be negative");
+  if (header.minibatch.value() < 0 || header.minibatch.value() > kMinibatchMax) {
+    return corrupt_field("minibatch", header.minibatch.value(), "from 0 to " + std::to_string(kMinibatchMax));
   }
-  if (header.microbatch.value() < 0) {
-    return corrupt_field("microbatch", header.microbatch.value(), "must not be negative");
+  if (header.microbatch.value() < 0 || header.microbatch.value() > kMicrobatchMax) {
+    return corrupt_field("microbatch", header.microbatch.value(),
+                         "from 0 to " + std::to_string(kMicrobatchMax));
   }
   if (header.payload_bytes > kChunkBytesMax) {
     return corrupt_field("payload_bytes", header.payload_bytes, "at most " + std::to_string(kChunkBytesMax));

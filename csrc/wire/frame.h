@@ -26,6 +26,9 @@ inline constexpr std::uint16_t kFrameFormatVersion = 6;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
+// Bounds of a position, so that minibatch x microbatches + microbatch of any frame fits 64 bits.
+inline constexpr std::int64_t kMinibatchMax = std::int64_t{1} << 42;
+inline constexpr std::int64_t kMicrobatchMax = (std::int64_t{1} << 20) - 1;
 
 enum class FrameKind : std::uint8_t {
   kHello = 1,   // first frame in both directions
@@ -87,13 +90,13 @@ using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes);
 
 // kCorruptFrame, saying which field, unless every rule holds: exact length, magic, format version,
-// checksum, known kind, dtype and codec, a codec only where it applies to the dtype, num_dims <= 8, no
-// negative dimension, shape x dtype without overflow and, unless encoded, == tensor_bytes,
-// chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
-// tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
-// leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last, or one slot and the place
-// that is posted for it) and, but for ABORT, have no payload; plan_hash is HELLO's alone, num_work_items and
-// has_pulse BEAT's, further_slots CREDIT's, has_last_slot TENSOR's.
+// checksum, known kind, dtype and codec, a codec only where it applies to the dtype, a minibatch and a
+// microbatch within their bounds, num_dims <= 8, no negative dimension, shape x dtype without overflow and,
+// unless encoded, == tensor_bytes, chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor,
+// one of these two zero, tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of
+// other kinds than TENSOR leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last,
+// or one slot and the place that is posted for it) and, but for ABORT, have no payload; plan_hash is HELLO's
+// alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's, has_last_slot TENSOR's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

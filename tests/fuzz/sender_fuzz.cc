@@ -34,7 +34,8 @@ ChannelOptions channel_options(Path path) {
   return options;
 }
 
-// The slots that the receiver has granted, and the frames that the sender has filled them with.
+// The slots that the receiver has granted, and the frames that the sender has filled them with. A receiver
+// may lie and grant a slot again before an item that has it is framed: then two items may have it.
 class Grants {
  public:
   void note_credit(const FrameHeader& credit) {
@@ -45,11 +46,13 @@ class Grants {
   }
   void note_sent(const FrameHeader& header) {
     if (header.kind != FrameKind::kTensor || header.chunk_offset != 0) return;
-    PD_CHECK(granted_.erase(header.slot) == 1, "slot " << header.slot << " was not granted");
+    const auto grant = granted_.find(header.slot);
+    PD_CHECK(grant != granted_.end(), "slot " << header.slot << " was not granted");
+    granted_.erase(grant);
   }
 
  private:
-  std::set<std::uint64_t> granted_;
+  std::multiset<std::uint64_t> granted_;
 };
 
 class Steps {

@@ -122,7 +122,7 @@ TEST(Frame, EveryKindSurvivesTheRoundTrip) {
       header.slot = std::numeric_limits<std::uint16_t>::max() - 64;
       header.further_slots = std::uint64_t{1} << 63 | 1;
     }
-    if (kind == FrameKind::kEnd) header.minibatch = MinibatchId(std::numeric_limits<std::int64_t>::max());
+    if (kind == FrameKind::kEnd) header.minibatch = MinibatchId(kMinibatchMax);
     headers.push_back(header);
   }
   for (const FrameHeader& header : headers) {
@@ -285,7 +285,9 @@ struct Violation {
 TEST(Frame, EachBrokenRuleIsRefusedByItsField) {
   const std::vector<Violation> violations = {
       {"minibatch", [](FrameHeader& header) { header.minibatch = MinibatchId(-1); }},
+      {"minibatch", [](FrameHeader& header) { header.minibatch = MinibatchId(kMinibatchMax + 1); }},
       {"microbatch", [](FrameHeader& header) { header.microbatch = MicrobatchIndex(-1); }},
+      {"microbatch", [](FrameHeader& header) { header.microbatch = MicrobatchIndex(kMicrobatchMax + 1); }},
       {"num_dims", [](FrameHeader& header) { header.num_dims = 9; }},
       {"shape[1]", [](FrameHeader& header) { header.shape[1] = -3; }},
       {"shape[5]", [](FrameHeader& header) { header.shape[5] = 1; }},
