@@ -283,6 +283,25 @@ def test_a_cut_at_a_call_that_random_numbers_decide_on_is_for_those_who_name_it(
     assert check_cuts(chosen, [(inputs, targets)], cross_entropy) == {}
 
 
+class _Masking(nn.Module):
+    """Its own code reads a parameter in some minibatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.mask = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.second(x + self.mask if len(x) > 3 else x)
+        return out
+
+
+def test_an_unused_parameter_of_a_module_that_is_cut_inside_belongs_to_the_last_of_its_stages() -> None:
+    cut = cut_model(_Masking(), torch.randn(3, WIDTH), torch.arange(3), cross_entropy).at(["first"])
+    assert [cut.stage(index, index, index).owns("mask") for index in range(2)] == [False, True]
+
+
 class _Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
