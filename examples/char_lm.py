@@ -1,10 +1,12 @@
 """Trains a small GPT-like character model on the Python standard library's own source text.
 
     python examples/char_lm.py --workers 2
+    python examples/char_lm.py --workers 3 --schedule flush --microbatches 8
     torchrun --nproc-per-node 2 examples/char_lm.py
 
-Both give the same losses for the same seed. The losses depend on the plan, and a plan made from timings may
-differ from run to run, so the first one is kept in the output folder and used again.
+The planner chooses the schedule unless one is given. All ways to start it give the same losses for the
+same seed and plan. A plan made from timings may differ from run to run, so the first one is kept in the
+output folder and used again.
 """
 
 from __future__ import annotations
@@ -105,16 +107,27 @@ def evaluate(model: nn.Module, text: torch.Tensor) -> float:
     return sum(nats) / len(windows)
 
 
-def make_plan(model: nn.Sequential, loader: DataLoader, num_workers: int, path: Path) -> pipedream.Plan:
-    """The plan in the file, if it is for this model and number of workers; else one from a profile."""
+def make_plan(
+    model: nn.Sequential, loader: DataLoader, num_workers: int, path: Path, microbatches: int | None
+) -> pipedream.Plan:
+    """The plan in the file, if it is for this model and number of workers; else one from a profile.
+    microbatches: None lets the planner choose them."""
     name = f"char_lm {BLOCKS}x{WIDTH}"
     if path.exists():
         plan = pipedream.Plan.load(path)
-        if (plan.model, plan.num_workers) == (name, num_workers):
+        is_asked = microbatches in (None, plan.microbatches) and plan.schedule is not None
+        if is_asked and (plan.model, plan.num_workers) == (name, num_workers):
             print(f"plan from {path} (delete it to profile again)")
             return plan
     profile = pipedream.profile(model, loader, loss_fn, minibatches=30)
-    plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+    plan = pipedream.partition(
+        profile,
+        num_workers,
+        "10Gbit/s",
+        straight=True,
+        schedule="auto",
+        microbatches=microbatches or "auto",
+    )
     plan = dataclasses.replace(plan, model=name)
     plan.save(path)
     return plan
@@ -138,6 +151,10 @@ def main() -> None:
     parser.add_argument(
         "--plan", type=Path, help="a plan, or each stage's replicas (2-1), instead of the one in output-dir"
     )
+    parser.add_argument(
+        "--schedule", help="docs/schedules.md has all; default: auto, the planner's choice, but with --plan"
+    )
+    parser.add_argument("--microbatches", type=int, help="of each minibatch; auto chooses them, too")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
     options = parser.parse_args()
@@ -155,7 +172,8 @@ def main() -> None:
     if options.plan is not None:
         plan = pipedream.Plan.load(options.plan, num_layers=len(model))
     elif is_main:
-        plan = make_plan(model, loader, num_workers, options.output_dir / "plan.json")
+        path = options.output_dir / "plan.json"
+        plan = make_plan(model, loader, num_workers, path, options.microbatches)
     else:
         plan = pipedream.Plan.straight(len(model), num_workers)  # rank 0's plan is used everywhere
     if is_main:
@@ -168,6 +186,8 @@ def main() -> None:
         data=loader,
         loss_fn=loss_fn,
         optimizer=functools.partial(torch.optim.AdamW, lr=2e-3),
+        schedule=options.schedule or ("auto" if options.plan is None else "pipedream"),
+        microbatches=options.microbatches or 1,
         seed=options.seed,
         transport=options.transport,
     )

@@ -4,9 +4,10 @@
     python examples/hf_finetune.py --architecture gpt2 --text my_notes.txt --schedule flush --microbatches 4
     torchrun --nproc-per-node 2 examples/hf_finetune.py
 
-Nothing is downloaded: the model is made from a configuration (--pretrained FOLDER takes weights that you
-have), the text is that of this repository, and a token is a byte. Batches are dicts of input_ids,
-attention_mask and labels, and the loss is the model's own. make examples brings the libraries.
+The planner chooses the schedule unless one is given. Nothing is downloaded: the model is made from a
+configuration (--pretrained FOLDER takes weights that you have), the text is that of this repository, and
+a token is a byte. Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's
+own. make examples brings the libraries.
 """
 
 from __future__ import annotations
@@ -109,21 +110,27 @@ def evaluate(model: nn.Module, loader: DataLoader) -> float:
 
 
 def make_plan(
-    model: nn.Module, loader: DataLoader, num_workers: int, given: str | None, optimizer: Any = None
+    model: nn.Module,
+    loader: DataLoader,
+    num_workers: int,
+    given: str | None,
+    microbatches: int | None,
+    optimizer: Any = None,
 ) -> pipedream.Plan:
-    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). optimizer: what a run with it
-    takes on this machine is measured (about a minute), for a closer prediction."""
+    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). microbatches: None lets the
+    planner choose them. optimizer: what a run with it takes on this machine is measured (about a minute),
+    for a closer prediction."""
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
     print("profiling", flush=True)
     profile = pipedream.profile(model, loader, minibatches=30, seconds=10 if given is None else 1)
     if given is not None:
         return pipedream.Plan.load(given, profile=profile)
-    how = {}
+    how: dict[str, Any] = {"schedule": "auto", "microbatches": microbatches or "auto"}
     if optimizer is not None:
         print("calibrating", flush=True)
         profile = pipedream.calibrate(profile, model, loader, optimizer=optimizer, workers=num_workers)
-        how = {"cost_model": "calibrated", "workers_per_host": num_workers}
+        how |= {"cost_model": "calibrated", "workers_per_host": num_workers}
     return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True, **how)
 
 
@@ -139,8 +146,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--minibatches", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
-    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument(
+        "--schedule", help="docs/schedules.md has all; default: auto, the planner's choice, but with --plan"
+    )
+    parser.add_argument("--microbatches", type=int, help="of each minibatch; auto chooses them, too")
     parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
     parser.add_argument(
         "--calibrate", action="store_true", help="predict from short runs on this machine; not with torchrun"
@@ -174,7 +183,8 @@ def main() -> None:
 
     optimizer = functools.partial(torch.optim.AdamW, lr=options.learning_rate, weight_decay=0.01)
     if is_main:
-        plan = make_plan(model, loader, num_workers, options.plan, optimizer if options.calibrate else None)
+        calibrated_with = optimizer if options.calibrate else None
+        plan = make_plan(model, loader, num_workers, options.plan, options.microbatches, calibrated_with)
         # Batches are as long as their longest example: memory is planned for the longest of all.
         plan = plan.fitting(collate([max(train, key=len)] * options.batch_size))
         print(plan, "\n", flush=True)
@@ -195,8 +205,8 @@ def main() -> None:
             num_training_steps=num_updates,
         ),
         weight_fn=num_tokens,  # of each microbatch, so that the loss is the minibatch's
-        schedule=options.schedule,
-        microbatches=options.microbatches,
+        schedule=options.schedule or ("auto" if options.plan is None else "pipedream"),
+        microbatches=options.microbatches or 1,
         epochs=epochs,
         seed=options.seed,
     )

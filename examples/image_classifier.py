@@ -78,7 +78,13 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float
 
 
 def make_plan(
-    model: nn.Module, loader: DataLoader, num_workers: int, given: str | None, optimizer: Any = None
+    model: nn.Module,
+    loader: DataLoader,
+    num_workers: int,
+    given: str | None,
+    schedule: str,
+    microbatches: int | None,
+    optimizer: Any = None,
 ) -> pipedream.Plan:
     """From a profile; given: a plan's file, or each stage's replicas ("2-1"). optimizer: what a run with it
     takes on this machine is measured (about a minute), for a closer prediction."""
@@ -89,13 +95,15 @@ def make_plan(
     profile = pipedream.profile(model, loader, F.cross_entropy, minibatches=30, seconds=seconds)
     if given is not None:
         return pipedream.Plan.load(given, profile=profile)
-    how = {}
+    how: dict[str, Any] = {}
+    if schedule == "auto":
+        how = {"schedule": "auto", "microbatches": microbatches or "auto"}
     if optimizer is not None:
         print("calibrating", flush=True)
         profile = pipedream.calibrate(
             profile, model, loader, F.cross_entropy, optimizer=optimizer, workers=num_workers
         )
-        how = {"cost_model": "calibrated", "workers_per_host": num_workers}
+        how |= {"cost_model": "calibrated", "workers_per_host": num_workers}
     return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True, **how)
 
 
@@ -109,8 +117,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--size", type=int, default=32, help="of the images; some networks need 224")
     parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
-    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument(
+        "--schedule",
+        default="pipedream",
+        help="docs/schedules.md has all; auto: the planner's choice, for networks without batch norm",
+    )
+    parser.add_argument("--microbatches", type=int, help="of each minibatch; auto chooses them, too")
     parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
     parser.add_argument(
         "--calibrate", action="store_true", help="predict from short runs on this machine; not with torchrun"
@@ -132,7 +144,8 @@ def main() -> None:
 
     optimizer = functools.partial(torch.optim.SGD, lr=options.learning_rate, momentum=0.9, weight_decay=5e-4)
     if is_main:
-        plan = make_plan(model, loader, num_workers, options.plan, optimizer if options.calibrate else None)
+        asked = (options.plan, options.schedule, options.microbatches)
+        plan = make_plan(model, loader, num_workers, *asked, optimizer if options.calibrate else None)
         print(plan, "\n", flush=True)
         plan.save(folder / "plan.json")
     else:
@@ -145,7 +158,7 @@ def main() -> None:
         loss_fn=F.cross_entropy,
         optimizer=optimizer,
         schedule=options.schedule,
-        microbatches=options.microbatches,
+        microbatches=options.microbatches or 1,
         epochs=options.epochs,
         seed=options.seed,
     )

@@ -35,16 +35,17 @@ from pipedream.planning.simulator import StageTimes, TimedInstruction, simulate,
 from pipedream.report.result import WorkSpan
 from torch import Tensor, nn
 
-SCHEDULES = (
-    "pipedream",
-    "vertical_sync",
-    "2bw",
-    "flush",
-    "gpipe",
-    "interleaved",
-    "model_parallel",
-    "unstashed",
-)
+SCHEDULES = {
+    "pipedream": (0, 2),
+    "unstashed": (2,),
+    "vertical_sync": (2,),
+    "2bw": (2,),
+    "flush": (2,),
+    "gpipe": (2,),
+    "interleaved": (2,),
+    "model_parallel": (0,),
+}
+"""With so many microbatches per stage; 0: one in all."""
 FORWARD_S = 0.040  # of a whole minibatch, per stage: long beside what the machine adds to a microbatch
 BACKWARD_S = 0.080
 BEGIN_MARK = "<!-- begin: bench/system/schedules.py -->"
@@ -141,10 +142,6 @@ class Row:
     bubble_measured: float
     ms_predicted: float
     ms_measured: float
-
-
-def microbatches_of(schedule: str, num_stages: int) -> int:
-    return 2 * num_stages if schedule in ("2bw", "flush", "gpipe", "interleaved") else 1
 
 
 def plan_of(schedule: str, num_layers: int, num_stages: int) -> Plan:
@@ -244,8 +241,7 @@ def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[T
     return timeline
 
 
-def measure(schedule: str, num_stages: int) -> Row:
-    microbatches = microbatches_of(schedule, num_stages)
+def measure(schedule: str, num_stages: int, microbatches: int) -> Row:
     plan = plan_of(schedule, len(make_model()), num_stages)
     options = options_of(schedule, plan, microbatches)
     return Row(
@@ -303,8 +299,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
     rows = []
-    for schedule in SCHEDULES:
-        rows.append(measure(schedule, arguments.stages))
+    for schedule, per_stage in ((name, count) for name, counts in SCHEDULES.items() for count in counts):
+        rows.append(measure(schedule, arguments.stages, max(1, per_stage * arguments.stages)))
         print(format_rows(rows[-1:]).splitlines()[-1], flush=True)
     text = f"{describe_machine()}\n\n{format_rows(rows)}"
     if arguments.write is not None:

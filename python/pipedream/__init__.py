@@ -1,8 +1,9 @@
 """PipeDream: pipeline-parallel training of PyTorch models.
 
     profile = pipedream.profile(model, batches, loss_fn)
-    plan = pipedream.partition(profile, num_workers=4, bandwidth="10Gbit/s", straight=True)
-    result = pipedream.run(model, plan, data=batches, loss_fn=loss_fn, optimizer=make_optimizer)
+    plan = pipedream.partition(profile, num_workers=4, bandwidth="10Gbit/s", straight=True, schedule="auto")
+    arguments = {"data": batches, "loss_fn": loss_fn, "optimizer": make_optimizer, "schedule": "auto"}
+    result = pipedream.run(model, plan, **arguments)
 
 Names are loaded at their first use (PEP 562), so that what needs no torch, such as planning, imports none.
 """
