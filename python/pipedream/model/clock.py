@@ -6,14 +6,23 @@ Owned by the thread that profiles; on a GPU a backward's spans end on the thread
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["Clock", "make_clock"]
+__all__ = ["Clock", "make_clock", "make_work_clock"]
 
 
 def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def make_work_clock(device: torch.device) -> Clock:
+    """A clock for comparisons: on a host with one thread it counts the time of this process alone, whatever
+    else the machine does meanwhile."""
+    if device.type == "cuda" or torch.get_num_threads() > 1:
+        return make_clock(device)
+    return HostClock(time.process_time)
 
 
 class Clock:
@@ -39,14 +48,18 @@ class Clock:
 
 
 class HostClock(Clock):
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        """now_s: the time; None: that of the machine."""
+        self._now_s = now_s or time.perf_counter
+
     def start_minibatch(self) -> None:
         self._spans: list[float] = []
 
     def start(self) -> None:
-        self._started = time.perf_counter()
+        self._started = self._now_s()
 
     def stop(self) -> None:
-        self._spans.append((time.perf_counter() - self._started) * 1e3)
+        self._spans.append((self._now_s() - self._started) * 1e3)
 
     def finish_minibatch(self) -> list[float]:
         return self._spans

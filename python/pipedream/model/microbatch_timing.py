@@ -1,9 +1,10 @@
 """Times of microbatches: how long each layer takes for one of m pieces of a minibatch. Small ones are slower.
 
-Each round runs the whole minibatch and, for every m, all its pieces. So each m computes as much, and a busy
-machine slows all alike. Where the time is short, one piece stands for all. Medians of the rounds count.
-Smaller pieces are not faster in sum: where they seem so, it is noise, and neighbouring m share their mean.
-Runs in the thread that profiles.
+Each round runs the whole minibatch and, for every m, all its pieces. Where the time is short, one piece
+stands for all. Medians of the rounds count, on a host with one thread of the process's own time: a busy
+machine seldom interrupts short spans and always long ones, so by its own time unlike things would be
+compared. Smaller pieces are not faster in sum: where they seem so, it is noise, and neighbouring m share
+their mean. Runs in the thread that profiles.
 """
 
 from __future__ import annotations

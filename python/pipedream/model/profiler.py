@@ -25,7 +25,7 @@ from pipedream.common.guard import check_main_guard
 from pipedream.common.progress_bar import progress_bar
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
-from pipedream.model.clock import Clock, make_clock
+from pipedream.model.clock import Clock, make_clock, make_work_clock
 from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.data_copies import copy_of
 from pipedream.model.factored import factorable, rows_counted
@@ -223,7 +223,7 @@ class _Measurement:
         self.microbatch_ms = microbatch_times(
             self.passes,
             *self.first,
-            make_clock(device),
+            make_work_clock(device),
             whole_ms=sum(map(sum, self.means_ms())),
             rounds=minibatches,
             seconds=None if seconds is None else (1 - _WHOLE_SHARE) * seconds,
