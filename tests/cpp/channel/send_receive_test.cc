@@ -736,6 +736,11 @@ TEST_P(Channels, ReceiverThatGrantsASlotTwiceIsRefused) {
   receiver_link_->send(grant_frame(1));
   receiver_link_->send(grant_frame(0));
   receiver_link_->send(grant_frame(1));
+  // Nothing is queued, so these credits wake nobody: the sender looks until they have come.
+  ASSERT_TRUE(wait_until([&] {
+    static_cast<void>(sender_wakeup_.wait_until(Clock::now(), [] { return false; }));
+    return sender_wakeup_.failure().has_value();
+  }));
   const Failure failure = wait_failure(sender_wakeup_);
   EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
   EXPECT_EQ(failure.message,
