@@ -86,21 +86,16 @@ bool TransportCore::begin_driving() {
 // Under the mutex, whenever it changes who sleeps: what that one is to be woken for. True: some of it is
 // there already.
 bool TransportCore::listen_for_bells() {
-  bool looks = false;
-  for (FrameRings* rings : rings_) {
-    const Patience patience = num_wanting_all_ == 0 ? rings->patience() : Patience::kNone;
-    BellWish wished = BellWish::kNothing;
-    if (!driven_ && waiter_sleeps_) {
-      wished = patience == Patience::kUntilOneDrives ? BellWish::kUrgent : BellWish::kAll;
-    } else if (!driven_ && thread_sleeps_) {
-      wished = patience == Patience::kNone ? BellWish::kAll : BellWish::kUrgent;
-    }
-    rings->wish(wished);
-    looks = looks || wished != BellWish::kNothing;
+  if (board_ == nullptr) return false;
+  const bool somebody_sleeps = !driven_ && (waiter_sleeps_ || thread_sleeps_);
+  if (!somebody_sleeps) {
+    board_->wish(std::nullopt);
+    return false;
   }
-  if (!looks) return false;
-  FrameRings::look_after_wishes();
-  return std::ranges::any_of(rings_, [](const FrameRings* rings) { return rings->has_wished(); });
+  const Patience patience = waiter_sleeps_ ? Patience::kUntilOneWaits : Patience::kNone;
+  board_->wish(num_wanting_all_ == 0 ? patience : Patience::kUntilOneDrives);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // b of ring_board.h
+  return board_->has_wished();
 }
 
 // False when there is more to do, and this thread still drives. hands_over: unless another one can do it.

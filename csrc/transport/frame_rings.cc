@@ -1,6 +1,10 @@
 #include "transport/frame_rings.h"
 
+#include <array>
+#include <atomic>
+#include <cstring>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -11,27 +15,41 @@ namespace {
 constexpr std::size_t kCacheLineBytes = 64;
 constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};  // what the memory is for: no channel plans such slots
 
+constexpr std::size_t kBoardAddressBytesMax = 128;
+
 struct alignas(kCacheLineBytes) Cell {
   FrameHeaderBytes header;
   std::uint64_t num_carried;  // by the connection, before this one
-  std::uint64_t is_urgent;
 };
 
 }  // namespace
 
+// Where a side is told that there are frames for it.
+struct RingEnd {
+  std::array<char, kBoardAddressBytesMax> board_address;  // text, filled up with zeros
+  std::uint32_t number;                                   // of the link, on that board
+
+  void set(const std::string& address, std::uint32_t own_number) {
+    PD_CHECK(address.size() < board_address.size(), address);
+    address.copy(board_address.data(), address.size());
+    number = own_number;
+  }
+  // The other side may write to it at any time.
+  [[nodiscard]] std::string address() const {
+    return {board_address.data(), ::strnlen(board_address.data(), board_address.size() - 1)};
+  }
+};
+
 // Who writes what has a cache line of its own.
 struct RingWay {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
-  std::atomic<std::uint64_t> num_urgent_pushed;
-  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;  // the receiver's
-  alignas(
-      kCacheLineBytes) std::atomic<std::uint32_t> wish;  // a BellWish: the receiver's, cleared by who rings
+  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;   // the receiver's
   alignas(kCacheLineBytes) std::array<Cell, FrameRings::kNumCells> cells;
 };
 
 struct FrameRingsPlan {
-  BellAddress listener_bell;
-  BellAddress connector_bell;
+  RingEnd listener;
+  RingEnd connector;
   RingWay to_listener;
   RingWay to_connector;
 };
@@ -50,102 +68,83 @@ std::byte* place_of_plan(const SharedMemory& memory, const LinkIdentity& identit
 
 }  // namespace
 
-FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, FrameRingsPlan& plan, bool is_listener)
-    : in_(is_listener ? plan.to_listener : plan.to_connector),
-      is_listener_(is_listener),
-      out_(is_listener ? plan.to_connector : plan.to_listener),
+FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, FrameRingsPlan& plan, bool is_listener,
+                       std::uint32_t number)
+    : memory_(std::move(memory)),
       plan_(plan),
-      memory_(std::move(memory)) {
+      is_listener_(is_listener),
+      in_(is_listener ? plan.to_listener : plan.to_connector),
+      out_(is_listener ? plan.to_connector : plan.to_listener),
+      number_(number) {
   static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 }
 
 FrameRings::~FrameRings() = default;
 
-std::unique_ptr<FrameRings> FrameRings::make(const LinkIdentity& identity, const Bell& bell) {
+std::unique_ptr<FrameRings> FrameRings::make(const LinkIdentity& identity, RingBoard& board, bool is_quick) {
+  const std::optional<std::uint32_t> number = board.take_number(is_quick);
+  if (!number) return nullptr;
   auto memory = SharedMemory::make(kPlanBytes, {identity, kNoSlots});
   // NOLINTNEXTLINE(*-owning-memory): it lies in the memory
   auto* const plan = new (place_of_plan(*memory, identity)) FrameRingsPlan{};
-  plan->listener_bell = bell.address();
-  return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), *plan, /*is_listener=*/true));
+  plan->listener.set(board.address(), *number);
+  return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), *plan, /*is_listener=*/true, *number));
 }
 
 std::unique_ptr<FrameRings> FrameRings::open(const std::string& address, const LinkIdentity& identity,
-                                             const Bell& bell) {
+                                             RingBoard& board, bool is_quick) {
   auto memory = SharedMemory::open(address, {identity, kNoSlots});
   if (!memory || memory->size_bytes() < kPlanBytes) return nullptr;
   auto* const plan = reinterpret_cast<FrameRingsPlan*>(place_of_plan(*memory, identity));
-  auto rope = BellRope::open(plan->listener_bell);
-  if (!rope) return nullptr;
-  plan->connector_bell = bell.address();
-  memory->claim();
-  std::unique_ptr<FrameRings> rings(new FrameRings(std::move(memory), *plan, /*is_listener=*/false));
-  rings->rope_ = std::move(rope);
+  const std::optional<std::uint32_t> number = board.take_number(is_quick);
+  if (!number) return nullptr;
+  std::unique_ptr<FrameRings> rings(new FrameRings(std::move(memory), *plan, /*is_listener=*/false, *number));
+  if (!rings->find_peer(board, plan->listener)) return nullptr;
+  plan->connector.set(board.address(), *number);
+  rings->memory_->claim();
   return rings;
 }
 
-// Where the listener cannot open the connector's bell it still takes what comes, and says all by the
+bool FrameRings::find_peer(RingBoard& board, const RingEnd& peer) {
+  number_at_peer_ = peer.number;
+  if (number_at_peer_ < RingBoard::kNumLinksMax) board_of_peer_ = board.board_of_peer(peer.address());
+  return board_of_peer_ != nullptr;
+}
+
+// Where the listener cannot open the connector's board it still takes what comes, and says all by the
 // connection.
-bool FrameRings::begin() {
+bool FrameRings::begin(RingBoard& board) {
   if (!memory_->is_claimed()) return false;
-  if (is_listener_) rope_ = BellRope::open(plan_.connector_bell);
+  if (is_listener_) static_cast<void>(find_peer(board, plan_.connector));
+  board.mark(number_);  // frames may have come before anybody looks at marks of this link
   return true;
 }
 
 bool FrameRings::push(const FrameHeaderBytes& header, bool is_urgent) {
-  if (!rope_) return false;
+  if (!board_of_peer_) return false;
   if (num_free_ == 0) {
     const std::uint64_t num_left = num_pushed_ - out_.num_taken.load(std::memory_order_acquire);
     if (num_left >= kNumCells) return false;
     num_free_ = kNumCells - num_left;
   }
   --num_free_;
-  out_.cells[num_pushed_ % kNumCells] = {header, num_carried_, is_urgent ? 1U : 0U};
-  if (is_urgent) out_.num_urgent_pushed.store(++num_urgent_pushed_, std::memory_order_relaxed);
+  out_.cells[num_pushed_ % kNumCells] = {header, num_carried_};
   out_.num_pushed.store(++num_pushed_, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // before the wish is read, as wish() before it looks
-  const auto wished = static_cast<BellWish>(out_.wish.load(std::memory_order_relaxed));
-  const bool wakes = wished == BellWish::kAll || (wished == BellWish::kUrgent && is_urgent);
-  if (wakes && out_.wish.exchange(static_cast<std::uint32_t>(BellWish::kNothing)) != 0) rope_->ring();
+  board_of_peer_->tell(number_at_peer_, is_urgent);
   return true;
 }
 
 // The sender may write to the cell, as its memory is shared: each value is read once.
 bool FrameRings::take(FrameHeaderBytes& header) {
-  const std::uint64_t num_taken = num_taken_.load(std::memory_order_relaxed);
-  const std::uint64_t num_there = in_.num_pushed.load(std::memory_order_acquire) - num_taken;
-  if (num_there == 0) return false;
-  if (num_there > kNumCells) {  // no sender does that: its memory is not what it was
-    is_blocked_.store(true);
-    return false;
-  }
-  const Cell cell = in_.cells[num_taken % kNumCells];
-  if (cell.num_carried > num_brought_) {
-    is_blocked_.store(true);
-    return false;
-  }
+  const std::uint64_t num_there = in_.num_pushed.load(std::memory_order_acquire) - num_taken_;
+  if (num_there == 0 || num_there > kNumCells) return false;  // no sender of ours pushes more
+  const Cell cell = in_.cells[num_taken_ % kNumCells];
+  if (cell.num_carried > num_brought_) return false;
   header = cell.header;
-  if (cell.is_urgent != 0) {
-    num_urgent_taken_.store(num_urgent_taken_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-  }
-  num_taken_.store(num_taken + 1, std::memory_order_relaxed);
-  in_.num_taken.store(num_taken + 1, std::memory_order_release);
+  in_.num_taken.store(++num_taken_, std::memory_order_release);
   return true;
 }
 
-void FrameRings::wish(BellWish wished) {
-  if (wished == BellWish::kNothing && wished_ == BellWish::kNothing) return;
-  wished_ = wished;
-  const auto value = static_cast<std::uint32_t>(wished);
-  if (in_.wish.load(std::memory_order_relaxed) != value) in_.wish.store(value, std::memory_order_relaxed);
-}
-
-bool FrameRings::has(BellWish wished) const {
-  if (wished == BellWish::kNothing || is_blocked_.load()) return false;
-  // Of an urgent one, too: who is halfway through a push has nothing to take yet, and will read the wish.
-  if (in_.num_pushed.load(std::memory_order_acquire) == num_taken_.load(std::memory_order_relaxed))
-    return false;
-  return wished == BellWish::kAll || in_.num_urgent_pushed.load(std::memory_order_acquire) !=
-                                         num_urgent_taken_.load(std::memory_order_relaxed);
-}
+bool FrameRings::has_frames() const { return in_.num_pushed.load(std::memory_order_acquire) != num_taken_; }
 
 }  // namespace pipedream

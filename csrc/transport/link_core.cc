@@ -114,7 +114,7 @@ void LinkCore::end_quietly(State state) {
   state_ = state;
   std::deque<HeldFrame>().swap(waiting_);
   if (state == State::kEnded) disconnect();
-  transport_.need_thread();
+  transport_.note_ended();
 }
 
 // Not after close() was called, nor when it is at the same time: see there.
@@ -148,7 +148,7 @@ void LinkCore::check_hello(Deadline now) {
 
 void LinkCore::await_hello() {
   hello_deadline_ = Clock::now() + peer_timeout();
-  transport_.need_thread();
+  transport_.await_hello(*this);
 }
 
 void LinkCore::hello_is_late() {

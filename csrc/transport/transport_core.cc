@@ -81,16 +81,17 @@ PeerLife& TransportCore::peer_named(const std::string& name) {
   return peers_.try_emplace(name, duration_of(options_.peer_timeout_s) / 2).first->second;
 }
 
-void TransportCore::add_rings(FrameRings& rings) {
-  const std::lock_guard lock(mutex_);
-  rings_.push_back(&rings);
+// ---- Life ----
+
+void TransportCore::await_hello(LinkCore& link) {
+  greeted_links_.push_back(&link);
+  need_thread();
 }
 
-void TransportCore::remove_rings(FrameRings& rings) {
-  const std::lock_guard lock(mutex_);
-  std::erase(rings_, &rings);
+void TransportCore::note_ended() {
+  some_ended_ = true;
+  need_thread();
 }
-// ---- Life ----
 
 Link& TransportCore::add(std::unique_ptr<LinkCore> link) {
   LinkCore* const added = link.get();
@@ -145,7 +146,9 @@ void TransportCore::run() {
       fail_links({FailureKind::kUncaught, error.what()});
       needs_thread_.store(true);
     }
-    std::erase_if(active_links_, [](const LinkCore* link) { return link->ended(); });
+    if (std::exchange(some_ended_, false)) {
+      std::erase_if(active_links_, [](const LinkCore* link) { return link->ended(); });
+    }
     if (closing && stop.requested && (active_links_.empty() || Clock::now() >= stop.deadline)) break;
     const std::optional<Deadline> deadline = next_deadline(stop);
     if (may_thread_sleep()) {
@@ -166,9 +169,15 @@ TransportCore::Stop TransportCore::take_turn(bool& closing) {
   }
   const Deadline now = Clock::now();
   say_beats(now);
-  for (LinkCore* link : active_links_) link->check_hello(now);
+  check_hellos(now);
   check_peers(now);
   return stop;
+}
+
+// A check may end its link.
+void TransportCore::check_hellos(Deadline now) {
+  std::erase_if(greeted_links_, [](const LinkCore* link) { return !link->hello_deadline(); });
+  for (std::size_t index = 0; index < greeted_links_.size(); ++index) greeted_links_[index]->check_hello(now);
 }
 
 // After an error that nobody else is there to be thrown to.
@@ -235,7 +244,7 @@ void TransportCore::say_beats(Deadline now) {
 
 // At every beat of this side at least.
 void TransportCore::check_peers(Deadline now) {
-  if (!options_.beats) return;
+  if (!options_.beats || now < next_check_) return;
   // A check that comes late itself was held up with its process, and perhaps the whole run, as by Ctrl-Z:
   // what did not come while it could not look tells nothing.
   const bool was_held_up = now - std::exchange(last_check_, now) > 2 * beat_period_;
@@ -243,6 +252,8 @@ void TransportCore::check_peers(Deadline now) {
     if (was_held_up) peer->hear_at(now);
     if (peer->is_silent(now)) check_silent_peer(*peer, now);
   }
+  next_check_ = next_beat_;
+  for (const PeerLife* peer : active_peers_) next_check_ = std::min(next_check_, peer->deadline());
 }
 
 // No frame has come whole. Bytes of one may have, and what has may lie unread.
@@ -278,12 +289,9 @@ std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
     if (!earliest || deadline < *earliest) earliest = deadline;
   };
   if (stop.requested) wake_at(stop.deadline);
-  if (options_.beats && !active_links_.empty()) wake_at(next_beat_);
-  for (const LinkCore* link : active_links_) {
+  if (options_.beats && !active_links_.empty()) wake_at(std::min(next_beat_, next_check_));
+  for (const LinkCore* link : greeted_links_) {
     if (const std::optional<Deadline> deadline = link->hello_deadline()) wake_at(*deadline);
-  }
-  if (options_.beats && !active_links_.empty()) {
-    for (const PeerLife* peer : active_peers_) wake_at(peer->deadline());
   }
   return earliest;
 }

@@ -14,7 +14,7 @@
 //   traffic     is told of once, to one sleeper (watch.h), which drives or queues it for the one who does. A
 //               link that was read or written is read until it is empty, or it stays marked and the thread is
 //               woken for it: reading and writing may both use up what would tell of more traffic
-//   a frame     in rings (frame_rings.h) rings the bell, which is traffic, only for a sleeper who wants that;
+//   a frame     in rings (ring_board.h) rings the bell, which is traffic, only for a sleeper who wants that;
 //               who goes to sleep, or stops driving, says for what and then looks once more
 //   a deadline  is the thread's. Whoever makes a new one, or ends a link, calls need_thread(): from then on
 //               nobody else begins to drive until the thread has had its turn
@@ -43,8 +43,8 @@
 #include "base/clock.h"
 #include "base/inline_function.h"
 #include "base/process.h"
-#include "transport/frame_rings.h"
 #include "transport/peer_life.h"
+#include "transport/ring_board.h"
 #include "transport/transport.h"
 #include "transport/watch.h"
 
@@ -104,12 +104,12 @@ class TransportCore : public Transport {
   // Who drives. The transport thread takes a turn soon: there is something that it alone does, or has time
   // for.
   void need_thread() { needs_thread_.store(true); }
+  // The same. A link awaits its peer's HELLO until a deadline, or has ended.
+  void await_hello(LinkCore& link);
+  void note_ended();
   // Who drives, or nobody yet. `name` comes with note_ready() when it becomes readable; see watch.h.
   void watch(int fd, std::uint64_t name);
   void unwatch(int fd);
-  // Who drives. Rings whose frames deliver() reads, until they are removed.
-  void add_rings(FrameRings& rings);
-  void remove_rings(FrameRings& rings);
 
   // The one that all links with this LinkOptions::peer share.
   [[nodiscard]] PeerLife& peer_named(const std::string& name);
@@ -120,6 +120,9 @@ class TransportCore : public Transport {
   // A subclass calls start() at the end of its constructor and shutdown(0) at the start of its destructor:
   // between them the thread may call what is virtual.
   void start();
+
+  // Before start(): deliver() reads the rings that are marked there; who sleeps is woken for them.
+  void listen_to(RingBoard& board) { board_ = &board; }
 
   // Takes the link over and starts it. Throws UserError after shutdown.
   Link& add(std::unique_ptr<LinkCore> link);
@@ -165,6 +168,7 @@ class TransportCore : public Transport {
   void put_back(std::vector<Task>::iterator next);
   void close_links();
   void say_beats(Deadline now);
+  void check_hellos(Deadline now);
   void check_peers(Deadline now);
   void check_silent_peer(PeerLife& peer, Deadline now);
   [[nodiscard]] std::vector<LinkCore*> links_that_await(const PeerLife& peer) const;
@@ -187,7 +191,6 @@ class TransportCore : public Transport {
   std::vector<std::uint64_t> told_;        // names of what became readable, for who drives
   std::map<std::string, PeerLife> peers_;  // by name; outlive the links
   std::vector<std::unique_ptr<LinkCore>> links_;
-  std::vector<FrameRings*> rings_;
   Stop stop_;
   bool driven_ = false;                    // and after the end: nobody drives then
   bool thread_sleeps_ = false;             // and nobody has woken it
@@ -196,15 +199,19 @@ class TransportCore : public Transport {
   bool interrupted_ = false;               // since it last slept
   bool stopped_ = false;                   // no more tasks
   int num_wanting_all_ = 0;
+  RingBoard* board_ = nullptr;  // its wish; null: there are no rings
 
   std::atomic<bool> needs_thread_{false};
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // when it was last felt
   std::atomic<std::uint64_t> num_work_items_{0};
 
   // Who drives.
-  std::vector<LinkCore*> active_links_;  // started and not ended, but for those that ended in this turn
-  std::vector<PeerLife*> active_peers_;  // theirs, and some whose links have all ended
-  Deadline last_check_;                  // of these
+  std::vector<LinkCore*> active_links_;   // started and not ended, but for some that ended in this turn
+  bool some_ended_ = false;               // of these, since the thread's last turn
+  std::vector<LinkCore*> greeted_links_;  // those that await HELLO, and some that no longer do
+  std::vector<PeerLife*> active_peers_;   // theirs, and some whose links have all ended
+  Deadline last_check_;                   // of these
+  Deadline next_check_;  // the first of them may be silent by then; not when there are no beats
   std::vector<Task> running_tasks_;
   std::vector<std::uint64_t> noted_;
   Deadline next_beat_;

@@ -151,7 +151,7 @@ void ZmqLink::bind() {
     set_token_server(zmq_, socket_);
     token_ = make_token();
   }
-  if (shared_.options.shares_memory) rings_ = FrameRings::make(options().identity, shared_.bell);
+  if (shared_.board) rings_ = FrameRings::make(options().identity, *shared_.board, is_quick());
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
   bind_to(host);
   char bound[256] = {};
@@ -207,8 +207,8 @@ void ZmqLink::connect(const std::string& endpoint) {
     check_token(token_, address_);
     set_token_client(zmq_, socket_, token_);
   }
-  if (shared_.options.shares_memory && !parsed.rings.empty()) {
-    rings_ = FrameRings::open(parsed.rings, options().identity, shared_.bell);
+  if (shared_.board && !parsed.rings.empty()) {
+    rings_ = FrameRings::open(parsed.rings, options().identity, *shared_.board, is_quick());
   }
   if (is_ipv6(address_)) set_option(zmq::kIpv6, 1);
   if (zmq_.connect(socket_, address_.c_str()) != 0) {
@@ -219,7 +219,7 @@ void ZmqLink::connect(const std::string& endpoint) {
 // Before libzmq closes the descriptors.
 void ZmqLink::disconnect() {
   if (socket_ == nullptr) return;  // a second time: the transport may be half gone
-  if (std::exchange(uses_rings_, false)) transport().remove_rings(*rings_);
+  if (std::exchange(uses_rings_, false)) shared_.ring_links.at(rings_->number()) = nullptr;
   shared_.zap_domains.remove(domain_);
   for (int* fd : {&socket_fd_, &monitor_fd_}) {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
@@ -300,10 +300,11 @@ bool ZmqLink::has_traffic() {
 
 // From both sides' HELLO on frames take either way.
 void ZmqLink::opened() {
-  if (!rings_ || !rings_->begin()) return;
+  if (!rings_ || !rings_->begin(*shared_.board)) return;
   uses_rings_ = true;
-  shared_.ring_links.push_back(this);
-  transport().add_rings(*rings_);
+  std::vector<ZmqLink*>& links = shared_.ring_links;
+  links.resize(std::max<std::size_t>(links.size(), rings_->number() + 1));
+  links[rings_->number()] = this;
 }
 
 void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
@@ -421,12 +422,11 @@ bool ZmqLink::receive_some() {
   return true;
 }
 
-bool ZmqLink::deliver_rings(Driver driver) {
-  if (driver == Driver::kPoster && !is_quick()) return false;
+bool ZmqLink::deliver_rings() {
   for (int count = 0; count < kNumMessagesPerRound; ++count) {
     if (!receive_from_rings()) return false;
   }
-  return uses_rings_ && rings_->has(BellWish::kAll);
+  return uses_rings_ && rings_->has_frames();
 }
 
 bool ZmqLink::receive_from_rings() {

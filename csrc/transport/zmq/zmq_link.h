@@ -27,10 +27,10 @@
 #include <string>
 #include <vector>
 
-#include "transport/bell.h"
 #include "transport/endpoint.h"
 #include "transport/frame_rings.h"
 #include "transport/link_core.h"
+#include "transport/ring_board.h"
 #include "transport/transport_core.h"
 #include "transport/zmq/libzmq.h"
 #include "transport/zmq/zap_handler.h"
@@ -87,9 +87,9 @@ struct ZmqShared {
   ZapDomains zap_domains{};
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
-  Bell bell{};                           // for the rings of all links
+  std::unique_ptr<RingBoard> board{};    // for the rings of all links; null: no memory is shared
   std::vector<ZmqLink*> marked_links{};  // who drives
-  std::vector<ZmqLink*> ring_links{};    // likewise: those whose rings are in use, and some whose were
+  std::vector<ZmqLink*> ring_links{};    // likewise: by number on the board; null where no rings are in use
 };
 
 class ZmqLink final : public LinkCore {
@@ -110,7 +110,7 @@ class ZmqLink final : public LinkCore {
   void look_for_traffic() override;
   [[nodiscard]] std::optional<Deadline> last_arrival() const override;
   void let_wait(Patience patience) override {
-    if (uses_rings_) rings_->let_wait(patience);
+    if (uses_rings_) shared_.board->let_wait(rings_->number(), patience);
   }
 
   // Who drives. A link's names (watch.h) are its address, even, and the next number for its monitor.
@@ -118,8 +118,7 @@ class ZmqLink final : public LinkCore {
   // Unmarks the link and returns false once there is nothing more to read.
   [[nodiscard]] bool deliver(Driver driver);
   // What has come by the rings. True when some of it is left.
-  [[nodiscard]] bool deliver_rings(Driver driver);
-  [[nodiscard]] bool uses_rings() const { return uses_rings_; }
+  [[nodiscard]] bool deliver_rings();
 
  private:
   // Connections of this link's socket, by file descriptor. A listener may see strangers' connections end.

@@ -1,4 +1,4 @@
-// Links over ZeroMQ (zmq_link.h): one context with one I/O thread per transport, one bell for the rings of
+// Links over ZeroMQ (zmq_link.h): one context with one I/O thread per transport, one board for the rings of
 // all its links.
 #include <cerrno>
 #include <memory>
@@ -28,7 +28,11 @@ class ZmqTransport final : public TransportCore {
         zap_handler_(std::make_unique<ZapHandler>(zmq, context_, allowed_keys(options), shared_.zap_domains)),
         zap_fd_(descriptor_of(zmq, zap_handler_->socket())) {
     watch(zap_fd_, kZapName);
-    watch(shared_.bell.fd(), kBellName);
+    if (options.shares_memory) {
+      shared_.board = std::make_unique<RingBoard>();
+      watch(shared_.board->bell().fd(), kBellName);
+      listen_to(*shared_.board);
+    }
     start();
   }
   ~ZmqTransport() override { shutdown(0); }
@@ -65,7 +69,7 @@ class ZmqTransport final : public TransportCore {
   }
 
   void note_ready(std::uint64_t name) override {
-    if (name == kBellName) return shared_.bell.clear();  // whoever drives looks at all rings
+    if (name == kBellName) return shared_.board->bell().clear();  // whoever drives looks at all marks
     if (name != kZapName) return ZmqLink::note_ready(name);
     zap_is_ready_ = true;
   }
@@ -83,14 +87,13 @@ class ZmqTransport final : public TransportCore {
   // A handler may end its link, or open it.
   void deliver_rings(Driver driver) {
     rings_have_more_ = false;
-    bool some_ended = false;
-    for (std::size_t index = 0; index < shared_.ring_links.size(); ++index) {
-      ZmqLink& link = *shared_.ring_links[index];
-      if (link.deliver_rings(driver)) rings_have_more_ = true;
-      some_ended = some_ended || !link.uses_rings();
-    }
-    if (!some_ended) return;
-    std::erase_if(shared_.ring_links, [](const ZmqLink* link) { return !link->uses_rings(); });
+    if (!shared_.board) return;
+    shared_.board->take_marks(/*only_quick=*/driver == Driver::kPoster, [&](std::uint32_t number) {
+      ZmqLink* const link = number < shared_.ring_links.size() ? shared_.ring_links[number] : nullptr;
+      if (link == nullptr || !link->deliver_rings()) return;
+      shared_.board->mark(number);
+      rings_have_more_ = true;
+    });
   }
 
   [[nodiscard]] bool has_traffic() const override {
@@ -99,7 +102,7 @@ class ZmqTransport final : public TransportCore {
 
   void teardown() override {
     unwatch(zap_fd_);
-    unwatch(shared_.bell.fd());
+    if (shared_.board) unwatch(shared_.board->bell().fd());
     zap_handler_.reset();
     while (shared_.zmq.ctx_term(context_) != 0) {
       PD_CHECK(shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());

@@ -1,25 +1,21 @@
-// Two ends of one process: what is pushed is found once, in order, and who asks to be woken is, once.
+// Two ends of one process: what is pushed is found once, in order. ring_board_test.cc has who is woken for
+// it.
 #include "transport/frame_rings.h"
 
 #include <gtest/gtest.h>
-#include <poll.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
-#include <thread>
+#include <vector>
 
-#include "transport/bell.h"
+#include "transport/ring_board.h"
 
 namespace pipedream {
 namespace {
 
 constexpr LinkIdentity kIdentity{.run_id = 7, .incarnation = 1, .channel_id = 3};
-
-bool is_rung(const Bell& bell) {
-  pollfd poll_fd{.fd = bell.fd(), .events = POLLIN, .revents = 0};
-  return ::poll(&poll_fd, 1, 0) == 1;
-}
 
 FrameHeaderBytes frame(std::uint64_t sequence) {
   FrameHeader header;
@@ -40,15 +36,15 @@ std::optional<std::uint64_t> taken(FrameRings& rings) {
 class Rings : public testing::Test {
  protected:
   void SetUp() override {
-    listener_ = FrameRings::make(kIdentity, listener_bell_);
-    connector_ = FrameRings::open(listener_->address(), kIdentity, connector_bell_);
+    listener_ = FrameRings::make(kIdentity, listener_board_, /*is_quick=*/true);
+    connector_ = FrameRings::open(listener_->address(), kIdentity, connector_board_, /*is_quick=*/true);
     ASSERT_NE(connector_, nullptr);
-    ASSERT_TRUE(listener_->begin());
-    ASSERT_TRUE(connector_->begin());
+    ASSERT_TRUE(listener_->begin(listener_board_));
+    ASSERT_TRUE(connector_->begin(connector_board_));
   }
 
-  Bell listener_bell_;
-  Bell connector_bell_;
+  RingBoard listener_board_;
+  RingBoard connector_board_;
   std::unique_ptr<FrameRings> listener_;
   std::unique_ptr<FrameRings> connector_;
 };
@@ -72,10 +68,10 @@ TEST_F(Rings, FrameWaitsForThoseBeforeItThatTookTheConnection) {
   ASSERT_TRUE(connector_->push(frame(2), /*is_urgent=*/false));
   EXPECT_EQ(taken(*listener_), 0u);
   EXPECT_EQ(taken(*listener_), std::nullopt);
-  EXPECT_FALSE(listener_->has(BellWish::kAll)) << "nobody need look before the connection brings something";
   listener_->note_brought();
-  EXPECT_TRUE(listener_->has(BellWish::kAll));
+  EXPECT_TRUE(listener_->has_frames());
   EXPECT_EQ(taken(*listener_), 2u);
+  EXPECT_FALSE(listener_->has_frames());
 }
 
 TEST_F(Rings, FullRingRefusesUntilOneIsTaken) {
@@ -88,74 +84,30 @@ TEST_F(Rings, FullRingRefusesUntilOneIsTaken) {
   EXPECT_FALSE(connector_->push(frame(0), /*is_urgent=*/false));
 }
 
-TEST_F(Rings, BellIsRungOnceForWhatWasWishedFor) {
-  ASSERT_TRUE(connector_->push(frame(0), /*is_urgent=*/true));
-  EXPECT_FALSE(is_rung(listener_bell_)) << "nobody asked";
-  EXPECT_EQ(taken(*listener_), 0u);
-
-  listener_->wish(BellWish::kUrgent);
-  ASSERT_TRUE(connector_->push(frame(1), /*is_urgent=*/false));
-  EXPECT_FALSE(is_rung(listener_bell_)) << "it can wait";
-  ASSERT_TRUE(connector_->push(frame(2), /*is_urgent=*/true));
-  EXPECT_TRUE(is_rung(listener_bell_));
-  listener_bell_.clear();
-  ASSERT_TRUE(connector_->push(frame(3), /*is_urgent=*/true));
-  EXPECT_FALSE(is_rung(listener_bell_)) << "it was rung already";
-
-  listener_->wish(BellWish::kAll);
-  ASSERT_TRUE(connector_->push(frame(4), /*is_urgent=*/false));
-  EXPECT_TRUE(is_rung(listener_bell_));
-  EXPECT_FALSE(is_rung(connector_bell_));
-}
-
-TEST_F(Rings, WhoIsAboutToSleepSeesWhatHasComeOfItsWish) {
-  EXPECT_FALSE(listener_->has(BellWish::kAll));
-  ASSERT_TRUE(connector_->push(frame(0), /*is_urgent=*/false));
-  EXPECT_TRUE(listener_->has(BellWish::kAll));
-  EXPECT_FALSE(listener_->has(BellWish::kUrgent));
-  EXPECT_FALSE(listener_->has(BellWish::kNothing));
-  ASSERT_TRUE(connector_->push(frame(1), /*is_urgent=*/true));
-  EXPECT_TRUE(listener_->has(BellWish::kUrgent));
-  EXPECT_EQ(taken(*listener_), 0u);
-  EXPECT_TRUE(listener_->has(BellWish::kUrgent));
-  EXPECT_EQ(taken(*listener_), 1u);
-  EXPECT_FALSE(listener_->has(BellWish::kUrgent));
-  EXPECT_FALSE(listener_->has(BellWish::kAll));
-}
-
-// Every sleep ends by a frame or a bell: a lost one would leave the reader asleep.
-TEST_F(Rings, ReaderThatSleepsMissesNothing) {
-  constexpr std::uint64_t kNumFrames = 20'000;
-  std::thread sender([this] {
-    for (std::uint64_t sequence = 0; sequence < kNumFrames; ++sequence) {
-      while (!connector_->push(frame(sequence), /*is_urgent=*/false)) std::this_thread::yield();
-    }
-  });
-  for (std::uint64_t due = 0; due < kNumFrames;) {
-    if (const std::optional<std::uint64_t> sequence = taken(*listener_)) {
-      EXPECT_EQ(*sequence, due++);
-      continue;
-    }
-    listener_->wish(BellWish::kAll);
-    FrameRings::look_after_wishes();
-    if (listener_->has_wished()) continue;
-    constexpr int kPatienceMs = 60'000;
-    pollfd poll_fd{.fd = listener_bell_.fd(), .events = POLLIN, .revents = 0};
-    ASSERT_EQ(::poll(&poll_fd, 1, kPatienceMs), 1) << "asleep at frame " << due;
-    listener_bell_.clear();
-  }
-  sender.join();
+TEST_F(Rings, BeginMarksTheLinkForWhatCameBefore) {
+  std::vector<std::uint32_t> marked;
+  listener_board_.take_marks(/*only_quick=*/true, [&](std::uint32_t number) { marked.push_back(number); });
+  EXPECT_EQ(marked, std::vector<std::uint32_t>{listener_->number()});
 }
 
 TEST(RingsOfOthers, AreNotOpenedByAnotherIdentityOrAnAddressOfNothing) {
-  const Bell bell;
-  const auto rings = FrameRings::make(kIdentity, bell);
-  EXPECT_FALSE(rings->begin()) << "nobody has claimed them";
+  RingBoard board;
+  const auto rings = FrameRings::make(kIdentity, board, /*is_quick=*/true);
+  EXPECT_FALSE(rings->begin(board)) << "nobody has claimed them";
   LinkIdentity other = kIdentity;
   other.channel_id = 4;
-  EXPECT_EQ(FrameRings::open(rings->address(), other, bell), nullptr);
-  EXPECT_EQ(FrameRings::open("1:2:3:4", kIdentity, bell), nullptr);
-  EXPECT_FALSE(rings->begin());
+  EXPECT_EQ(FrameRings::open(rings->address(), other, board, /*is_quick=*/true), nullptr);
+  EXPECT_EQ(FrameRings::open("1:2:3:4", kIdentity, board, /*is_quick=*/true), nullptr);
+  EXPECT_FALSE(rings->begin(board));
+}
+
+TEST(RingsOfOthers, AreNotMadeOnceTheBoardHasNoNumberLeft) {
+  RingBoard board;
+  for (std::uint32_t link = 0; link < RingBoard::kNumLinksMax / 2; ++link) {
+    ASSERT_TRUE(board.take_number(/*is_quick=*/true));
+  }
+  EXPECT_EQ(FrameRings::make(kIdentity, board, /*is_quick=*/true), nullptr);
+  EXPECT_NE(FrameRings::make(kIdentity, board, /*is_quick=*/false), nullptr);
 }
 
 TEST(Bells, AreOpenedOnlyWhereTheirPipeIs) {
