@@ -3,6 +3,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -44,6 +47,17 @@ struct Edge {
 
   // NOLINTNEXTLINE(modernize-use-nullptr): as in ids.h
   friend auto operator<=>(const Edge&, const Edge&) = default;
+};
+
+struct EdgeHash {
+  [[nodiscard]] std::size_t operator()(const Edge& edge) const {
+    auto hash = static_cast<std::uint64_t>(edge.kind);
+    for (const std::int64_t part : {edge.from.stage.value(), edge.from.replica.value(), edge.to.stage.value(),
+                                    edge.to.replica.value()}) {
+      hash = (hash << 16 | hash >> 48) ^ static_cast<std::uint64_t>(part);
+    }
+    return hash * 0x9E3779B97F4A7C15ULL;
+  }
 };
 
 // "activation stage 0 to stage 1"; with replicas other than the first "stage 0 replica 2 to stage 1"

@@ -45,11 +45,6 @@ std::string describe(const Instruction& instruction) {
   return std::string(opcode_name(instruction.opcode)) + " of " + to_string(instruction.edge);
 }
 
-std::vector<EdgeChannel> in_order_of_edges(std::vector<EdgeChannel> channels) {
-  std::ranges::sort(channels, {}, &EdgeChannel::edge);
-  return channels;
-}
-
 }  // namespace
 
 const char* work_kind_name(WorkKind kind) {
@@ -76,7 +71,7 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
                          std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
     : cursor_(options, rank),
       stashes_(stashes_versions(options)),
-      channels_(in_order_of_edges(std::move(channels))),
+      channels_(std::move(channels)),
       wakeup_(wakeup),
       spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
@@ -100,6 +95,8 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
         "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
     made.versions.reserve(kNumMicrobatchesReserved);
   }
+  for (const EdgeChannel& channel : channels_) channel_of_edge_[channel.edge] = &channel;
+  sending_.reserve(channels_.size());
   if (const auto first = cursor_.current()) doing_ = *first;
 }
 
@@ -174,9 +171,11 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
 }
 
 void StageEngine::collect_released() {
-  for (const EdgeChannel& channel : channels_) {
-    if (channel.sends != nullptr) channel.sends->collect_released();
-  }
+  std::erase_if(sending_, [](SendChannel* channel) {
+    const bool all_have_left = channel->num_unreleased() == 0;  // asked first: those are all collected
+    channel->collect_released();
+    return all_have_left;
+  });
 }
 
 void StageEngine::begin_item() {
@@ -211,8 +210,8 @@ Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<Rec
 }
 
 const EdgeChannel* StageEngine::find_channel(const Edge& edge) const {
-  const auto found = std::ranges::lower_bound(channels_, edge, {}, &EdgeChannel::edge);
-  return found != channels_.end() && found->edge == edge ? &*found : nullptr;
+  const auto found = channel_of_edge_.find(edge);
+  return found != channel_of_edge_.end() ? found->second : nullptr;
 }
 
 ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
@@ -420,10 +419,11 @@ void StageEngine::send_with_work(Outgoing made) {
 }
 
 void StageEngine::send(const Instruction& instruction, Outgoing made) {
-  if (SendChannel* target = target_of(instruction)) {
-    target->send(instruction.minibatch, instruction.microbatch, made.fields, made.tensors,
-                 std::move(made.ready), std::move(made.keep_alive));
-  }
+  SendChannel* const target = target_of(instruction);
+  if (target == nullptr) return;
+  if (std::ranges::find(sending_, target) == sending_.end()) sending_.push_back(target);
+  target->send(instruction.minibatch, instruction.microbatch, made.fields, made.tensors,
+               std::move(made.ready), std::move(made.keep_alive));
 }
 
 void StageEngine::record(WorkKind kind, std::int64_t compute_ns) {

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
@@ -199,7 +200,10 @@ class StageEngine {
   ProgramCursor cursor_;
   const bool stashes_;
   std::vector<Part> parts_;
-  const std::vector<EdgeChannel> channels_;  // by edge: a worker with replicas may have hundreds
+  const std::vector<EdgeChannel> channels_;
+  // Into channels_, of which a worker with replicas may have hundreds.
+  std::unordered_map<Edge, const EdgeChannel*, EdgeHash> channel_of_edge_;
+  std::vector<SendChannel*> sending_;  // those whose items collect_released() has not all seen
   Wakeup& wakeup_;
 
   bool handed_out_ = false;
