@@ -465,6 +465,27 @@ class Rotary(nn.Module):
         return out
 
 
+class RandomlyDropped(nn.Module):
+    """Its own code drops layers at random, and draws dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "layer": nn.Linear(WIDTH, WIDTH)}) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            assert isinstance(step, nn.ModuleDict)
+            kept = x = F.dropout(step["norm"](x), 0.1, training=self.training)
+            if self.training and torch.rand([]) < 0.5:
+                continue
+            x = step["layer"](x) + kept
+        out: Tensor = self.head(x)
+        return out
+
+
 class LongOnes(nn.Module):
     """Has a skip where a text is longer than two."""
 

@@ -154,17 +154,23 @@ class Fillers:
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...], DimOrder], Tensor] = {}
+        self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id
+
+    def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
+        """Of this kind are the leaf's stand-ins from now on, as in a check in another precision."""
+        self._dtypes[id(leaf)] = tensor.dtype
 
     def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:
         assert leaf.dtype is not None
+        dtype = self._dtypes.get(id(leaf), leaf.dtype)
         if leaf.is_overwritten:
-            return _shaped(poison(math.prod(shape), leaf.dtype, device), shape, leaf.order)
-        key = leaf.dtype, device, shape, leaf.order
+            return _shaped(poison(math.prod(shape), dtype, device), shape, leaf.order)
+        key = dtype, device, shape, leaf.order
         made = self._made.get(key)
         if made is None:
             if len(self._made) >= _FILLERS_MAX:
                 self._made.clear()
-            flat = self._part_of_flat(leaf.dtype, math.prod(shape), device)
+            flat = self._part_of_flat(dtype, math.prod(shape), device)
             made = self._made[key] = _shaped(flat, shape, leaf.order)
         return made
 
@@ -199,9 +205,12 @@ class Crossing:
     def num_sizes(self) -> int:
         return sum(call.num_sizes for call in self.all_calls)
 
-    def pack(self, outputs: Mapping[CallKey, Sequence[Any]]) -> tuple[Tensor | None, ...]:
+    def pack(
+        self, outputs: Mapping[CallKey, Sequence[Any]], fillers: Fillers | None = None
+    ) -> tuple[Tensor | None, ...]:
         """The value that crosses. outputs: of each frontier call, as it was flattened when it was over; none
-        of one that was not made, of which then nothing else may cross."""
+        of one that was not made, of which then nothing else may cross. fillers: those of the next stage,
+        where it is in this process."""
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []
         for call in self.all_calls:
@@ -220,6 +229,8 @@ class Crossing:
                         )
                 elif leaf.dtype is not None:
                     sizes += [_SIZE_OF_NONE] * leaf.num_dims if now is None else now.shape
+                    if fillers is not None and now is not None:
+                        fillers.note(leaf, now)
                 elif leaf.is_number:
                     sizes.append(now)
         packed = [values[position] for position in range(self.num_tensors)]

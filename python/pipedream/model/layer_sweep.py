@@ -22,6 +22,7 @@ import torch
 from pipedream.model.boundary import boundary_input, map_tensors, tensors_of
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel
+from pipedream.model.draws import drawing_alike
 from pipedream.model.initial_weights import WeightSource, materialised
 from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.model.stage_calls import StageCalls, backward, leaves_of
@@ -92,7 +93,7 @@ class LayerSweep:
                 left = len(self._stages) - len(forward)
                 now = time.perf_counter()
                 until = None if deadline is None else now + max(deadline - now, 0.0) / left
-                with self._held(stage):
+                with self._held(stage), drawing_alike(stage, torch.device("cpu")):
                     value, times = self._time(stage, value, targets, num_runs, until)
                 forward.append([run.forward_ms for run in times])
                 backward.append([run.backward_ms for run in times])
@@ -135,6 +136,8 @@ class LayerSweep:
         clock.start()
         self._begun = [clock]
         calls = StageCalls(stage, self._loss_fn, torch.device("cpu"), self._autocast)
+        if stage.draws is not None:  # as the layer before, which may have left out calls
+            stage.draws.begin(0, 0, stage)
         output = calls.layers(map_tensors(boundary_input, leaves))
         if is_last:
             output = calls.loss(output, targets)

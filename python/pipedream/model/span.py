@@ -55,7 +55,8 @@ class SpanStage(StageModule):
         draws: DrawSites | None = None,
     ) -> None:
         """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
-        where it has come to the cut before. draws: of the whole model."""
+        where it has come to the cut before. draws: of the whole model. fillers: shared by stages that run in
+        one process, one after the other."""
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
@@ -63,6 +64,7 @@ class SpanStage(StageModule):
         self._state = state
         self._crossing_in = crossing_in
         self._crossing_out = crossing_out
+        self._shared_fillers = fillers
         self._fillers = fillers or Fillers()
         self._on_begin = on_begin or _do_nothing
         self._names = module_names(model)
@@ -96,7 +98,7 @@ class SpanStage(StageModule):
             pass
         forward.check_calls()
         if self._crossing_out is not None:
-            output = forward.crossing()
+            output = forward.crossing(self._shared_fillers)
         if forward.first_of_others is not None and _has_nan(output) and not _has_nan(value):
             raise ValueError(
                 f"{forward.first_of_others} was not called in the first minibatch and is now, by code that"
@@ -250,6 +252,6 @@ class _SpanForward:
                 " its end; give the plan other cuts"
             )
 
-    def crossing(self) -> tuple[Tensor | None, ...]:
+    def crossing(self, fillers: Fillers | None) -> tuple[Tensor | None, ...]:
         assert self._out is not None
-        return self._out.pack(self._outputs)
+        return self._out.pack(self._outputs, fillers)

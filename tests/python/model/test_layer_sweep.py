@@ -9,7 +9,7 @@ from pipedream import Profile
 from pipedream.model import whole_on_host
 from pipedream.model.batches import own_loss
 from torch import nn
-from twins import TWINS
+from twins import CLASSES, TWINS, WIDTH, RandomlyDropped, cross_entropy
 
 _WIDTH = 64
 
@@ -105,3 +105,15 @@ def test_where_it_does_not_fit_whole_that_is_said(
     assert len(found.layers) == 3
     assert "the cuts of the model are not checked: it is on the meta device" in said
     assert "are free; check a smaller one of the same kind" in said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_of_a_model_on_meta_drop_the_same_ones_at_random(seed: int) -> None:
+    """Each drew for itself which layers are dropped, and found others missing."""
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = RandomlyDropped()
+    data = [(torch.randn(4, WIDTH), torch.arange(4) % CLASSES)] * 2
+    norms = [f"steps.{step}.norm" for step in range(4)]
+    found = pipedream.profile(model, data, cross_entropy, minibatches=3, cuts=norms)
+    assert [layer.name for layer in found.layers] == [*norms, "head"]

@@ -16,7 +16,7 @@ from pipedream.model.global_names import GlobalNames
 from pipedream.model.split_check import _difference, _Outcome, check_cuts, without_bad_cuts
 from pipedream.model.untouched import Attributes
 from torch import Tensor, nn
-from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, Rotary, Truncated, cross_entropy
+from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, RandomlyDropped, Rotary, Truncated, cross_entropy
 
 _FLOAT32 = 1e-4
 
@@ -112,6 +112,17 @@ def test_a_model_may_be_cut_inside_a_module_that_draws_between_its_children() ->
     cut = cut_model(nn.Sequential(_Attention(), _Attention()), *data[0], cross_entropy)
     assert [place.name for place in cut.offered] == ["0.inner", "0", "1.inner"]
     assert check_cuts(cut, data, cross_entropy) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_drops_layers_at_random_may_be_cut_between_them(seed: int) -> None:
+    """A later minibatch calls what the traced one had dropped, of stand-ins of another precision."""
+    torch.manual_seed(seed)
+    data = [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
+    cut = cut_model(RandomlyDropped(), *data[0], cross_entropy)
+    norms = [place.name for place in [*cut.offered, *cut.refused] if "norm" in place.name]
+    assert len(norms) == 4
+    assert check_cuts(cut.at(norms), data, cross_entropy) == {}
 
 
 class _Kept:
