@@ -53,8 +53,10 @@ def replace(text: str, name: str, table: str) -> str:
     return before + begin + table + end + rest.split(end, 1)[1]
 
 
-def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
+def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> str:
+    """Rows of which nothing was run, behind the cells that name them, are left out."""
+    known = [row for row in rows if set(row[num_keys:]) != {_NOT_RUN}]
+    lines = [heads, ["---"] * len(heads), *known]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -135,9 +137,7 @@ def _paired_table(results: Results) -> str:
 def _long_table(results: Results) -> str:
     rows = []
     for setting in settings(8):
-        cells = [_long_cell(results, optimizer, setting) for optimizer in OPTIMIZERS]
-        if set(cells) != {_NOT_RUN}:
-            rows.append([label(setting), *cells])
+        rows.append([label(setting), *(_long_cell(results, optimizer, setting) for optimizer in OPTIMIZERS)])
     return table_of(["schedule, 8 stages", *OPTIMIZERS], rows)
 
 
@@ -167,7 +167,7 @@ def _deep_table(results: Results) -> str:
         task = f"characters, {depth} layers"
         for setting in deep_settings(depth):
             rows.append([str(depth), label(setting), _loss_cell(results, task, "AdamW", setting)])
-    return table_of(["stages", "schedule", "AdamW"], rows)
+    return table_of(["stages", "schedule", "AdamW"], rows, num_keys=2)
 
 
 def _rates_figure(results: Results) -> Figure:

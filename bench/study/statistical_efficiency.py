@@ -1,9 +1,10 @@
 """How far each schedule trains in the same number of minibatches: docs/statistical_efficiency.md's table.
 
     nice python bench/study/statistical_efficiency.py             # everything, some hours on one core
+    nice python bench/study/statistical_efficiency.py --go-on     # what the kept results lack
     python bench/study/statistical_efficiency.py --report         # tables and figures from the kept results
 
-Nothing here is a timing: every run reads the exact weight versions that its
+Nothing here is a timing (time_to_loss.py has those): every run reads the exact weight versions that its
 schedule reads in a pipeline, in one process. First the command compares its simulator with
 pipedream.reference. An interrupted sweep goes on where it was; delete its log after a change of the tasks.
 """
@@ -46,12 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains with every schedule; writes tables and figures.")
     parser.add_argument("--log", type=Path, default=Path("results/statistical_efficiency.jsonl"))
     parser.add_argument("--report", action="store_true", help="train nothing, use the kept results")
+    parser.add_argument("--go-on", action="store_true", help="train what the kept results lack")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the operations are small; more threads only wait for each other
     _core.keep_freed_memory()
     if not options.report:
         check()
-        results = Results(options.log)
+        results = Results(options.log, Results.load(KEPT) if options.go_on else None)
         Sweep(results).everything()
         results.save(KEPT)
     report.write(Results.load(KEPT), _DOCUMENT, _IMAGES)

@@ -86,9 +86,9 @@ def make_task(name: str) -> Task:
 class Results:
     """Outcomes by trial. With a log, a file with a line of JSON per trial, an interrupted sweep can go on."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, known: Results | None = None) -> None:
         self._log = log
-        self._outcomes: dict[Trial, Outcome] = {}
+        self._outcomes: dict[Trial, Outcome] = {} if known is None else dict(known._outcomes)
         for line in log.read_text().splitlines() if log is not None and log.exists() else []:
             self._read(json.loads(line))
 
