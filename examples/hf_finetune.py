@@ -35,6 +35,7 @@ except ModuleNotFoundError:
 Batch = dict[str, torch.Tensor]
 
 PAD, END, VOCABULARY = 256, 257, 258  # after the 256 bytes
+DELAY_MAX = 0.5  # updates: AdamW loses more by late gradients than a few more microbatches cost
 IGNORED = -100  # as a label: no token to predict
 ARCHITECTURES = ("gpt2", "llama")
 
@@ -126,7 +127,7 @@ def make_plan(
     profile = pipedream.profile(model, loader, minibatches=30, seconds=10 if given is None else 1)
     if given is not None:
         return pipedream.Plan.load(given, profile=profile)
-    how: dict[str, Any] = {"schedule": "auto", "microbatches": microbatches or "auto"}
+    how: dict[str, Any] = {"schedule": "auto", "microbatches": microbatches or "auto", "delay_max": DELAY_MAX}
     if optimizer is not None:
         print("calibrating", flush=True)
         profile = pipedream.calibrate(profile, model, loader, optimizer=optimizer, workers=num_workers)

@@ -143,6 +143,12 @@ def _check_staleness(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}: give a number of rounds, 0 or more")
 
 
+def _check_microbatches(name: str, value: Any) -> None:
+    if value == AUTO:
+        raise ValueError(f"{name} is 'auto': leave it out, and schedule='auto' takes it from the plan")
+    check_count(name, value)
+
+
 def _check_autocast(_: str, value: Any) -> None:
     from pipedream.model.precision import autocast_dtype
 
@@ -211,7 +217,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "microbatches",
         "pieces that every minibatch is cut into",
         1,
-        check_count,
+        _check_microbatches,
         CommandOption("Cut every minibatch into so many.", int),
     ),
     RunOption(

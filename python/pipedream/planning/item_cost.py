@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 
-__all__ = ["CutCost", "ItemCost", "microbatch_counts"]
+__all__ = ["COUNTED_MAX", "CutCost", "ItemCost", "microbatch_counts"]
 
-_COUNTED_MAX = 32
+COUNTED_MAX = 32
+"""The most microbatches that a profile times."""
 
 
-def microbatch_counts(batch_size: int | None, most: int = _COUNTED_MAX) -> list[int]:
+def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[int]:
     """The numbers of microbatches that are tried and timed: powers of two up to `most`, each brought down to
     the pieces that torch.chunk makes of so many samples. None: of any number of samples."""
     powers = [1 << exponent for exponent in range(most.bit_length())]

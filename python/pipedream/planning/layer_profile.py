@@ -28,7 +28,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
-from pipedream.planning.item_cost import ItemCost, microbatch_counts
+from pipedream.planning.item_cost import COUNTED_MAX, ItemCost, microbatch_counts
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
 __all__ = ["LayerProfile", "MicrobatchTimes", "Profile", "WeightFactors", "checked_cuts", "pass_costs"]
@@ -240,12 +240,12 @@ class Profile:
             return None
         return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
 
-    def microbatch_counts(self, most: int = 1) -> list[int]:
+    def microbatch_counts(self, most: int = COUNTED_MAX) -> list[int]:
         """Numbers of microbatches to choose among. most: tried beyond those that a profile times."""
         counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
         if timed is not None and timed < counts[-1]:
             return [m for m in counts if m <= timed]  # with more of them the model failed
-        return microbatch_counts(self.batch_size, max(counts[-1], most))
+        return microbatch_counts(self.batch_size, max(COUNTED_MAX, most))
 
     def without_factors(self) -> Profile:
         """Of a run whose replicas push all gradients as they are."""

@@ -85,7 +85,8 @@ def best_of_schedules(
             try:
                 plan = _plan_for(asked, candidates, on_plan)
             except NothingFitsError as error:
-                why = why or error
+                if why is None or schedule == "pipedream":
+                    why = error  # whose planner says how much would be enough
                 candidates.append(_Candidate(asked, None))
                 continue
             candidates.append(_finished(plan, asked, finished, delay_max))

@@ -67,6 +67,7 @@ def test_a_run_takes_the_plans_schedule_and_microbatches_and_logs_them(
     [
         ({"plan": Plan.straight(2, 2)}, r"has no schedule: make it by partition\(\.\.\., schedule='auto'\)"),
         ({"microbatches": 4}, "microbatches is 4, and schedule='auto' takes the plan's, 2: leave"),
+        ({"microbatches": "auto"}, "microbatches is 'auto': leave it out, and schedule='auto' takes it"),
         ({"plan": replace(_PLAN, microbatches=4)}, "minibatches of 2 samples, fewer than microbatches=4"),
     ],
 )

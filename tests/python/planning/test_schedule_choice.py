@@ -116,7 +116,7 @@ def test_memory_for_one_version_alone_gets_a_schedule_that_keeps_one() -> None:
 
 
 def test_memory_that_no_candidate_keeps_to_is_refused_by_name() -> None:
-    with pytest.raises(NothingFitsError, match=r"no plan has 4 workers, .*memory of 1\.00 KiB: give more"):
+    with pytest.raises(NothingFitsError, match=r"no plan has 4 workers, .*memory of 1\.00 KiB: .*is enough"):
         auto(make_profile(), memory="1KiB")
 
 
@@ -134,6 +134,15 @@ def test_a_minibatch_is_cut_into_no_more_than_it_has_samples(
     batch_size: int | None, counts: list[int]
 ) -> None:
     assert microbatch_counts(batch_size) == counts
+    assert make_profile(batch_size=batch_size).microbatch_counts() == counts
+    assert make_profile(batch_size=batch_size, fixed_ms=None).microbatch_counts() == counts
+
+
+def test_many_workers_have_more_microbatches_to_choose_among() -> None:
+    assert make_profile(batch_size=256).microbatch_counts(128)[-2:] == [64, 128]
+    refused = make_profile(batch_size=256)
+    layer = replace(refused.layers[0], microbatch_ms=(refused.layers[0].microbatch_ms or ())[:2])
+    assert replace(refused, layers=(layer,)).microbatch_counts(128) == [1, 2, 4]
 
 
 def test_a_minibatch_of_one_sample_has_one_microbatch() -> None:
