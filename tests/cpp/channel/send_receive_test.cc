@@ -803,6 +803,15 @@ TEST_P(Channels, AbortTextArrivesOnBothEnds) {
   sending_->shutdown(0);
 }
 
+// Python reads messages as UTF-8, and has an error of its own for what is not.
+TEST_P(Channels, AbortTextThatIsNoUtf8IsReadable) {
+  const std::string text = "stage 0 stops: caf\xE9";
+  make_channels(one_tensor_spec(), {});
+  send_abort(*sender_link_, text);
+  EXPECT_EQ(wait_failure(receiver_wakeup_).message, "stage 0 stops: caf\xEF\xBF\xBD");
+  stop();
+}
+
 TEST_P(Channels, ReceiverThatLeavesBeforeItHasEverythingIsLost) {
   make_channels(one_tensor_spec(), {.num_slots = 1});
   send_one_tensor(0);
