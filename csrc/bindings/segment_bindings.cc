@@ -9,11 +9,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "bindings/bindings.h"
+#include "device/device.h"
 #include "pool/segment_arena.h"
+#include "stage/worker_options.h"
 
 namespace py = pybind11;
 
@@ -21,6 +25,16 @@ namespace {
 
 // Set before torch is told of the allocator. Never freed: torch may give segments back while it exits.
 pipedream::SegmentArena* g_arena = nullptr;
+
+// Torch keeps a segment by stream while it is cached, and frees it without one: any stream of the process may
+// get it.
+void wait_for(pipedream::Device& device) {
+  try {
+    device.synchronize();
+  } catch (const pipedream::DeviceError&) {
+    // Torch's next call tells of it; nothing runs any more.
+  }
+}
 
 }  // namespace
 
@@ -41,16 +55,19 @@ namespace pipedream {
 void bind_segments(py::module_& module) {
   module.def(
       "open_segment_arena",
-      [](std::uintptr_t address, std::size_t num_bytes) {
+      [](std::uintptr_t address, std::size_t num_bytes, const std::string& device_name) {
         if (g_arena != nullptr && g_arena->used_bytes() > 0) return false;
         // NOLINTNEXTLINE(performance-no-int-to-ptr, cppcoreguidelines-owning-memory)
-        auto* const arena = new SegmentArena(reinterpret_cast<std::byte*>(address), num_bytes);
+        auto* const arena = new SegmentArena(
+            reinterpret_cast<std::byte*>(address), num_bytes,
+            [device = std::shared_ptr<Device>(make_device(device_name))] { wait_for(*device); });
         delete g_arena;  // NOLINT(cppcoreguidelines-owning-memory)
         g_arena = arena;
         return true;
       },
-      py::arg("address"), py::arg("num_bytes"),
-      "Makes this memory the process's arena. False while segments of the arena before are in use.");
+      py::arg("address"), py::arg("num_bytes"), py::arg("device") = "host",
+      "Makes this memory, of the device \"host\" or \"cuda:0\", the process's arena. False while segments of "
+      "the arena before are in use.");
   module.def(
       "segment_arena_bytes",
       []() -> std::pair<std::size_t, std::size_t> {

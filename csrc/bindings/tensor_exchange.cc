@@ -329,6 +329,23 @@ py::object TensorExchange::lend(const TensorView& tensor, DeviceType device, int
   return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
 }
 
+std::function<std::uintptr_t()> TensorExchange::current_stream(int device_index) const {
+  if (table_ == nullptr || table_->current_work_stream == nullptr) return {};
+  const auto ask = [current = table_->current_work_stream, device_index](void** stream) {
+    return current(kDLCuda, device_index, stream) == 0;
+  };
+  void* stream = nullptr;
+  if (!ask(&stream)) {  // here, as it would set Python's error where nobody has the GIL
+    PyErr_Clear();
+    return {};
+  }
+  return [ask] {
+    void* now = nullptr;
+    static_cast<void>(ask(&now));
+    return reinterpret_cast<std::uintptr_t>(now);
+  };
+}
+
 std::optional<std::uint64_t> TensorExchange::fingerprint_of(const py::list& tensors) const try {
   std::vector<DLTensor> contents(tensors.size());
   std::vector<std::shared_ptr<void>> owners(tensors.size());

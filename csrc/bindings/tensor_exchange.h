@@ -52,6 +52,9 @@ class TensorExchange {
   // 64 bits of what the tensors hold, with their dtypes and shapes. Empty where one of them is not contiguous
   // in host memory, holds other values than its memory, or cannot be borrowed.
   [[nodiscard]] std::optional<std::uint64_t> fingerprint_of(const pybind11::list& tensors) const;
+  // Tells on which stream of the CUDA device the calling thread computes; needs no GIL. Empty where the
+  // framework has no table, or does not say.
+  [[nodiscard]] std::function<std::uintptr_t()> current_stream(int device_index) const;
   [[nodiscard]] bool by_table() const { return table_ != nullptr; }
 
  private:

@@ -95,9 +95,15 @@ class PyWorker {
     options.incarnation = incarnation;
     options.plan_hash = plan_hash;
     options.compute_stream = compute_stream;
+    const auto current = std::make_shared<CurrentStream>();
+    options.current_stream = [current, compute_stream] {
+      return current->is_known.load() ? current->ask() : compute_stream;
+    };
     options.own_cpus = own_cpus;
     options.force_staging = force_staging;
-    return std::make_unique<PyWorker>(options);
+    auto made = std::make_unique<PyWorker>(options);
+    made->current_stream_ = current;
+    return made;
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
@@ -192,6 +198,10 @@ class PyWorker {
              const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
              std::size_t num_spans_max) {
     exchange_ = std::move(tensors);
+    if (exchange_ && worker_->device().type() == DeviceType::kCuda && !current_stream_->is_known.load()) {
+      current_stream_->ask = exchange_->current_stream(worker_->device().index());
+      current_stream_->is_known.store(static_cast<bool>(current_stream_->ask));
+    }
     std::vector<EdgeChannelName> channels;
     for (const auto& [edge, name] : edges) channels.push_back({edge, name});
     worker_->start(options, Rank(rank), channels, num_spans_max);
@@ -404,6 +414,13 @@ class PyWorker {
 
   const HomeProcess home_;
   std::unique_ptr<Worker> worker_;
+  // What start() finds out; read by whichever thread drops a tensor.
+  struct CurrentStream {
+    std::function<std::uintptr_t()> ask;  // where it is known
+    std::atomic<bool> is_known{false};
+  };
+
+  std::shared_ptr<CurrentStream> current_stream_;
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
   WorkKind doing_ = WorkKind::kDone;
   bool on_device_ = true;                // what it sends or has received

@@ -27,13 +27,20 @@ ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* stag
       staging_(staging),
       residuals_(lease_all(residual)),
       on_copied_(std::move(on_copied)),
-      stream_codec_(layout.encodes() ? make_stream_codec(device, layout.num_elements_max()) : nullptr),
-      copy_stream_(staging != nullptr ? device.make_stream() : nullptr) {
+      stream_codec_(layout.encodes() ? make_stream_codec(device, layout.num_elements_max()) : nullptr) {
+  if (staging != nullptr) make_streams();
   PD_CHECK(!layout.encodes() || staging != nullptr, "what is encoded lies somewhere");
   PD_CHECK(layout.residual_bytes() == 0 || residual != nullptr, "what is left out lies somewhere");
   for (const Lease& kept : residuals_) {
     PD_CHECK(layout.residual_bytes() <= kept.size_bytes(), layout.residual_bytes());
   }
+}
+
+void ItemCopier::make_streams() {
+  copy_stream_ = device_.make_stream();
+  if (device_.type() == DeviceType::kHost) return;
+  telling_stream_ = device_.make_stream();
+  copied_ = device_.make_event();
 }
 
 std::vector<std::vector<std::span<std::byte>>> ItemCopier::residuals() const {
@@ -52,7 +59,7 @@ std::vector<std::vector<std::span<std::byte>>> ItemCopier::residuals() const {
 void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   const std::size_t slot_bytes = are_posted ? 0 : layout_.slot_bytes();
   placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, slot_bytes);
-  if (!copy_stream_) copy_stream_ = device_.make_stream();
+  if (!copy_stream_) make_streams();
 }
 
 bool ItemCopier::can_reach(std::uint16_t slot, PostedRange posted) const {
@@ -131,7 +138,7 @@ void ItemCopier::enqueue_copy(SendItem& item) {
   const CopyRange range = next_copy(item);
   if (range.num_bytes > 0) copy_stream_->copy(range.to, range.from, range.num_bytes);
   item.pass_chunk(item.copied);
-  copy_stream_->call([&item] { item.copier->note_copied(item, 1); });
+  tell_when_copied(item, 1);
 }
 
 // All of the tensor at once; its chunks can leave when it is done.
@@ -150,10 +157,18 @@ void ItemCopier::enqueue_encoding(SendItem& item) {
   stream_codec_->encode(*copy_stream_, work);
   const std::size_t num_chunks = item.num_chunks_of(tensor_index);
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) item.pass_chunk(item.copied);
-  copy_stream_->call([&item, num_chunks] { item.copier->note_copied(item, num_chunks); });
+  tell_when_copied(item, num_chunks);
 }
 
-// Copy stream.
+void ItemCopier::tell_when_copied(SendItem& item, std::size_t num_chunks) {
+  auto tell = [&item, num_chunks] { item.copier->note_copied(item, num_chunks); };
+  if (!telling_stream_) return copy_stream_->call(std::move(tell));
+  copy_stream_->record(*copied_);
+  telling_stream_->wait(*copied_);
+  telling_stream_->call(std::move(tell));
+}
+
+// On the stream that tells.
 void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
   num_copies_.fetch_sub(1);
   // Before the count: after it the item may be gone.
@@ -163,6 +178,7 @@ void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
 }
 
 void ItemCopier::synchronize() {
+  if (telling_stream_) telling_stream_->synchronize();  // after all copies, or after an error of the device
   if (copy_stream_) copy_stream_->synchronize();
 }
 

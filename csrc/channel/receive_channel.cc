@@ -23,7 +23,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
           std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
-      access_(std::make_shared<ReceiverAccess>(*this)),
+      access_(std::make_shared<ReceiverAccess>(*this, options_.side_stream)),
       transfers_(options_.num_transfers_kept),
       posts_(options_.num_posts_max),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
@@ -46,6 +46,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
     received.receiver = access_.get();
     received.tensors.reserve(options_.spec.num_tensors());
     if (staging != nullptr) received.ready = device.make_event();
+    received.device = &device;
     received.compute_stream = compute_stream;
     if (compute_stream != nullptr) received.last_read = device.make_event();
   }
@@ -144,7 +145,7 @@ bool ReceiveChannel::grant_slot() {
       }
       if (staging_ != nullptr) received.staging = staging_->lease();  // whichever is free
       received.awaits_item = true;
-      if (is_placed_on_device() && received.last_read && !received.last_read->done()) {
+      if (is_placed_on_device() && received.has_readers()) {
         grant_when_read(received);
       } else {
         grant(received);
@@ -158,7 +159,7 @@ bool ReceiveChannel::grant_slot() {
 
 // The sender writes into the slot itself, so it must not have it before.
 void ReceiveChannel::grant_when_read(ReceivedSlot& received) {
-  copy_stream_->wait(*received.last_read);
+  received.wait_for_readers(*copy_stream_);
   copy_stream_->call([this, &received] {
     transport_.post([this, &received] {
       grant(received);
@@ -325,7 +326,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
     return broken("an item of " + std::to_string(header.tensor_bytes) + " bytes where " +
                   std::to_string(received.num_posted_bytes) + " were posted");
   }
-  if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
+  if (!is_placed_on_device() && copy_stream_) received.wait_for_readers(*copy_stream_);
   granted_[header.slot] = nullptr;
   credits_.note_filled(header.slot, header.has_last_slot);
   arrived_ns_ = now_ns();

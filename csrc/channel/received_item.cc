@@ -7,13 +7,31 @@
 
 namespace pipedream {
 
-void ReceivedSlot::end_reading() {
-  if (compute_stream == nullptr) return;
+bool ReceivedSlot::end_reading() {
+  if (compute_stream == nullptr) return true;
   try {
+    if (compute_stream->is_capturing()) return false;
     compute_stream->record(*last_read);
+    const std::unique_ptr<Stream> aside = receiver->side_stream();
+    is_read_aside = aside != nullptr && !aside->is_capturing();
+    if (is_read_aside) {
+      if (!last_read_aside) last_read_aside = device->make_event();
+      aside->record(*last_read_aside);
+    }
   } catch (const DeviceError& error) {
     receiver->tell(error);
   }
+  return true;
+}
+
+void ReceivedSlot::wait_for_readers(Stream& stream) const {
+  if (!last_read) return;
+  stream.wait(*last_read);
+  if (is_read_aside) stream.wait(*last_read_aside);
+}
+
+bool ReceivedSlot::has_readers() const {
+  return last_read && (!last_read->done() || (is_read_aside && !last_read_aside->done()));
 }
 
 // The staging buffer goes first: a slot that is free has one. After the slot has gone, all of this belongs to
@@ -33,7 +51,17 @@ ReceivedItem::~ReceivedItem() {
     static_cast<void>(new std::shared_ptr<ReceivedSlot>(std::move(held)));
     return;
   }
-  held->end_reading();
+  if (!held->end_reading()) {
+    const auto again = [late = held] {
+      if (late->end_reading()) {
+        late->drop();
+        return;
+      }
+      ReceivedItem item;
+      item.held = late;
+    };
+    if (held->receiver->defer(again)) return;
+  }
   held->drop();
 }
 
@@ -72,6 +100,15 @@ void ReceiverAccess::slot_released() {
     if (!channel.note_release()) return;
     channel.wakeup_.post_with_item(channel.transport_, [&channel] { channel.grant_free_slots(); });
   });
+}
+
+bool ReceiverAccess::defer(std::function<void()> function) {
+  bool is_deferred = false;
+  reach([&](ReceiveChannel& channel) {
+    channel.wakeup_.defer(std::move(function));
+    is_deferred = true;
+  });
+  return is_deferred;
 }
 
 void ReceiverAccess::tell(const DeviceError& error) {

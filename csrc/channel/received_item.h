@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -26,11 +27,19 @@ class ReceiveChannel;
 // the slots' group. Any thread.
 class ReceiverAccess {
  public:
-  explicit ReceiverAccess(ReceiveChannel& channel) : channel_(&channel) {}
+  // side_stream: as ChannelOptions has it.
+  ReceiverAccess(ReceiveChannel& channel, std::function<std::unique_ptr<Stream>()> side_stream)
+      : side_stream_(std::move(side_stream)), channel_(&channel) {}
   // Whichever thread drops the last reference to an item's tensors.
   void slot_released();
   // What was read last of an item is not known: the run fails.
   void tell(const DeviceError& error);
+  // The stream beside the compute stream on which this thread may have read last; null when there is none.
+  [[nodiscard]] std::unique_ptr<Stream> side_stream() const {
+    return side_stream_ ? side_stream_() : nullptr;
+  }
+  // Calls it when the compute thread next asks for work. False: there is no channel any more.
+  bool defer(std::function<void()> function);
   // Afterwards nothing reaches the channel: waits for those who do.
   void detach();
   // False in a child of fork(): slots, streams and threads are its parent's.
@@ -41,6 +50,7 @@ class ReceiverAccess {
   void reach(Call call);
 
   const HomeProcess home_;
+  const std::function<std::unique_ptr<Stream>()> side_stream_;
   std::mutex mutex_;  // guards the members below
   std::condition_variable none_reaches_;
   ReceiveChannel* channel_;
@@ -51,8 +61,12 @@ class ReceiverAccess {
 // holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
 // dropped before the device has copied it. Shared with the items, which may outlive the channel.
 struct ReceivedSlot {
-  void end_reading();  // what was enqueued so far are the item's last readers; any thread
-  void drop();         // by a holder, once each; any thread
+  // What was enqueued so far are the item's last readers; any thread. False: not now, as the compute stream
+  // is being captured, and the graph would have our event.
+  [[nodiscard]] bool end_reading();
+  void drop();  // by a holder, once each; any thread
+  void wait_for_readers(Stream& stream) const;
+  [[nodiscard]] bool has_readers() const;  // that are not done
 
   ReceiverAccess* receiver = nullptr;
   bool awaits_item = false;          // leased for one that has not begun; who drives
@@ -66,9 +80,13 @@ struct ReceivedSlot {
 
   // On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
   // copy into it waits for the event that its last reader recorded, and so does its grant where the sender
-  // makes that copy. Both null when the device is the host.
-  Stream* compute_stream = nullptr;  // outlives the items
+  // makes that copy. A thread that reads on another stream than the compute stream, as a backward of a layer
+  // that does, records there, too. All null when the device is the host.
+  Device* device = nullptr;  // outlives the items, as the next
+  Stream* compute_stream = nullptr;
   std::unique_ptr<Event> last_read;
+  std::unique_ptr<Event> last_read_aside;  // null until there is one
+  bool is_read_aside = false;              // by the last item
 };
 
 // A view of an item's tensors.

@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/failure.h"
@@ -121,6 +122,23 @@ class Wakeup {
     transport.post_for_later(std::move(function));
   }
 
+  // Any thread: until run_deferred(), which the compute thread calls between its work items.
+  void defer(std::function<void()> function) {
+    const std::lock_guard lock(mutex_);
+    deferred_.push_back(std::move(function));
+    has_deferred_.store(true);
+  }
+  void run_deferred() {
+    if (!has_deferred_.load(std::memory_order_relaxed)) return;
+    std::vector<std::function<void()>> deferred;
+    {
+      const std::lock_guard lock(mutex_);
+      deferred.swap(deferred_);
+      has_deferred_.store(false);
+    }
+    for (const std::function<void()>& function : deferred) function();
+  }
+
   [[nodiscard]] std::optional<Failure> failure() const {
     const std::lock_guard lock(mutex_);
     return failure_;
@@ -130,9 +148,11 @@ class Wakeup {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<Failure> failure_;
+  std::vector<std::function<void()>> deferred_;
   bool waiter_drives_ = false;  // a thread is in drive_until()
 
   Transport* transport_ = nullptr;
+  std::atomic<bool> has_deferred_{false};
   std::atomic<std::thread::id> item_thread_{};  // that does a work item; none while nobody does
   Transport* posted_to_ = nullptr;              // that thread's; null when nothing waits for the item's end
 };

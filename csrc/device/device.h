@@ -61,6 +61,8 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // Runs on a CPU thread in stream order. It must be short, and must not call the device.
   virtual void call(std::function<void()> function) = 0;
+  // Somebody captures a graph from this stream: a record or a wait now would become a part of that.
+  [[nodiscard]] virtual bool is_capturing() const { return false; }
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
   virtual void synchronize() = 0;
@@ -128,6 +130,10 @@ class Device {
   // call()s, and tell nobody: who waits for them asks here now and then. Waits for nothing; never throws on
   // the host backend.
   virtual void check() {}
+  // Blocks the calling CPU thread until the device has done all that this process has enqueued on any of its
+  // streams, the framework's among them. Nothing to do on the host backend, where the framework enqueues
+  // nothing.
+  virtual void synchronize() {}
 
   // True when the CPU, and so the wire, can read device memory: then nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <utility>
 
 #include "base/check.h"
 
 namespace pipedream {
 
-SegmentArena::SegmentArena(std::byte* base, std::size_t num_bytes) {
+SegmentArena::SegmentArena(std::byte* base, std::size_t num_bytes, std::function<void()> wait_until_unused)
+    : wait_until_unused_(std::move(wait_until_unused)) {
   const auto address = reinterpret_cast<std::uintptr_t>(base);  // NOLINT(*-reinterpret-cast)
   const std::size_t skipped = (kAlignment - address % kAlignment) % kAlignment;
   if (num_bytes < skipped + kAlignment) return;
@@ -37,6 +39,7 @@ std::byte* SegmentArena::allocate(std::size_t num_bytes) {
 }
 
 void SegmentArena::free(std::byte* segment) {
+  if (wait_until_unused_) wait_until_unused_();
   const std::lock_guard lock(mutex_);
   const auto found = used_.find(segment);
   PD_CHECK(found != used_.end(), "no segment at " << static_cast<const void*>(segment));

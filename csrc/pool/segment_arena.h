@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -16,8 +17,10 @@ class SegmentArena {
  public:
   static constexpr std::size_t kAlignment = 512;  // what cudaMalloc gives at least
 
-  // base is aligned to kAlignment, or the beginning is left unused.
-  SegmentArena(std::byte* base, std::size_t num_bytes);
+  // base is aligned to kAlignment, or the beginning is left unused. wait_until_unused: called before a
+  // segment that is freed may be given to others; a device's streams may still use it, as cudaFree() would
+  // wait for.
+  SegmentArena(std::byte* base, std::size_t num_bytes, std::function<void()> wait_until_unused = {});
   SegmentArena(const SegmentArena&) = delete;
   SegmentArena& operator=(const SegmentArena&) = delete;
   ~SegmentArena() = default;
@@ -31,6 +34,7 @@ class SegmentArena {
   [[nodiscard]] std::size_t used_bytes() const;
 
  private:
+  const std::function<void()> wait_until_unused_;
   mutable std::mutex mutex_;  // guards the rest
   std::map<std::byte*, std::size_t> free_;
   std::map<std::byte*, std::size_t> used_;

@@ -161,6 +161,7 @@ StageEngine& Worker::engine() {
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   own_cpus_.come_back(now_ns());
+  wakeup_.run_deferred();
   const bool waits = Clock::now() < deadline;
   auto work = engine().next_work(deadline);
   if (waits && work && !work.value()) {

@@ -188,7 +188,7 @@ class Worker {
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
   [[nodiscard]] SharedMemoryUse posted_use() const;
   [[nodiscard]] std::unique_ptr<Memory> share(Receiver& receiver, std::size_t num_bytes) const;
-  [[nodiscard]] static ChannelOptions channel_options(const ChannelSpec& spec);
+  [[nodiscard]] ChannelOptions channel_options(const ChannelSpec& spec) const;
   void place(Sender& sender, const std::string& address) const;
   [[nodiscard]] LinkOptions link_options(const ChannelSpec& spec) const;
   [[nodiscard]] Sender& sender(const std::string& name);

@@ -112,7 +112,7 @@ void Worker::add_term(PoolTerm term, bool is_posted_into) {
   terms_[name] = &pool_->add(std::move(term));
 }
 
-ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
+ChannelOptions Worker::channel_options(const ChannelSpec& spec) const {
   ChannelOptions options;
   options.name = spec.name;
   options.spec = spec.item;
@@ -125,6 +125,13 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
   options.num_transfers_kept = spec.num_transfers_kept;
   options.num_posts_max = spec.num_posts_max;
   options.channel_id = spec.channel_id;
+  if (compute_stream_ && options_.current_stream) {
+    options.side_stream = [device = device_, compute = options_.compute_stream,
+                           current = options_.current_stream]() -> std::unique_ptr<Stream> {
+      const std::uintptr_t stream = current();
+      return stream == compute ? nullptr : device->wrap_stream(stream);
+    };
+  }
   return options;
 }
 

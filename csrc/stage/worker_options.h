@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,7 +38,9 @@ struct WorkerOptions {
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
   std::uintptr_t compute_stream = 0;  // the framework's stream; 0 on the host
-  std::vector<int> own_cpus;          // where the compute thread would rather run; see cpu_share.h
+  // The stream that the calling thread's framework computes on now, where it can tell; any thread.
+  std::function<std::uintptr_t()> current_stream;
+  std::vector<int> own_cpus;  // where the compute thread would rather run; see cpu_share.h
   // Stage through pinned memory even where the wire reads device memory: how the tests run the path of
   // an asynchronous device on the host.
   bool force_staging = false;

@@ -6,6 +6,7 @@
 // so streams, events and pointers of both mix.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <utility>
@@ -23,19 +24,55 @@
 namespace pipedream {
 namespace {
 
-class CudaEvent final : public Event {
+// Events of the driver that nobody uses any more: every work item takes one. Any thread.
+class FreeEvents {
  public:
-  explicit CudaEvent(int device_index) : device_index_(device_index) {
-    const DeviceScope scope(device_index_);
-    // Blocking: a waiting thread sleeps instead of taking a core from the one that computes.
-    PD_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), device_index_);
-  }
-  ~CudaEvent() override {
+  explicit FreeEvents(int device_index) : device_index_(device_index) {}
+  FreeEvents(const FreeEvents&) = delete;
+  FreeEvents& operator=(const FreeEvents&) = delete;
+  ~FreeEvents() {
     const DeviceScope scope(device_index_, std::nothrow);
-    PD_CUDA_LOG(cudaEventDestroy(event_), device_index_);
+    for (const cudaEvent_t event : free_) PD_CUDA_LOG(cudaEventDestroy(event), device_index_);
   }
 
+  [[nodiscard]] cudaEvent_t take() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        const cudaEvent_t event = free_.back();
+        free_.pop_back();
+        return event;
+      }
+    }
+    const DeviceScope scope(device_index_);
+    cudaEvent_t event = nullptr;
+    // Blocking: a waiting thread sleeps instead of taking a core from the one that computes.
+    PD_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), device_index_);
+    return event;
+  }
+  void give_back(cudaEvent_t event) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  const int device_index_;
+  std::mutex mutex_;               // guards free_
+  std::vector<cudaEvent_t> free_;  // as many as were in use at once, at most
+};
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent(int device_index, std::shared_ptr<FreeEvents> events)
+      : device_index_(device_index), events_(std::move(events)), event_(events_->take()) {}
+  ~CudaEvent() override { events_->give_back(event_); }
+
+  // Before that the driver's event has the last record of its former user.
+  void note_record() { is_recorded_.store(true, std::memory_order_release); }
+  [[nodiscard]] bool is_recorded() const { return is_recorded_.load(std::memory_order_acquire); }
+
   [[nodiscard]] bool done() const override {
+    if (!is_recorded()) return true;
     const DeviceScope scope(device_index_);
     const cudaError_t status = cudaEventQuery(event_);
     if (status == cudaErrorNotReady) {
@@ -46,6 +83,7 @@ class CudaEvent final : public Event {
     return true;
   }
   void wait() const override {
+    if (!is_recorded()) return;
     const DeviceScope scope(device_index_);
     PD_CUDA(cudaEventSynchronize(event_), device_index_);
   }
@@ -53,13 +91,16 @@ class CudaEvent final : public Event {
 
  private:
   const int device_index_;
-  cudaEvent_t event_ = nullptr;
+  const std::shared_ptr<FreeEvents> events_;
+  const cudaEvent_t event_;
+  std::atomic<bool> is_recorded_{false};
 };
 
-cudaEvent_t native_of(const Event& event) {
-  const auto* const cuda_event = dynamic_cast<const CudaEvent*>(&event);
+template <class OurEvent, class AnyEvent>
+OurEvent& on_cuda(AnyEvent& event) {
+  auto* const cuda_event = dynamic_cast<OurEvent*>(&event);
   PD_CHECK(cuda_event != nullptr, "an event of another device on a CUDA stream");
-  return cuda_event->native();
+  return *cuda_event;
 }
 
 // The host functions that a stream was given. After an error of the context the driver begins none, but it
@@ -145,11 +186,15 @@ class CudaStream final : public Stream {
   }
   void record(Event& event) override {
     const DeviceScope scope(device_index_);
-    PD_CUDA(cudaEventRecord(native_of(event), stream_), device_index_);
+    auto& recorded = on_cuda<CudaEvent>(event);
+    PD_CUDA(cudaEventRecord(recorded.native(), stream_), device_index_);
+    recorded.note_record();
   }
   void wait(const Event& event) override {
+    const auto& awaited = on_cuda<const CudaEvent>(event);
+    if (!awaited.is_recorded()) return;
     const DeviceScope scope(device_index_);
-    PD_CUDA(cudaStreamWaitEvent(stream_, native_of(event), 0), device_index_);
+    PD_CUDA(cudaStreamWaitEvent(stream_, awaited.native(), 0), device_index_);
   }
   void call(std::function<void()> function) override {
     const DeviceScope scope(device_index_);
@@ -160,6 +205,18 @@ class CudaStream final : public Stream {
       calls_->forget(call);
       throw_if_failed(status, "cudaLaunchHostFunc", device_index_);
     }
+  }
+  [[nodiscard]] bool is_capturing() const override {
+    const DeviceScope scope(device_index_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t asked = cudaStreamIsCapturing(stream_, &status);
+    if (asked ==
+        cudaErrorStreamCaptureImplicit) {  // the default stream, while a stream that waits for it is captured
+      (void)cudaGetLastError();
+      return true;
+    }
+    throw_if_failed(asked, "cudaStreamIsCapturing", device_index_);
+    return status != cudaStreamCaptureStatusNone;
   }
   void synchronize() override { throw_if_failed(finish(), "cudaStreamSynchronize", device_index_); }
   void check() const {
@@ -273,7 +330,8 @@ class CudaStagingMemory final : public Memory {
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int device_index) : device_index_(device_index) {
+  explicit CudaDevice(int device_index)
+      : device_index_(device_index), events_(std::make_shared<FreeEvents>(device_index)) {
     cudaDeviceProp properties{};
     PD_CUDA(cudaGetDeviceProperties(&properties, device_index_), device_index_);
     name_ = device_label(device_index_) + " " + static_cast<const char*>(properties.name);
@@ -287,7 +345,7 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaStream>(device_index_);
   }
   [[nodiscard]] std::unique_ptr<Event> make_event() override {
-    return std::make_unique<CudaEvent>(device_index_);
+    return std::make_unique<CudaEvent>(device_index_, events_);
   }
   [[nodiscard]] std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) override {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): that is how frameworks hand a stream over
@@ -308,6 +366,10 @@ class CudaDevice final : public Device {
     if (!checked_stream_) checked_stream_ = std::make_unique<CudaStream>(device_index_);
     checked_stream_->check();
   }
+  void synchronize() override {
+    const DeviceScope scope(device_index_);
+    PD_CUDA(cudaDeviceSynchronize(), device_index_);
+  }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
 
   [[nodiscard]] std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
@@ -324,6 +386,7 @@ class CudaDevice final : public Device {
 
  private:
   const int device_index_;
+  const std::shared_ptr<FreeEvents> events_;  // which outlive it in events
   std::string name_;
   std::mutex mutex_;  // guards checked_stream_
   std::unique_ptr<CudaStream> checked_stream_;

@@ -43,7 +43,8 @@ class TorchPool:
 
     def __init__(self, slot: Tensor) -> None:
         """slot: flat uint8 device memory, which lives as long as the process uses CUDA."""
-        if not _core.open_segment_arena(slot.data_ptr(), slot.numel()):
+        device = f"cuda:{slot.device.index}" if slot.is_cuda else "host"
+        if not _core.open_segment_arena(slot.data_ptr(), slot.numel(), device):
             raise ValueError(
                 "PIPEDREAM_TORCH_POOL is 1, but tensors of an earlier run in this process still lie in its"
                 " memory: drop them, or start a new process"

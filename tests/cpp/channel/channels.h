@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -160,6 +161,11 @@ class ChannelPair : public testing::Test {
     options.microbatch_stride = sizes.microbatch_stride;
     return options;
   }
+  [[nodiscard]] ChannelOptions receiver_options(const ItemSpec& spec, const Sizes& sizes) const {
+    ChannelOptions options = channel_options(spec, sizes);
+    options.side_stream = side_stream_;
+    return options;
+  }
 
   // The slots of both ends, as the data path needs them.
   void add_terms(Pool& pool, const ItemSpec& spec, const Sizes& sizes, bool poison = true) {
@@ -191,7 +197,7 @@ class ChannelPair : public testing::Test {
   void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
     if (computes_apart && !compute_stream_) compute_stream_ = device_->make_stream();
     receiver_ =
-        std::make_unique<ReceiveChannel>(channel_options(spec, sizes), *receiving_, receiver_wakeup_,
+        std::make_unique<ReceiveChannel>(receiver_options(spec, sizes), *receiving_, receiver_wakeup_,
                                          *device_, *slots_, receive_staging_, compute_stream_.get(), shared_);
     receiver_link_ = &receiving_->listen(link_options("stage 0 (rank 0)"), *receiver_);
     receiver_->attach(*receiver_link_);
@@ -341,7 +347,8 @@ class ChannelPair : public testing::Test {
   std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
   std::unique_ptr<Device> device_;  // of both ends
   std::unique_ptr<Stream> compute_stream_;
-  std::unique_ptr<Stream> upload_stream_;  // null where tensors are sent from host memory
+  std::function<std::unique_ptr<Stream>()> side_stream_;  // of the receiver's options
+  std::unique_ptr<Stream> upload_stream_;                 // null where tensors are sent from host memory
   std::unique_ptr<Pool> pool_;
   ItemSpec spec_;
   SlotGroup* slots_ = nullptr;

@@ -43,6 +43,14 @@ std::uintptr_t make_held_stream(int device, std::function<void()> wait);
 void begin_capture();
 bool end_capture_intact();
 
+// Somebody captures a graph from the stream, made here or wrapped: what is enqueued there meanwhile is not
+// done, and an event that is recorded there is of the graph, of no use to anybody else. end: how many
+// operations the graph has.
+void begin_stream_capture(std::uintptr_t stream);
+int end_stream_capture(std::uintptr_t stream);
+// A stream as cudaStreamCreateWithFlags makes it, on the device; not destroyed. As a number.
+std::uintptr_t make_stream(int device);
+
 // What a device says it is; 90 is 9.0, which reset() brings back. What the driver says it runs; reset()
 // likewise.
 void set_capability(int device, int capability);

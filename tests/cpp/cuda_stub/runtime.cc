@@ -53,17 +53,20 @@ struct CUstream_st {
   std::uint64_t num_enqueued = 0;
   std::uint64_t num_done = 0;
   bool is_closing = false;
+  bool is_capturing = false;
+  int num_captured = 0;
   std::condition_variable has_work;
 };
 
-// A copy of the pointer is with every operation that names it: it may be destroyed before these have run.
+// Who waits for an event waits for its last record before that: it may be recorded again, on another stream,
+// or be destroyed, before the record is done.
 struct CUevent_st {
-  struct Records {
-    std::uint64_t num_recorded = 0;
-    std::uint64_t num_done = 0;
+  struct Record {
+    bool is_done = true;  // as of one that is never recorded
   };
   int device = 0;
-  std::shared_ptr<Records> records = std::make_shared<Records>();
+  bool is_captured = false;
+  std::shared_ptr<Record> last = std::make_shared<Record>();
 };
 
 namespace cuda_stub {
@@ -263,6 +266,10 @@ CUevent_st& event_of(cudaEvent_t handle) {
 }
 
 void enqueue(CUstream_st& stream, std::function<void()> run, std::vector<std::uintptr_t> touches = {}) {
+  if (stream.is_capturing) {
+    ++stream.num_captured;
+    return;
+  }
   stream.queue.push_back({std::move(run), std::move(touches)});
   ++stream.num_enqueued;
   stream.has_work.notify_one();
@@ -382,6 +389,26 @@ void reset() {
   all.capabilities.clear();
   all.driver_version = CUDART_VERSION;
   own_error = cudaSuccess;
+}
+
+std::uintptr_t make_stream(int device) {
+  return make_held_stream(device, [] {});
+}
+
+void begin_stream_capture(std::uintptr_t stream) {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): that is how frameworks hand a stream over
+  stream_of(reinterpret_cast<cudaStream_t>(stream)).is_capturing = true;
+}
+
+int end_stream_capture(std::uintptr_t stream) {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): as above
+  CUstream_st& given = stream_of(reinterpret_cast<cudaStream_t>(stream));
+  given.is_capturing = false;
+  return std::exchange(given.num_captured, 0);
 }
 
 std::uintptr_t make_held_stream(int device, std::function<void()> wait) {
@@ -611,6 +638,23 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return entered;
 }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  PD_ENTER();
+  *status = stream_of(stream).is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  PD_ENTER(kEndsCaptures);
+  std::vector<std::pair<std::shared_ptr<CUstream_st>, std::uint64_t>> targets;
+  for (const auto& [handle, stream] : all.streams) {
+    if (stream->device == own_device) targets.emplace_back(stream, stream->num_enqueued);
+  }
+  for (const auto& [stream, target] : targets)
+    all.has_changed.wait(lock, [&, done = target] { return stream->num_done >= done; });
+  return failed(all.context_error);
+}
+
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   PD_ENTER(kEndsCaptures);
   const CUstream_st& given = stream_of(stream);
@@ -625,11 +669,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
   PD_ENTER();
   CUstream_st& given = stream_of(stream);
-  const auto records = event_of(event).records;
-  enqueue(given, [records, target = records->num_recorded] {
+  if (event_of(event).is_captured) return failed(cudaErrorCapturedEvent);
+  enqueue(given, [record = event_of(event).last] {
     Lock waiting(driver().mutex);
-    driver().has_changed.wait(
-        waiting, [&] { return records->num_done >= target || driver().context_error != cudaSuccess; });
+    driver().has_changed.wait(waiting,
+                              [&] { return record->is_done || driver().context_error != cudaSuccess; });
   });
   return cudaSuccess;
 }
@@ -692,12 +736,17 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   PD_ENTER();
   CUstream_st& given = stream_of(stream);
-  const CUevent_st& recorded = event_of(event);
+  CUevent_st& recorded = event_of(event);
+  recorded.is_captured = given.is_capturing;
   if (recorded.device != given.device) return failed(cudaErrorInvalidResourceHandle);
-  const auto records = recorded.records;
-  enqueue(given, [records, number = ++records->num_recorded] {
+  if (given.is_capturing) {
+    ++given.num_captured;
+    return cudaSuccess;
+  }
+  recorded.last = std::make_shared<CUevent_st::Record>(CUevent_st::Record{false});
+  enqueue(given, [record = recorded.last] {
     const Lock noting(driver().mutex);
-    records->num_done = std::max(records->num_done, number);
+    record->is_done = true;
     driver().has_changed.notify_all();
   });
   return cudaSuccess;
@@ -705,15 +754,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   PD_ENTER(kEndsCaptures);
-  const CUevent_st::Records& records = *event_of(event).records;
-  return records.num_done >= records.num_recorded ? cudaSuccess : failed(cudaErrorNotReady);
+  if (event_of(event).is_captured) return failed(cudaErrorCapturedEvent);
+  return event_of(event).last->is_done ? cudaSuccess : failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   PD_ENTER(kEndsCaptures);
-  const auto records = event_of(event).records;
-  const std::uint64_t target = records->num_recorded;
-  all.has_changed.wait(lock, [&] { return records->num_done >= target || all.context_error != cudaSuccess; });
+  const auto record = event_of(event).last;
+  all.has_changed.wait(lock, [&] { return record->is_done || all.context_error != cudaSuccess; });
   return failed(all.context_error);
 }
 

@@ -85,8 +85,16 @@ TEST_F(CudaStub, AWaitIsForTheRecordBeforeIt) {
   close(gate);
   ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);  // behind the gate: nobody waits for this one
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  cudaStream_t third = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&third, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_EQ(cudaStreamWaitEvent(other, event, 0), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(event, third), cudaSuccess);  // done, while the record that is waited for is not
+  ASSERT_EQ(cudaEventSynchronize(event), cudaSuccess);
+  EXPECT_EQ(cudaStreamQuery(other), cudaErrorNotReady);
   ASSERT_EQ(cudaEventDestroy(event), cudaSuccess);  // while a record is enqueued
   gate.open();
+  EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(third), cudaSuccess);
   EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
 }
 
@@ -227,6 +235,43 @@ TEST_F(CudaStub, AfterAnErrorSynchronizeWaitsForTheHostFunctionThatRunsAndNoOthe
   EXPECT_THROW(stream->synchronize(), DeviceError);
   EXPECT_TRUE(is_done);
   EXPECT_FALSE(next_has_run);
+}
+
+TEST_F(CudaStub, ADeviceThatIsSynchronizedHasDoneTheWorkOfStreamsThatItDoesNotKnow) {
+  const auto device = make_cuda_device(0);
+  std::atomic<bool> is_done = false;
+  const std::uintptr_t stream = cuda_stub::make_held_stream(0, [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    is_done = true;
+  });
+  EXPECT_NE(stream, 0U);
+  device->synchronize();
+  EXPECT_TRUE(is_done);
+}
+
+TEST_F(CudaStub, AnEventOfTheDeviceIsTakenAgainAndHasNothingOfItsFormerUser) {
+  const auto device = make_cuda_device(0);
+  const auto stream = device->make_stream();
+  device->make_event().reset();
+  const std::uint64_t num_before = cuda_stub::num_calls("cudaEventCreateWithFlags");
+  Gate gate;
+  close(gate);
+  const auto held = device->wrap_stream(reinterpret_cast<std::uintptr_t>(stream_));
+  {
+    const auto event = device->make_event();
+    held->record(*event);
+    EXPECT_FALSE(event->done());
+  }
+  const auto event = device->make_event();
+  EXPECT_EQ(cuda_stub::num_calls("cudaEventCreateWithFlags"), num_before);
+  EXPECT_TRUE(event->done());  // never recorded, and the record before is still to come
+  event->wait();
+  stream->wait(*event);
+  stream->synchronize();
+  gate.open();
+  held->record(*event);
+  event->wait();
+  EXPECT_TRUE(event->done());
 }
 
 std::string why_not(int device_index) {

@@ -36,6 +36,20 @@ TEST_F(SegmentArenaTest, GivesAllOfTheMemoryAndThenNothing) {
   EXPECT_EQ(arena_.peak_bytes(), kBytes);
 }
 
+TEST_F(SegmentArenaTest, ASegmentIsGivenAgainOnlyWhenNobodyUsesItAnyMore) {
+  SegmentArena* waiting = nullptr;
+  int num_waits = 0;
+  SegmentArena arena(memory_.data(), kBytes, [&] {
+    ++num_waits;
+    EXPECT_EQ(waiting->allocate(1), nullptr);  // a stream may still write there
+  });
+  waiting = &arena;
+  std::byte* const segment = arena.allocate(kBytes);
+  arena.free(segment);
+  EXPECT_EQ(num_waits, 1);
+  EXPECT_EQ(arena.allocate(kBytes), segment);
+}
+
 TEST_F(SegmentArenaTest, FreedNeighboursBecomeOnePieceWhateverTheOrder) {
   std::array<int, 3> order = {0, 1, 2};
   do {
