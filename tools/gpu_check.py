@@ -2,13 +2,13 @@
 
     tools/gpu_check.sh [GROUP ...] [--results FOLDER] [--limit SECONDS] [--list]
 
-    core       the build with CUDA; C++ tests of device, weights, codec, channel and stage; compute-sanitizer
-               memcheck on those that reach the GPU
+    core       the build with CUDA; C++ tests of device, weights, codec, transport, pool, channel and stage;
+               compute-sanitizer memcheck on those that reach the GPU
     training   every pair of options against the reference, two and four workers on one GPU; the transports:
                CUDA IPC, staged through shared memory and through tcp; what a user's mistakes on a device say
     speed      device to device through the channel beside PCIe's copies; a worker beside the plain loop; the
                timelines of copies and kernels
-    models     the examples, on the GPU
+    models     a Llama-like model in bfloat16 on two workers beside the plain loop; the examples, on the GPU
 
 Without a name all of them run, one after the other. Each is usable alone on a bare machine, and is over
 within --limit seconds (540): what a step leaves no time for is reported as not run. Needs Python 3.10 with
@@ -44,7 +44,15 @@ CPP = BUILD / "cpp"
 _LIMIT_S = 540.0
 _TAIL_LINES = 25
 _NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # of the GPU that is here, and no other
-_CPP_SUITES = ("device", "weights", "codec", "transport", "channel", "stage")
+_CPP_SUITES = (
+    "device",
+    "weights",
+    "codec",
+    "transport",
+    "pool",
+    "channel",
+    "stage",
+)  # the most telling first
 
 
 @dataclass(frozen=True)
@@ -172,12 +180,23 @@ def speed_steps() -> list[Step]:
 
 def models_steps() -> list[Step]:
     folder = str(BUILD / "examples")
-    return [
+    on_gpu = {"PIPEDREAM_DEVICE": "cuda"}
+    llama = [
+        Step(
+            f"llama-{batch}",
+            python("bench/system/llama.py", "--batch", batch),
+            ("install",),
+            on_gpu,
+            limit_s=180,
+        )
+        for batch in ("8", "32")
+    ]
+    return llama + [
         Step(
             name,
             python(f"examples/{name}.py", "--workers", "2", "--output-dir", f"{folder}/{name}"),
             ("install",),
-            {"PIPEDREAM_DEVICE": "cuda"},
+            on_gpu,
         )
         for name in ("digits", "char_lm")
     ]
