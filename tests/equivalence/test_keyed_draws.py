@@ -60,7 +60,7 @@ class Network(nn.Module):
 
 
 class _Coder(nn.Module):
-    """Of BART: its own code drops layers, and draws dropout between them."""
+    """A part of BART: its own code drops layers, and draws dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()

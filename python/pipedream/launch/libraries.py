@@ -6,7 +6,7 @@
                                            that project: then it is the user's own
     anything else                          the user's
 
-What is installed is read once per process. On the caller's thread.
+The installed distributions are read once per process. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_A_PROJECT = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 class Libraries:
-    """Where the libraries of one installation are."""
+    """The places of one installation's libraries."""
 
     def __init__(self, site_folders: Iterable[str], own_folders: Iterable[Path]) -> None:
         """site_folders: into which is installed. own_folders: of the script, and the working directory."""

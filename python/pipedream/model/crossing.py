@@ -157,7 +157,7 @@ class Fillers:
         self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id
 
     def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
-        """Of this kind are the leaf's stand-ins from now on, as in a check in another precision."""
+        """The leaf's stand-ins are of this tensor's kind from now on, as in a check in another precision."""
         self._dtypes[id(leaf)] = tensor.dtype
 
     def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -42,8 +42,8 @@ _Restore = Callable[[], None]
 
 
 class GlobalNames:
-    """Where the code of modules, and of a function or object, counts in global names, itself or by a function
-    that it names. Found once, kept as often as needed."""
+    """The places at which code of modules, and of a function or object, counts in global names, itself or by
+    a function that it names. They are found once, and kept as often as needed."""
 
     def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
         self._entries: dict[tuple[int, Any], tuple[Any, Any]] = {}  # (holder, name), by id
@@ -112,7 +112,7 @@ class GlobalNames:
 
 
 def _read(namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
-    """What the names mean there, and in modules of the user's that they mean."""
+    """The values that the names have there, and in modules of the user's that they mean."""
     for name in names & namespace.keys():
         value = namespace[name]
         yield value

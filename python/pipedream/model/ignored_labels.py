@@ -161,7 +161,7 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def _array(labels: Tensor) -> Any:
-    """Of labels on the host: numpy finds and counts several times as fast as torch."""
+    """The labels, on the host, as an array: numpy finds and counts several times as fast as torch."""
     return labels.detach().as_subclass(Tensor).numpy()
 
 

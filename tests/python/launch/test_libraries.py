@@ -48,7 +48,7 @@ def test_a_folder_that_is_on_the_path_and_no_project_is_the_users(tmp_path: Path
 
 
 def test_what_is_installed_beside_the_users_files_is_told_by_its_record(tmp_path: Path) -> None:
-    """As in a PEX, or by pip install --target."""
+    """A PEX has libraries so, and `pip install --target`."""
     record = "wheel/__init__.py,sha256=x,0\nsingle.py,sha256=x,0\n"
     _write(tmp_path / "wheel-1.dist-info" / "RECORD", record)
     libraries = Libraries([str(tmp_path / "site")], [tmp_path])

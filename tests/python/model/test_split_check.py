@@ -96,7 +96,7 @@ def test_a_model_that_does_not_compute_in_float64_is_checked_in_its_own() -> Non
 
 
 class _Attention(nn.Module):
-    """Of transformers: it draws between its children."""
+    """An attention of transformers: it draws between its children."""
 
     def __init__(self) -> None:
         super().__init__()
