@@ -56,6 +56,8 @@ def replace(text: str, name: str, table: str) -> str:
 def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> str:
     """Rows of which nothing was run, behind the cells that name them, are left out."""
     known = [row for row in rows if set(row[num_keys:]) != {_NOT_RUN}]
+    if not known:
+        return "Not run yet.\n"
     lines = [heads, ["---"] * len(heads), *known]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
