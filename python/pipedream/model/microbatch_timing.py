@@ -40,8 +40,9 @@ def microbatch_times(
 ) -> list[tuple[MicrobatchTimes, ...]] | None:
     """By layer. inputs, targets: a minibatch on the device; whole_ms: what the profile says that its layers
     take together. rounds: at most, but five suffice. The numbers of microbatches end where the model refuses
-    a piece, as batch norm does with one sample. None: the minibatch has no samples that can be counted, or
-    the seconds do not suffice."""
+    a piece, as batch norm does with one sample. Where the seconds do not suffice, one piece of each size is
+    timed once all the same, which takes as long as three minibatches. None: the minibatch has no samples that
+    can be counted."""
     count = samples_of(inputs, targets)
     if not count:
         return None
@@ -49,8 +50,6 @@ def microbatch_times(
     pieces_max = None
     if seconds is not None and 2e-3 * len(counts) * whole_ms > seconds:
         pieces_max, rounds = 1, 1
-        if 4e-3 * whole_ms > seconds:
-            return None
     pieces: dict[int, _Pieces] = {1: [(inputs, targets)]}
     for m in counts[1:]:
         try:

@@ -78,7 +78,7 @@ def profile(
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
     milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters. Then
     microbatches are timed of m = 2, 4, 8, ... as far as the minibatch allows (LayerProfile.microbatch_ms), in
-    up to five rounds and three tenths of `seconds`.
+    up to five rounds and three tenths of `seconds`, but each once at least.
 
     batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
     unless it is a generator, or another object that gives each minibatch once. Stops after `minibatches`

@@ -75,16 +75,17 @@ def test_a_piece_that_the_model_refuses_ends_the_numbers_of_microbatches() -> No
     assert_close(times_of(pass_ms), {2: 1, 4: 1})
 
 
-def test_short_of_time_one_piece_stands_for_all_and_shorter_of_it_nothing_is_measured() -> None:
+def test_however_short_the_time_is_one_piece_of_each_size_is_timed() -> None:
     sizes: list[int] = []
 
     def pass_ms(samples: int) -> float:
         sizes.append(samples)
         return 1 + samples
 
-    assert_close(times_of(pass_ms, seconds=0.8, whole_ms=108.0), {2: 5, 4: 3, 8: 2})
-    assert sizes == [4, 2, 1, 8, 4, 2, 1]
-    assert times_of(pass_ms, seconds=0.4, whole_ms=108.0) is None
+    for seconds in (0.8, 0.4, 0.0):
+        assert_close(times_of(pass_ms, seconds=seconds, whole_ms=108.0), {2: 5, 4: 3, 8: 2})
+        assert sizes == [4, 2, 1, 8, 4, 2, 1]
+        sizes.clear()
 
 
 def test_a_minibatch_of_one_sample_has_no_microbatches_to_time() -> None:
