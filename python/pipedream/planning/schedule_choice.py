@@ -42,7 +42,7 @@ class _Candidate:
     delay: float = 0.0
     """Updates, of mean_delay()."""
     bubble: float = 0.0
-    """Share of the time in which the busiest worker waits."""
+    """Share of its workers' time in which they wait, as RunResult.bubble_share."""
     versions: int = 0
     """That the stage with the most keeps."""
     memory_bytes: float = 0.0
@@ -148,7 +148,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
     memory_bytes = plan.predicted.get("memory_bytes")
     if memory_bytes is None:
         memory_bytes = problem.limits.memory_with(plan.stages, problem.profile, options)["memory_bytes"]
-    busy_ms = _busiest_ms(costed, options)
+    busy_ms = _busy_ms(costed, options)
     return _Candidate(
         problem,
         plan,
@@ -166,14 +166,17 @@ def _versions(options: _core.ScheduleOptions) -> list[int]:
     return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]
 
 
-def _busiest_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
-    """Of the workers' own work for a minibatch."""
+def _busy_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
+    """Mean over the workers of their own work for a minibatch."""
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []
-    pairs = enumerate(zip(costs, plan.stages, strict=True))
-    times = [cost.stage_ms(stage.num_replicas, _core.rounds_of(options, i)) for i, (cost, stage) in pairs]
-    return max(times, default=0.0)
+    total_ms, num_workers = 0.0, 0
+    for index, (cost, stage) in enumerate(zip(costs, plan.stages, strict=True)):
+        stage_ms = cost.stage_ms(stage.num_replicas, _core.rounds_of(options, index))
+        total_ms += stage.num_replicas * stage_ms
+        num_workers += stage.num_replicas
+    return total_ms / num_workers
 
 
 def _chosen(candidates: Sequence[_Candidate], delay_max: float) -> _Candidate:

@@ -68,6 +68,13 @@ def test_a_flush_of_m_microbatches_has_its_bubble_and_no_delay() -> None:
     assert row["samples_per_s"] == pytest.approx(16e3 / row["ms"])
 
 
+def test_a_worker_that_waits_for_a_longer_stage_counts_in_the_bubble() -> None:
+    """Of three layers of 10 ms one worker has two and the other one: it waits for half of the time."""
+    row = row_of(auto(make_profile(3), 2), "pipedream", 2)
+    assert row["ms"] == pytest.approx(20, rel=1e-2)
+    assert row["bubble"] == pytest.approx(0.25, abs=1e-2)
+
+
 def test_microbatches_that_slow_the_device_are_not_chosen() -> None:
     """Each takes 0.02 of 10 ms besides its share: with two of them 0.4 %, with four 0.8 %, with 8 1.6 %."""
     plan = auto(make_profile(fixed_ms=0.02), 2)
