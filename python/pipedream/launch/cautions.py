@@ -20,13 +20,14 @@ from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.planning.plan import Plan
-from pipedream.planning.plan_schedule import mean_delay, microbatches_min
+from pipedream.planning.plan_schedule import mean_delay, schedule_of
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_late", "warn_the_caller"]
 
 # Their mean divides by the weights of the samples that count, not by the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
+_MICROBATCHES_TRIED_MAX = 64  # for a run that is late
 
 _BETWEEN = ("pipedream", "contextlib")  # modules of the frames between a warning and the user's line
 
@@ -144,12 +145,18 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
     names = [type(made).__name__ for made in optimizers if _has_momentum(made)]
     if delay <= 1 or not names:
         return
-    enough = microbatches_min(plan, "2bw")  # which is one update late
     name = options.schedule
+    counts = range(1, _MICROBATCHES_TRIED_MAX + 1)
+    enough = next((m for m in counts if mean_delay(schedule_of(plan, name, m)) <= 1), None)
+    in_time = "'flush' is not late"
+    if enough is not None:
+        bounded = " and staleness=0" if options.staleness else ""
+        in_time = (
+            f"schedule={name!r} with microbatches={enough}{bounded} is at most one late, 'flush' not at all"
+        )
     warn_the_caller(
         f"gradients are {delay:.3g} updates late in the mean (schedule {name!r} with microbatches="
-        f"{options.num_microbatches}), which with the momentum of {names[0]} costs minibatches:"
-        f" schedule={name!r} with microbatches={enough} is at most one late, 'flush' not at all"
+        f"{options.num_microbatches}), which with the momentum of {names[0]} costs minibatches: {in_time}"
     )
 
 

@@ -153,6 +153,21 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
     assert "schedule='unstashed' with microbatches=3 is" in told_of[1][0]
 
 
+def test_what_vertical_sync_is_told_to_use_is_at_most_one_update_late() -> None:
+    """Its input stage's round ends at another microbatch than those of a stage with other replicas."""
+    replicas = [2, 1]
+    placement = Placement.in_order(replicas, [0] * 2)
+    late, in_time = (ScheduleOptions("vertical_sync", [2, 1], m, placement) for m in (1, 2))
+    assert "microbatches=2 is at most one late" in _late_warnings(late, _MOMENTUM)[0]
+    assert not _late_warnings(in_time, _MOMENTUM)
+
+
+def test_gradients_that_are_late_by_staleness_are_told_to_be_without() -> None:
+    stale = ScheduleOptions("pipedream", [4, 3, 2, 1], 3, staleness=1)
+    (told,) = _late_warnings(stale, _MOMENTUM)
+    assert "schedule='pipedream' with microbatches=3 and staleness=0 is at most one late" in told
+
+
 @pytest.mark.parametrize(
     ("options", "is_told"),
     [
