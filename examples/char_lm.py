@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 CHARACTERS = string.printable  # any other character of the text becomes "?"
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH_SIZE = 64, 128, 4, 4, 32
-DELAY_MAX = 0.5  # updates: AdamW loses more by late gradients than a few more microbatches cost
+DELAY_MAX = 0.25  # updates: AdamW loses more by late gradients than a few more microbatches cost
 TEXT_LENGTH, HELD_OUT_LENGTH = 1_000_000, 50_000
 
 

@@ -35,7 +35,7 @@ except ModuleNotFoundError:
 Batch = dict[str, torch.Tensor]
 
 PAD, END, VOCABULARY = 256, 257, 258  # after the 256 bytes
-DELAY_MAX = 0.5  # updates: AdamW loses more by late gradients than a few more microbatches cost
+DELAY_MAX = 0.25  # updates: AdamW loses more by late gradients than a few more microbatches cost
 IGNORED = -100  # as a label: no token to predict
 ARCHITECTURES = ("gpt2", "llama")
 
