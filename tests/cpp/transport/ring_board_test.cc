@@ -57,6 +57,15 @@ TEST_F(Board, MarkIsTakenOnce) {
   EXPECT_EQ(taken(board_), std::set<std::uint32_t>{});
 }
 
+// Its frame may have come after the last look into the ring.
+TEST_F(Board, MarkThatComesWhileItsLinkIsReadStays) {
+  const std::uint32_t link = new_link();
+  peer_->tell(link, /*is_urgent=*/false);
+  board_.take_marks(/*only_quick=*/false,
+                    [&](std::uint32_t number) { peer_->tell(number, /*is_urgent=*/false); });
+  EXPECT_EQ(taken(board_), std::set{link});
+}
+
 TEST_F(Board, PosterLeavesTheMarksOfLinksThatAreNotQuick) {
   const std::uint32_t quick = new_link();
   const std::uint32_t slow = new_link(/*is_quick=*/false);
