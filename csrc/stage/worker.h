@@ -194,9 +194,9 @@ class Worker {
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
   [[nodiscard]] std::optional<Failure> wait_for_bytes(const ReceivedItem& item);
+  [[nodiscard]] std::optional<Failure> device_failure();
   // Says where in the program it was; before there is one, and to another thread than the program's, as it
   // is.
-  [[nodiscard]] std::optional<Failure> device_failure();
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;

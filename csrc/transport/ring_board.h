@@ -2,28 +2,27 @@
 // that its peers on the host map, too. So a turn looks at the links on which something came, and at no
 // others.
 //
-//   sender                                     receiver, who drives              receiver, who goes to sleep
-//   1 writes the frame into the link's ring    A the link's mark goes            a says what is to wake it:
-//   wish() 2 marks the link: tell()                   B the link's ring is read         b fence 3 reads the
-//   wish, and rings the bell         until it is empty               c looks at the marks once more:
-//     if it is wished for                                                          has_wished()
+//   sender                              receiver, who drives        receiver, who goes to sleep
+//
+//   1 writes the frame into the ring    A takes the link's mark     a says what is to wake it: wish()
+//   2 marks the link: tell()            B reads the link's ring     b a full fence
+//   3 reads the wish, and rings the       until it is empty         c looks at the marks once more:
+//     bell if it is wished for                                        has_wished()
 //
 // No frame is lost, whoever is faster:
 //
-//   2 and A   are read-modify-writes of one word. Either A takes the mark that 2 has set, and then B finds
-//   the
+//   2 and A   They change one word atomically. Either A takes the mark that 2 has set, and then B finds the
 //             frame, or 2 comes after A, and then the mark stays for the next turn. A receiver that leaves
 //             frames in a ring marks the link itself. A ring that has to wait for the connection is read by
 //             whoever reads that next (ZmqLink::receive_one).
 //   3 and a   Between 2 and 3, and between a and c, there is a full barrier. So the sender sees the wish, or
-//   the
-//             receiver sees the mark. How patient a link is works like a part of the wish: let_wait() comes
-//             before a.
-//   no 3      where the link was marked already: who marked it has done 3, and until A the receiver sees the
-//             mark in c.
-//   the bell  Who rings takes the wish back, so the others do not ring. Whoever is woken looks at all marks
-//   before
-//             anybody sleeps with a new wish.
+//             the receiver sees the mark. The patience of a link works like a part of the wish: let_wait()
+//             comes before a.
+//   no 3      The sender leaves 3 out where the link was marked already: whoever marked it has done 3, and
+//             until A the receiver sees the mark in c.
+//   the bell  Whoever rings takes the wish back, so the others do not ring. Whoever is woken looks at all
+//             marks before anybody sleeps with a new wish. A sender that is stopped between the two leaves
+//             the board without a wish until it goes on or the next beat comes.
 //
 // All peers are processes of the same user. One that writes nonsense here may delay frames of others or cost
 // this process time; what is read is checked before it is used.
