@@ -19,7 +19,7 @@ __all__ = ["describe_plan"]
 
 _HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
 
-_CANDIDATE_HEADINGS = ("", "schedule", "m", "late", "bubble", "versions", "memory", "ms", "samples/s")
+_CANDIDATE_HEADINGS = ("", "schedule", "m", "plan", "late", "bubble", "versions", "memory", "ms", "samples/s")
 _DRAINING = ("flush", "gpipe")  # schedules that are planned for
 _SHORT_MS = 1.0  # of a stage
 _SAME_SHARE = 0.01  # by which plans differ that are called as fast
@@ -207,7 +207,7 @@ def _describe_candidates(predicted: Mapping[str, Any]) -> Iterator[str]:
     rows = predicted.get("candidates")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         return
-    yield format_table(_CANDIDATE_HEADINGS, [_candidate_cells(row) for row in rows], "<<>>>>>>>")
+    yield format_table(_CANDIDATE_HEADINGS, [_candidate_cells(row) for row in rows], "<<><>>>>>>")
     if predicted.get("microbatch_times") == "scaled":
         yield (
             "the profile has no microbatch_ms: one of m microbatches is taken to last 1/m of its minibatch,"
@@ -219,10 +219,12 @@ def _candidate_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     def figure(name: str, form: Callable[[Any], str]) -> str:
         return form(row[name]) if is_number(row.get(name)) else ""
 
+    replicas = row.get("replicas")
     return (
         "->" if row.get("chosen") is True else "",
         str(row.get("schedule")),
         figure("microbatches", str),
+        "-".join(map(str, replicas)) if isinstance(replicas, list) else "",
         figure("delay", "{:.2f}".format),
         figure("bubble", lambda share: f"{100 * share:.0f} %"),
         figure("versions", str),

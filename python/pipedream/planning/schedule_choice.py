@@ -54,6 +54,7 @@ class _Candidate:
             return named | {"fits": False}
         return named | {
             "chosen": is_chosen,
+            "replicas": [stage.num_replicas for stage in self.plan.stages],
             "delay": self.delay,
             "bubble": self.bubble,
             "versions": self.versions,

@@ -189,7 +189,8 @@ def test_the_table_has_a_line_of_every_candidate() -> None:
     rows = lines[heading + 1 : heading + 10]
     names = [line.replace("->", "").split()[:2] for line in rows]
     assert names == [[s, str(m)] for s in ("flush", "pipedream", "unstashed") for m in (1, 2, 4)]
-    assert [line.split()[:3] for line in rows if line.startswith("->")] == [["->", "pipedream", "4"]]
+    assert [line.split()[:4] for line in rows if line.startswith("->")] == [["->", "pipedream", "4", "1-1"]]
+    assert rows[0].split()[:3] == ["flush", "1", "1"]  # one worker alone is as fast
 
 
 @pytest.mark.parametrize(
