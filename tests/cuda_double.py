@@ -130,6 +130,7 @@ class CudaDouble:
             "mem_get_info": lambda device: (self.free_bytes, 1 << 34),
             "empty_cache": lambda: self.calls.append(("empty_cache",)),
             "get_device_name": lambda device: "double",
+            "get_device_capability": lambda device: (8, 0),
             "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{index_of(device)}"),
             "MemPool": lambda allocator: SimpleNamespace(allocator=allocator),
             "use_mem_pool": self._in_mem_pool,
