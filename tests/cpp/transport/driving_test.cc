@@ -263,16 +263,17 @@ TEST_P(Driving, WhatADriverPostsComesAfterWhatItIsIn) {
 }
 
 TEST_P(Driving, HandlerDrivesNoOtherTransport) {
-  std::atomic<bool> ran{false};
+  const auto ran =
+      std::make_shared<std::atomic<bool>>(false);  // several may be posted, and run after the test
   const std::thread::id here = std::this_thread::get_id();
   EXPECT_TRUE(runs_here(*connecting_, [&] {
-    listening_->post_and_drive([&, here] {
+    listening_->post_and_drive([ran, here] {
       EXPECT_NE(std::this_thread::get_id(), here);
-      ran = true;
+      *ran = true;
     });
     EXPECT_FALSE(listening_->drive_until(in_patience(), [] { return false; }));
   }));
-  EXPECT_TRUE(wait_until([&] { return ran.load(); }));
+  EXPECT_TRUE(wait_until([&] { return ran->load(); }));
 }
 
 TEST_P(Driving, PassiveThreadOnlyPosts) {
@@ -630,7 +631,8 @@ TEST_P(Driving, WaiterHasWhatNobodyWaitsForWithWhatWakesIt) {
     }
     OutgoingFrame end;
     end.header.kind = FrameKind::kEnd;
-    connecting_->post_and_drive([&] { connector_->send(std::move(end)); });
+    // The transport thread may send it when this thread has ended.
+    connecting_->post_and_drive([this, end] { connector_->send(end); });
   });
   EXPECT_TRUE(
       listening_->drive_until(in_patience(), [&] { return at_listener_.frames().size() > kNumCredits; }));
