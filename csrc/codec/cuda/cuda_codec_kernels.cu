@@ -201,9 +201,7 @@ __device__ std::uint32_t sum_up_to_thread(std::uint32_t value) {
     sums[threadIdx.x] += before;
     __syncthreads();
   }
-  const std::uint32_t sum = sums[threadIdx.x];
-  __syncthreads();  // the caller may come again
-  return sum;
+  return sums[threadIdx.x];  // its own place: whoever comes again may write there
 }
 
 // One block. Each thread has two buckets, the first thread the two highest.
@@ -326,7 +324,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else if (!is_finite_key<Number>(key)) {
       work.residual[i] = Number(0);
     }
-    __syncthreads();
+    // Between two uses of either sums lies the barrier in the count of the other.
   }
 }
 

@@ -1,5 +1,7 @@
 // A kernel without barriers runs as a loop on one fiber: a thread gets another fiber only while it waits.
-// Whoever waits goes on in the next thread that can, without the scheduler between.
+// Whoever waits goes on in the next thread that can, without the scheduler between. Threads begin, and go on
+// behind a barrier, in a new order each time: upwards or downwards from any of them. A kernel that lacks a
+// barrier would give the right bytes in one order. The orders are the same in each run of a test.
 #include "cuda_stub/block.h"
 
 #include <array>
@@ -21,6 +23,28 @@ constexpr unsigned kWarpThreads = 32;
   std::abort();
 }
 
+// An order of so many threads.
+class Order {
+ public:
+  Order() = default;
+  Order(unsigned num_threads, unsigned drawn)
+      : num_threads_(num_threads), next_(drawn / 2 % num_threads), falls_(drawn % 2 == 1) {}
+  unsigned take() {
+    const unsigned taken = next_;
+    if (falls_) {
+      next_ = taken == 0 ? num_threads_ - 1 : taken - 1;
+    } else {
+      next_ = taken + 1 == num_threads_ ? 0 : taken + 1;
+    }
+    return taken;
+  }
+
+ private:
+  unsigned num_threads_ = 1;
+  unsigned next_ = 0;
+  bool falls_ = false;
+};
+
 // What the lanes of a warp have shown each other.
 struct Shown {
   std::array<std::uint32_t, kWarpThreads> values{};
@@ -32,7 +56,8 @@ class Block {
   void run(unsigned num_threads, const std::function<void()>& kernel) {
     kernel_ = &kernel;
     num_threads_ = num_threads;
-    next_ = num_done_ = num_at_block_ = 0;
+    begins_ = order_of(num_threads);
+    num_begun_ = num_done_ = num_at_block_ = 0;
     warps_.assign((num_threads + kWarpThreads - 1) / kWarpThreads, {});
     waiting_.resize(num_threads);
     shows_second_.assign(num_threads, false);
@@ -80,8 +105,9 @@ class Block {
     static void body(void* worker) { static_cast<Worker*>(worker)->work(); }
     void work() {
       for (;;) {
-        while (block->next_ < block->num_threads_) {
-          thread = block->next_++;
+        while (block->num_begun_ < block->num_threads_) {
+          thread = block->begins_.take();
+          ++block->num_begun_;
           current.thread = {thread, 0, 0};
           (*block->kernel_)();
           ++block->num_done_;
@@ -100,8 +126,14 @@ class Block {
     std::array<Shown, 2> shown{};
   };
 
+  Order order_of(unsigned num_threads) {
+    drawn_ = drawn_ * 1664525 + 1013904223;  // Numerical Recipes, section 7.1
+    return {num_threads, drawn_ >> 16};
+  }
+
   void release(unsigned first, unsigned end) {
-    for (unsigned thread = end; thread > first; --thread) released_.push_back(thread - 1);
+    Order order = order_of(end - first);
+    for (unsigned count = end - first; count > 0; --count) released_.push_back(first + order.take());
   }
 
   void wait() {
@@ -127,7 +159,7 @@ class Block {
       current.thread = {thread, 0, 0};
       return running_ = waiting_[thread];
     }
-    if (next_ == num_threads_) return nullptr;
+    if (num_begun_ == num_threads_) return nullptr;
     if (free_.empty()) {
       workers_.push_back(std::make_unique<Worker>(this));
       return running_ = workers_.back().get();
@@ -139,12 +171,14 @@ class Block {
 
   const std::function<void()>* kernel_ = nullptr;
   unsigned num_threads_ = 0;
-  unsigned next_ = 0;  // thread to begin
+  std::uint32_t drawn_ = 20191027;
+  Order begins_;
+  unsigned num_begun_ = 0;
   unsigned num_done_ = 0;
   unsigned num_at_block_ = 0;
   std::vector<Warp> warps_;
   std::vector<Worker*> waiting_;    // by thread
-  std::vector<unsigned> released_;  // threads, the first one last
+  std::vector<unsigned> released_;  // threads, who goes on first last
   std::vector<bool> shows_second_;  // by thread: where its last value for the warp is
   Worker* running_ = nullptr;
   Fiber scheduler_;
