@@ -29,10 +29,13 @@ def cut_after(num_bytes: int) -> Mischief:
 
 
 def stall_after(num_bytes: int) -> Mischief:
-    """Goes on reading, so that neither side sees a full socket, and forwards nothing."""
+    """Goes on reading, so that neither side sees a full socket, and forwards no piece, however small."""
+    has_stalled = False
 
     def mischief(num_forwarded: int, piece: bytes) -> bytes | None:
-        return None if num_forwarded + len(piece) > num_bytes else piece
+        nonlocal has_stalled
+        has_stalled = has_stalled or num_forwarded + len(piece) > num_bytes
+        return None if has_stalled else piece
 
     return mischief
 
