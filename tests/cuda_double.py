@@ -21,7 +21,7 @@ __all__ = ["CudaDouble", "Event", "Stream"]
 
 
 class Stream:
-    """What it was given, and what that came after."""
+    """Records what it was given, and what that came after."""
 
     _numbers = itertools.count(1)
 
@@ -71,7 +71,7 @@ class Event:
 
 
 class CudaDouble:
-    """Of one test at a time."""
+    """Stands in for one test at a time."""
 
     host: set[Any] = set()
     """What the host has waited for."""

@@ -1,4 +1,4 @@
-"""Which waits of the CUDA code do the tests miss? Leaves out one at a time, and runs the tests without a GPU.
+"""Finds the waits of the CUDA code that the tests miss: leaves out one at a time and runs them without a GPU.
 
     tools/cuda_mutants.py [--list] [--only TEXT] [--tries N]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SHARE_CAUGHT = 0.9
 _HANGS_AFTER_S = 150.0
 
-# What is left out, and what takes its place.
+# Patterns of the waits that are left out, each with what takes its place.
 _WAITS = (
     (
         re.compile(
@@ -122,7 +122,7 @@ class Build:
         return shlex.split(said.strip().splitlines()[-1])
 
     def object_of(self, source: Path) -> str:
-        """Of the stand-in, in its folder."""
+        """The stand-in's, in its folder."""
         return f"tests/cpp/CMakeFiles/pd_cuda_stub.dir/{os.path.relpath(source, ROOT)}.o".replace(
             "csrc/", "__/__/csrc/"
         )

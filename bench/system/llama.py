@@ -111,7 +111,7 @@ def plain_loop(
 
 
 def seconds_of(ends: list[float]) -> float:
-    """Of a minibatch, from when each was over; the first quarter warms up."""
+    """Seconds per minibatch, from the times at which each was over; the first quarter warms up."""
     steady = ends[len(ends) // 4 :]
     return statistics.median(b - a for a, b in itertools.pairwise(steady))
 

@@ -6,7 +6,7 @@
 namespace pipedream {
 namespace {
 
-// Of the character at the beginning; 0 where there is none.
+// Bytes of the character at the beginning; 0 where there is none.
 std::size_t character_bytes(std::string_view text) {
   const auto first = static_cast<unsigned char>(text.front());
   if (first < 0x80) return 1;

@@ -414,7 +414,7 @@ class PyWorker {
 
   const HomeProcess home_;
   std::unique_ptr<Worker> worker_;
-  // What start() finds out; read by whichever thread drops a tensor.
+  // start() sets it; whichever thread drops a tensor reads it.
   struct CurrentStream {
     std::function<std::uintptr_t()> ask;  // where it is known
     std::atomic<bool> is_known{false};

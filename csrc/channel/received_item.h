@@ -61,8 +61,8 @@ class ReceiverAccess {
 // holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
 // dropped before the device has copied it. Shared with the items, which may outlive the channel.
 struct ReceivedSlot {
-  // What was enqueued so far are the item's last readers; any thread. False: not now, as the compute stream
-  // is being captured, and the graph would have our event.
+  // Takes what was enqueued so far for the item's last readers; any thread. False: not now, as the compute
+  // stream is being captured, and the graph would have our event.
   [[nodiscard]] bool end_reading();
   void drop();  // by a holder, once each; any thread
   void wait_for_readers(Stream& stream) const;

@@ -61,8 +61,8 @@ struct ChannelOptions {
   // yet. 0 for any other.
   std::size_t num_posts_max = 0;
   std::uint32_t channel_id = 0;  // of those
-  // Of a receiver: the stream that the calling thread's framework computes on, where that is not the compute
-  // stream. Null on the host; it gives null for the compute stream itself. Any thread.
+  // For a receiver: gives the stream that the calling thread's framework computes on, where that is not the
+  // compute stream. Null on the host; it gives null for the compute stream itself. Any thread.
   std::function<std::unique_ptr<Stream>()> side_stream{};
 };
 

@@ -97,7 +97,7 @@ struct ShardShare {
                                           std::int64_t num_versions, const ShardShare& share,
                                           const MemoryCosts& costs);
 
-// Of a minibatch, but for the parameters.
+// Bytes of a stage for one minibatch, but for the parameters.
 struct StageBytes {
   double parameters = 0;
   double saved = 0;
@@ -129,7 +129,7 @@ struct StageCopies {
 // All but what depends on the stage upstream.
 [[nodiscard]] double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below,
                                bool recompute, const MemoryCosts& costs);
-// What does: nothing at the first stage. input_bytes: of a minibatch.
+// The part that depends on the stage upstream: nothing at the first stage. input_bytes: of a minibatch.
 [[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
                                     const MemoryCosts& costs);
 
@@ -137,7 +137,7 @@ struct StageCopies {
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
                                         std::int64_t num_workers, const MemoryCosts& costs);
 
-// Of each stage of a plan. memory: one per layer; copies, recompute: one per stage.
+// Bytes of a replica of each stage of a plan. memory: one per layer; copies, recompute: one per stage.
 [[nodiscard]] std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
                                                  const std::vector<LayerMemory>& memory,
                                                  const std::vector<PlannedStage>& stages,

@@ -24,7 +24,7 @@ struct alignas(kCacheLineBytes) Cell {
 
 }  // namespace
 
-// Where a side is told that there are frames for it.
+// The place at which a side is told that there are frames for it.
 struct RingEnd {
   std::array<char, kBoardAddressBytesMax> board_address;  // text, filled up with zeros
   std::uint32_t number;                                   // of the link, on that board
@@ -111,8 +111,7 @@ bool FrameRings::find_peer(RingBoard& board, const RingEnd& peer) {
   return board_of_peer_ != nullptr;
 }
 
-// Where the listener cannot open the connector's board it still takes what comes, and says all by the
-// connection.
+// A listener that cannot open the connector's board still takes what comes, and says all by the connection.
 bool FrameRings::begin(RingBoard& board) {
   if (!memory_->is_claimed()) return false;
   if (is_listener_) static_cast<void>(find_peer(board, plan_.connector));

@@ -1,6 +1,6 @@
-// Which rings of a process (frame_rings.h) have frames, and what its receiver is to be woken for: in memory
-// that its peers on the host map, too. So a turn looks at the links on which something came, and at no
-// others.
+// The board says which rings of a process (frame_rings.h) have frames, and what its receiver is to be woken
+// for. It lies in memory that its peers on the host map, too. So a turn looks at the links on which something
+// came, and at no others.
 //
 //   sender                              receiver, who drives        receiver, who goes to sleep
 //
@@ -78,7 +78,7 @@ class RingBoardOfPeer {
 // A transport's own. What is not said to be on any thread is on who drives the transport.
 class RingBoard {
  public:
-  // Of all links that a transport ever has, half of them quick ones (LinkHandler::is_quick()).
+  // Counts all links that a transport ever has, half of them quick ones (LinkHandler::is_quick()).
   static constexpr std::uint32_t kNumLinksMax = 4096;
 
   RingBoard();  // throws UserError

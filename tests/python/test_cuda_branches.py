@@ -1,4 +1,4 @@
-"""What pipedream asks of torch.cuda, on a double of its functions (tests/cuda_double.py).
+"""The branches that ask torch.cuda, on a double of its functions (tests/cuda_double.py).
 
 These are the branches that no machine without a GPU reaches. Not reached are those of tensors that are on a
 device: the native optimizers' launch, the asynchronous server's stream, the meter of links, and

@@ -218,7 +218,7 @@ class _Measurement:
         self.first = first[0]
 
     def measure_microbatches(self, device: torch.device, minibatches: int, seconds: float | None) -> None:
-        """As microbatch_times(), after the whole minibatches."""
+        """Times microbatches as microbatch_times() does, after the whole minibatches."""
         assert self.passes is not None and self.first is not None
         self.microbatch_ms = microbatch_times(
             self.passes,

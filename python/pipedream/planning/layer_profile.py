@@ -61,7 +61,7 @@ class WeightFactors(NamedTuple):
 
 
 class MicrobatchTimes(NamedTuple):
-    """What one microbatch takes of a minibatch that is cut into so many."""
+    """Milliseconds of one microbatch, of a minibatch that is cut into so many."""
 
     num_microbatches: int
     forward_ms: float
@@ -395,7 +395,7 @@ def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
 def _times_of_both(
     one: tuple[MicrobatchTimes, ...] | None, other: tuple[MicrobatchTimes, ...] | None
 ) -> tuple[MicrobatchTimes, ...] | None:
-    """Of two layers that become one; None where they were not measured with the same microbatches."""
+    """Adds the times of two layers; None where they were not measured with the same microbatches."""
     if one is None or other is None or [row[0] for row in one] != [row[0] for row in other]:
         return None
     return tuple(

@@ -103,7 +103,7 @@ class Limits:
     def figures_of(
         self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
-        """What solve_within() says of a plan, for given stages in a run with these options. A stage
+        """The figures of solve_within(), for given stages in a run with these options. A stage
         recomputes where it does not fit otherwise. Raises NothingFitsError where the stages do not keep to
         the limits."""
         last_layers = tuple(stage.last_layer for stage in stages)

@@ -22,7 +22,7 @@ _COST_MODELS = ("paper", "calibrated")
 CUT_SCHEDULES = ("2bw", "flush", "gpipe")
 """Of microbatches."""
 AUTO = "auto"
-"""As schedule or microbatches: partition() chooses."""
+"""The schedule, or the microbatches, that partition() is to choose."""
 CHOSEN_AMONG = ("flush", "pipedream", "unstashed")
 """By preference, where delay and rate are the same."""
 DELAY_MAX = 1.0

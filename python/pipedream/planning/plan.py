@@ -99,7 +99,7 @@ class Plan:
     codec: dict[str, str] = field(default_factory=dict, hash=False)
     """That it was made for, {"pushes": "factors"} or none: `run` without a codec of its own takes it."""
     schedule: str | None = None
-    """That it was made for; `run(schedule="auto")` takes it. None: for "pipedream", or not known."""
+    """The schedule that it is for, which `run(schedule="auto")` takes. None: "pipedream", or unknown."""
     microbatches: int | None = None
     """Likewise."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)

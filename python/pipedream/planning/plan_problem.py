@@ -231,7 +231,7 @@ class PlanProblem:
         return figures
 
     def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:
-        """Of each stage, with so many microbatches; None: the fewest that there may be."""
+        """Milliseconds of each stage, with so many microbatches; None: the fewest that there may be."""
         from pipedream import _core
 
         m = microbatches or microbatches_min(plan, self.schedule)
@@ -242,7 +242,7 @@ class PlanProblem:
         ]
 
     def _factored(self, plan: Plan, microbatches: int | None) -> list[dict[str, Any]]:
-        """What goes as factors, in rounds of so many microbatches; None: the fewest that there may be."""
+        """The weights that go as factors, with so many microbatches; None: the fewest that there may be."""
         m = microbatches or microbatches_min(plan, self.schedule)
         of_rounds = profile_of_rounds(self.profile, plan, schedule_of(plan, self.schedule, m))
         return factored_figures(of_rounds, plan.stages)
@@ -263,8 +263,8 @@ class PlanProblem:
         return self.limits.have_room(stages, self.profile, options)
 
     def limits_of(self, plan: Plan, microbatches: int) -> dict[str, Any]:
-        """What the plan needs with so many microbatches. Raises NothingFitsError where it does not keep to
-        the limits."""
+        """The memory that the plan needs with so many microbatches. Raises NothingFitsError where it does not
+        keep to the limits."""
         options = schedule_of(plan, self.schedule, microbatches)
         return self.limits.figures_of(plan.stages, profile_of_rounds(self.profile, plan, options), options)
 

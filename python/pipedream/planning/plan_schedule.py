@@ -72,9 +72,9 @@ def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
 
 
 def mean_delays(options: _core.ScheduleOptions) -> list[float]:
-    """Of each stage, in its updates: how much older the version that a microbatch's forward reads is than the
-    one that its gradient changes, in the mean, long after the start. (n_s - 1) / c_s where a stage counts its
-    own microbatches."""
+    """The mean delay of each stage, in its updates: how much older the version that a microbatch's forward
+    reads is than the one that its gradient changes, long after the start. (n_s - 1) / c_s where a stage
+    counts its own microbatches."""
     from pipedream import _core
 
     if _core.drains_every_minibatch(options):
@@ -106,7 +106,7 @@ def _versions_kept(options: _core.ScheduleOptions) -> list[int]:
 
 
 def mean_delay(options: _core.ScheduleOptions) -> float:
-    """Of mean_delays() the largest."""
+    """The largest of mean_delays()."""
     return max(mean_delays(options))
 
 

@@ -44,9 +44,9 @@ class _Candidate:
     bubble: float = 0.0
     """Share of its workers' time in which they wait, as RunResult.bubble_share."""
     versions: int = 0
-    """That the stage with the most keeps."""
+    """Versions at the stage that keeps the most."""
     memory_bytes: float = 0.0
-    """Of the largest worker."""
+    """Bytes of the largest worker."""
 
     def to_dict(self, *, is_chosen: bool) -> dict[str, Any]:
         named = {"schedule": self.problem.schedule, "microbatches": self.problem.microbatches}
@@ -115,7 +115,7 @@ def best_of_schedules(
 def _finished(
     plan: Plan, problem: PlanProblem, finished: Callable[[Plan, PlanProblem], Plan], delay_max: float
 ) -> _Candidate:
-    """What is in flight to hide links does not make a plan too late."""
+    """Leaves out what is in flight to hide links where it would make the plan too late."""
     plain, raised = _looked_at(plan, problem), _looked_at(finished(plan, problem), problem)
     return plain if plain.delay <= delay_max < raised.delay else raised
 

@@ -45,7 +45,7 @@ class Order {
   bool falls_ = false;
 };
 
-// What the lanes of a warp have shown each other.
+// Values that the lanes of a warp have shown each other.
 struct Shown {
   std::array<std::uint32_t, kWarpThreads> values{};
   std::uint32_t nonzero_lanes = 0;

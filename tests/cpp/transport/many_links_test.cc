@@ -39,7 +39,7 @@ class CountingEnd final : public LinkHandler {
     }
     EXPECT_EQ(number_of(header), num_received_++);
     EXPECT_EQ(payload.empty(), header.kind == FrameKind::kCredit);
-    // As a channel does: how patient it is changes with what comes.
+    // Its patience changes with what comes, as a channel's does.
     link.let_wait(static_cast<Patience>((number_ + num_received_) % 3));
     return std::nullopt;
   }

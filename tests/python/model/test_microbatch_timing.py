@@ -1,4 +1,4 @@
-"""What a profile says of microbatches."""
+"""Profiles time microbatches."""
 
 from __future__ import annotations
 
