@@ -87,6 +87,9 @@ TEST_F(Hostile, WhatAnEventOrdersIsNone) {
 }
 
 TEST_F(Hostile, AnEventThatWasRecordedTooEarlyOrdersNothing) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the copies race on purpose";
+#endif
   const auto early = device_.make_event();
   StreamGate gate(device_, *stream_);
   stream_->record(*early);
