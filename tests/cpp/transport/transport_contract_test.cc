@@ -6,8 +6,10 @@
 #include <atomic>
 #include <latch>
 #include <limits>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "recorder.h"
@@ -16,6 +18,33 @@
 
 namespace pipedream {
 namespace {
+
+// Keeps a transport's own thread from all work until it is released.
+class HeldThread {
+ public:
+  explicit HeldThread(Transport& transport) {
+    transport.post([state = state_] {
+      state->begun.count_down();
+      state->released.wait();
+    });
+    state_->begun.wait();
+  }
+  HeldThread(const HeldThread&) = delete;
+  HeldThread& operator=(const HeldThread&) = delete;
+  ~HeldThread() { release(); }
+
+  void release() {
+    if (!std::exchange(is_released_, true)) state_->released.count_down();
+  }
+
+ private:
+  struct State {
+    std::latch begun{1};
+    std::latch released{1};
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();  // which the thread may need longer
+  bool is_released_ = false;
+};
 
 class TransportContract : public testing::TestWithParam<std::string> {
  protected:
@@ -369,8 +398,7 @@ TEST_P(TransportContract, SequenceGapClosesTheLink) {
 
 TEST_P(TransportContract, FrameThatIsRefusedMayBeFollowedByOneWithAPayload) {
   open_link();
-  std::latch both_are_there(1);
-  listening_->post([&] { both_are_there.wait(); });
+  HeldThread until_both_are_there(*listening_);
   inject(next_header(5));
   FrameHeader header = tensor_frame(0, {}, {}).header;
   header.identity = link_options().identity;
@@ -380,7 +408,7 @@ TEST_P(TransportContract, FrameThatIsRefusedMayBeFollowedByOneWithAPayload) {
   std::latch has_left(1);
   connecting_->post([&] { has_left.count_down(); });
   has_left.wait();
-  both_are_there.count_down();
+  until_both_are_there.release();
   expect_listener_refuses("frame 5 where frame 1 is due");
 }
 
@@ -455,11 +483,10 @@ TEST_P(TransportContract, PayloadThatChangesOnItsWayIsCaughtByTheLinksOwnChecksu
     connector.send(tensor_frame(0, payload));
     ASSERT_TRUE(at_listener.wait_frames(1));
     EXPECT_EQ(at_listener.frames()[0].header.has_payload_checksum, checksums_payloads);
-    std::latch changed(1);
-    connecting_->post([&] { changed.wait(); });  // so that it is not on its way before
+    HeldThread until_changed(*connecting_);  // so that it is not on its way before
     connector.send(tensor_frame(1, payload));
     payload[2500] ^= std::byte{16};
-    changed.count_down();
+    until_changed.release();
     if (checksums_payloads) {
       const Failure failure = at_listener.wait_failure();
       EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
@@ -539,13 +566,12 @@ TEST_P(TransportContract, ListenerSaysFarewellToo) {
 
 TEST_P(TransportContract, CloseBeforeTheLinkIsOpenStillDeliversWhatWasSent) {
   listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
-  std::latch closed(1);
-  connecting_->post([&] { closed.wait(); });  // so that the link cannot open before
+  HeldThread until_closed(*connecting_);  // so that the link cannot open before
   connector_ = &connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
   connector_->send(credit_frame(1));
   connector_->send(credit_frame(2));
   connector_->close();
-  closed.count_down();
+  until_closed.release();
   ASSERT_TRUE(at_listener_.wait_closed());
   EXPECT_EQ(at_listener_.frames().size(), 2u);
   connecting_->shutdown(1);
