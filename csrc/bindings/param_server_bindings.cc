@@ -78,8 +78,8 @@ void bind_param_server(py::module_& module) {
   module.def(
       "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_minibatches"), py::arg("mean"),
       py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
-      "The sum of parts in host memory, added in their order, over the number of members; mean may be one\n"
-      "of them. Addresses as integers; float32 and float64.");
+      "The sum of parts in host memory, added in their order, over the number of minibatches; mean may be\n"
+      "one of them. Addresses as integers; float32 and float64.");
   py::class_<ShardRounds>(module, "ShardRounds")
       .def(py::init([](std::int64_t num_replicas, std::int64_t num_chunks, std::int64_t first_version,
                        std::int64_t num_rounds_max) {

@@ -208,13 +208,6 @@ void bind_rounds(py::module_& module) {
       .def_property_readonly("own_per_round", &Rounds::own_per_round,
                              "Microbatches that each replica has of a whole round.")
       .def(
-          "replica_of",
-          [](const Rounds& rounds, std::int64_t minibatch, std::int64_t microbatch) {
-            return rounds.replica_of(rounds.number_of(MinibatchId(minibatch), MicrobatchIndex(microbatch)))
-                .value();
-          },
-          py::arg("minibatch"), py::arg("microbatch"), "The replica that has the microbatch.")
-      .def(
           "own_microbatches",
           [](const Rounds& rounds, std::int64_t replica, std::int64_t minibatch) {
             std::vector<std::int64_t> own;
@@ -225,6 +218,25 @@ void bind_rounds(py::module_& module) {
             return own;
           },
           py::arg("replica"), py::arg("minibatch"), "Those of the minibatch that the replica has.")
+      .def(
+          "is_first_of_minibatch",
+          [](const Rounds& rounds, std::int64_t microbatch) {
+            return rounds.is_first_of_minibatch(MicrobatchIndex(microbatch));
+          },
+          py::arg("microbatch"), "Whether the replica that has it has none of its minibatch before it.")
+      .def(
+          "is_last_of_minibatch",
+          [](const Rounds& rounds, std::int64_t microbatch) {
+            return rounds.is_last_of_minibatch(MicrobatchIndex(microbatch));
+          },
+          py::arg("microbatch"), "Whether the replica that has it has none of its minibatch after it.")
+      .def(
+          "is_first_of_round",
+          [](const Rounds& rounds, std::int64_t minibatch, std::int64_t microbatch) {
+            return rounds.is_first_own(rounds.number_of(MinibatchId(minibatch), MicrobatchIndex(microbatch)));
+          },
+          py::arg("minibatch"), py::arg("microbatch"),
+          "Whether the replica that has the microbatch has none of its round before it.")
       .def_property_readonly(
           "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
           "That is there when the run starts.")
@@ -234,13 +246,6 @@ void bind_rounds(py::module_& module) {
             return rounds.round_of(MinibatchId(minibatch));
           },
           py::arg("minibatch"))
-      .def(
-          "first_of",
-          [](const Rounds& rounds, std::int64_t replica, std::int64_t round) {
-            return rounds.first_of(ReplicaIndex(replica), round).value();
-          },
-          py::arg("replica"), py::arg("round"),
-          "The minibatch of the replica's first microbatch of the round, if there are so many.")
       .def(
           "num_own_in",
           [](const Rounds& rounds, std::int64_t replica, std::int64_t round,

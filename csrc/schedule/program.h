@@ -11,14 +11,16 @@
 // minibatch follows the backward of its last microbatch. Microbatches are counted through the run: k is
 // number i m + q for microbatch q of minibatch i.
 //
-//   schedule                      W_s             microbatch k reads                      versions kept
-//   pipedream                     n_s             max(0, floor((k - n_s + 1) / m))        1 + ceil((n_s - 1)
-//   / m) vertical_sync                 n_s             max(0, floor((k - n_0 + 1) / m))        1 + ceil((n_0
-//   - 1) / m) unstashed                     n_s             as pipedream, its backward i            1 2bw, m
-//   >= n_s - 1             n_s             max(0, i - 1)                           2 flush min(m, n_s)     i
-//   1 gpipe                         m               i                                       1 model_parallel
-//   1               i                                       1 data_parallel, one stage      1               i
-//   1 interleaved                   as Megatron-LM orders    i                              1
+//   schedule                  W_s             microbatch k reads                 versions kept
+//   pipedream                 n_s             max(0, floor((k - n_s + 1) / m))   1 + ceil((n_s - 1) / m)
+//   vertical_sync             n_s             max(0, floor((k - n_0 + 1) / m))   1 + ceil((n_0 - 1) / m)
+//   unstashed                 n_s             as pipedream, its backward i       1
+//   2bw, m >= n_s - 1         n_s             max(0, i - 1)                      2
+//   flush                     min(m, n_s)     i                                  1
+//   gpipe                     m               i                                  1
+//   model_parallel            1               i                                  1
+//   data_parallel, one stage  1               i                                  1
+//   interleaved               as Megatron-LM  i                                  1
 //
 // So with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late. flush, gpipe,
 // model_parallel, data_parallel and interleaved drain: they forward no minibatch before the one before it was
@@ -38,16 +40,15 @@
 //   flush, 2 microbatches, stage 0 of 2-1: replica 0   F0.0 B0.0 U0 F1.0 ...
 //                                          replica 1   F0.1 B0.1 U0 F1.1 ...
 //
-//   schedule                      microbatch k reads at stage s                   versions kept
-//   pipedream, staleness x        max(0, floor((k' - n_s + 1) / c_s) - x)         1 + ceil((n_s - 1) / c_s) +
-//   x vertical_sync                 floor(v_0 R_0 / R_s), v_0 = max(0,              1 + ceil(((n_0 - 1) r_0 +
-//   M_0 -
-//                                   floor((floor(k / r_0) - n_0 + 1) / c_0))        gcd(M_0, M_s)) / M_s),
-//                                                                                   M_s = R_s m
-//   unstashed                     as pipedream, its backward j                    1
-//   2bw, c_s >= n_s - 1           max(0, j - 1)                                   2
-//   flush, gpipe, model_parallel, j = floor(i / R)                                1
-//   data_parallel
+//   schedule                 microbatch k reads at stage s            versions kept
+//   pipedream, staleness x   max(0, floor((k' - n_s + 1) / c_s) - x)  1 + ceil((n_s - 1) / c_s) + x
+//   vertical_sync            floor(v_0 R_0 / R_s), with               1 + ceil(d / M_s), with M_s = R_s m
+//                            v_0 = max(0, floor((floor(k / r_0)       and d = (n_0 - 1) r_0 + M_0
+//                                         - n_0 + 1) / c_0))                  - gcd(M_0, M_s)
+//   unstashed                as pipedream, its backward j             1
+//   2bw, c_s >= n_s - 1      max(0, j - 1)                            2
+//   flush, gpipe,            j = floor(i / R)                         1
+//   model_parallel, data_parallel
 //
 // With replicas W_s is min(c_s, n_s) of flush, and c_s of gpipe.
 //

@@ -113,7 +113,10 @@ struct Rounds {
     const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
     return next >= end;
   }
-  // Whether the replica that has the microbatch has none of its round after it. As above.
+  // Whether the replica that has the microbatch has none of its round before it, or after it. As above.
+  [[nodiscard]] bool is_first_own(std::int64_t number) const {
+    return number % microbatches_per_round() < num_replicas;
+  }
   [[nodiscard]] bool is_last_own(std::int64_t number, std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch_of(number)), num_minibatches).value();
     return number + num_replicas >= end * num_microbatches;

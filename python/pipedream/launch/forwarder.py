@@ -82,6 +82,11 @@ class _Forwarder(threading.Thread):
         self._data = data
         self._options = options
         self._plan = options.plan
+        schedule = options.schedule_options()
+        self._rounds = {
+            INPUTS: _core.rounds_of(schedule, 0),
+            TARGETS: _core.rounds_of(schedule, schedule.num_stages - 1),
+        }
         self._task = task
         self._rendezvous = rendezvous
         self._core: _core.Worker | None = None  # of the segment
@@ -198,23 +203,18 @@ class _Forwarder(threading.Thread):
         ):
             tensors = boundary.flatten(value, minibatch=minibatch)
             boundary.check(tensors, minibatch=minibatch)
-            num_replicas = self._replicas_of(channel)
-            for replica in range(num_replicas):
+            rounds = self._rounds[channel]
+            for replica in range(rounds.num_replicas):
                 sent = tensors
-                first = minibatch * self._options.microbatches
-                if (replica - first) % num_replicas >= self._options.microbatches:
-                    # It has no microbatch of it: it counts those of the others, and no more.
+                if not rounds.own_microbatches(replica, minibatch):  # it counts the others', and no more
                     sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
                 sent = boundary.sent(sent)
                 self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
 
     def _send_ends(self, core: _core.Worker) -> None:
         for channel in (INPUTS, TARGETS):
-            for replica in range(self._replicas_of(channel)):
+            for replica in range(self._rounds[channel].num_replicas):
                 core.send_end(forwarded_name(channel, replica))
-
-    def _replicas_of(self, channel: str) -> int:
-        return self._plan.stages[0 if channel == INPUTS else -1].num_replicas
 
     def _send(
         self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields

@@ -100,8 +100,8 @@ class StageRunner:
         self.gradient_slot = 0
         """Of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """Of the gradients that the latest backward left; where replicas update alone, what their
-        microbatches of the round so far count."""
+        """What the gradients that the latest backward left are multiplied by; where replicas update alone,
+        what their microbatches of the round so far count."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
@@ -111,10 +111,8 @@ class StageRunner:
         self._user = user
         self._describe = describe
         self._num_microbatches = schedule.num_microbatches
-        rounds = _core.rounds_of(schedule, self.stage_index)
-        self._num_replicas = rounds.num_replicas
-        self._minibatches_per_round = rounds.minibatches_per_round
-        self._own_per_round = rounds.own_per_round
+        self._rounds = _core.rounds_of(schedule, self.stage_index)
+        self._own_per_round = self._rounds.own_per_round
         self._sums_shares = options.sums_shares
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
         self._statistics: MinibatchStatistics | None = None
@@ -153,19 +151,6 @@ class StageRunner:
         if self._binds_early:
             self._bind(work)
 
-    def _is_first_of_minibatch(self, microbatch: int) -> bool:
-        """Of those that this replica has."""
-        return microbatch < self._num_replicas
-
-    def _is_last_of_minibatch(self, microbatch: int) -> bool:
-        """Of those that this replica has."""
-        return microbatch + self._num_replicas >= self._num_microbatches
-
-    def _is_first_of_round(self, work: _core.WorkItem) -> bool:
-        """Of those that this replica has."""
-        in_round = work.minibatch % self._minibatches_per_round * self._num_microbatches + work.microbatch
-        return in_round < self._num_replicas
-
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> list[Tensor] | None:
@@ -203,12 +188,12 @@ class StageRunner:
         if self._evaluated_norms is not None:
             self._evaluated_norms.check((minibatch, microbatch), self._in_flight)
         if self.is_last:
-            self._add_loss(stashed, output, closes=self._is_last_of_minibatch(microbatch))
+            self._add_loss(stashed, output, closes=self._rounds.is_last_of_minibatch(microbatch))
             return []
         crossing = self._passes.crossing(output, minibatch)
         if not self._recomputes:
             stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
-        if self._is_last_of_minibatch(microbatch):
+        if self._rounds.is_last_of_minibatch(microbatch):
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         assert boundary is not None
@@ -234,7 +219,7 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = self._is_first_of_minibatch(work.microbatch) and not self._user.run(
+        is_over = self._rounds.is_first_of_minibatch(work.microbatch) and not self._user.run(
             "reading data", reader.source.fetch, work.minibatch
         )
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
@@ -322,7 +307,7 @@ class StageRunner:
             self._losses.close(minibatch)
 
     def _forward_nothing(self, minibatch: int, microbatch: int) -> list[Tensor]:
-        if self._is_last_of_minibatch(microbatch):
+        if self._rounds.is_last_of_minibatch(microbatch):
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
@@ -370,7 +355,7 @@ class StageRunner:
             of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
             seed_torch(_core.derived_seed(of_minibatch, microbatch))
         self._gradients.begin_backward()
-        if self._is_last_of_minibatch(microbatch):
+        if self._rounds.is_last_of_minibatch(microbatch):
             self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
@@ -395,12 +380,12 @@ class StageRunner:
             self._tied.begin_backward(work.minibatch, work.microbatch)
 
     def _note_scale(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """What the losses of the round were multiplied by, so far."""
-        begins = self._is_first_of_round(work)
+        """Notes what the losses of the round have been multiplied by so far."""
+        begins = self._rounds.is_first_of_round(work.minibatch, work.microbatch)
         if self._sums_shares:  # a mean over the replica's own microbatches is divided by what they count
             share = stashed.piece.weight if self.is_last else work.loss_scale
             self.fields.loss_scale = share
-            if self._num_replicas > 1:
+            if self._rounds.num_replicas > 1:
                 self._share = share if begins else self._share + share
                 self.loss_scale = self._share or 1.0
             return
