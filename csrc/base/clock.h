@@ -9,8 +9,10 @@ namespace pipedream {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
-[[nodiscard]] inline std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+[[nodiscard]] inline std::int64_t nanoseconds_of(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
+
+[[nodiscard]] inline std::int64_t now_ns() { return nanoseconds_of(Clock::now()); }
 
 }  // namespace pipedream

@@ -7,8 +7,8 @@ namespace pipedream {
 
 namespace {
 
-constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1}
-                                                 << 16;  // beyond, the record grows by doubling
+// Beyond, the record grows by doubling.
+constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
 WorkKind work_kind_of(Opcode opcode) {
   switch (opcode) {

@@ -160,9 +160,10 @@ StageEngine& Worker::engine() {
 }
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
-  own_cpus_.come_back(now_ns());
+  const Deadline began = Clock::now();
+  own_cpus_.come_back(nanoseconds_of(began));
   wakeup_.run_deferred();
-  const bool waits = Clock::now() < deadline;
+  const bool waits = began < deadline;
   auto work = engine().next_work(deadline);
   if (waits && work && !work.value()) {
     if (auto failure = device_failure()) return *failure;

@@ -85,9 +85,9 @@ def with_delay(factory: OptimizerFactory, delay: float) -> OptimizerFactory:
     """The factory of a stage, which is given the stage's mean delay in updates where it has an argument of
     that name that is still open."""
     is_bound = isinstance(factory, functools.partial) and "delay" in factory.keywords
-    return (
-        factory if is_bound or "delay" not in _arguments(factory) else functools.partial(factory, delay=delay)
-    )
+    if is_bound or "delay" not in _arguments(factory):
+        return factory
+    return functools.partial(factory, delay=delay)
 
 
 def build_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, where: str) -> Any:
@@ -117,8 +117,8 @@ def try_factories(
     delays: Sequence[float] | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Calls them as each stage will, so that a mistake is told before the run starts. stages: the parameters
-    that each one updates. device_type: where they will be then. delays: of the
-    stages, in updates; None: 0. Returns what the optimizers' factory made.
+    that each one updates. device_type: where they will be then. delays: of the stages, in updates; None: 0.
+    Returns what the optimizers' factory made.
 
     Where the parameters are elsewhere now the factories may fail for that reason alone (fused=True), and
     nothing is said: the stage's own call will tell. Random number generators stay as they are.

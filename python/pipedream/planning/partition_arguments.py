@@ -55,15 +55,11 @@ def check_partition_arguments(
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}: give at least 1")
     chooses_m = microbatches == AUTO
-    for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
-        if (
-            value is not None
-            and not (name == "microbatches" and chooses_m)
-            and (not is_whole(value) or value < 1)
-        ):
+    given_m = None if chooses_m else microbatches
+    for name, value in (("workers_per_host", workers_per_host), ("microbatches", given_m)):
+        if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
-    if not chooses_m:
-        check_microbatches(microbatches, profile)
+    check_microbatches(given_m, profile)
     _check_delay_max(delay_max, is_chosen=chooses_m or schedule == AUTO)
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")

@@ -23,6 +23,7 @@ __all__ = [
     "profile_of_rounds",
     "schedule_of",
     "schedule_to_run",
+    "versions_kept",
 ]
 
 
@@ -87,7 +88,7 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
         return [(held - 1) / of_stage.own_per_round + options.staleness for held, of_stage in pairs]
     # The input stage's rounds begin at other microbatches than those of a stage with other replicas.
     period = math.lcm(*(of_stage.minibatches_per_round for of_stage in rounds))
-    first = period * (options.first_minibatch + 2 + max(_versions_kept(options)))
+    first = period * (options.first_minibatch + 2 + max(versions_kept(options)))
     places = list(itertools.product(range(first, first + period), range(options.num_microbatches)))
     return [
         statistics.fmean(
@@ -99,7 +100,8 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
     ]
 
 
-def _versions_kept(options: _core.ScheduleOptions) -> list[int]:
+def versions_kept(options: _core.ScheduleOptions) -> list[int]:
+    """By stage: the weight versions that it keeps."""
     from pipedream import _core
 
     return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]

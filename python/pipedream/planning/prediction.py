@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_schedule import versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shard_shares import shard_shares
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
@@ -150,7 +151,7 @@ def _timing_of(
     wakings = wakings_from("predicted.waking", plan.predicted.get("waking", []))
     _check_counts(plan, costs, len(wakings))
     m = schedule.num_microbatches
-    versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
+    versions = versions_kept(schedule)
     host = _host_of(plan)
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0

@@ -16,7 +16,7 @@ from pipedream.planning.formulas import samples_per_s
 from pipedream.planning.limits import NothingFitsError
 from pipedream.planning.partition_arguments import AUTO, CHOSEN_AMONG
 from pipedream.planning.plan_problem import PlanProblem
-from pipedream.planning.plan_schedule import mean_delay, schedule_of
+from pipedream.planning.plan_schedule import mean_delay, schedule_of, versions_kept
 from pipedream.planning.plan_search import best_plan
 from pipedream.planning.runtime_costs import costs_of
 from pipedream.planning.search import OnPlan
@@ -156,15 +156,9 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
         ms,
         delay=mean_delay(options),
         bubble=max(0.0, 1 - busy_ms / ms) if ms > 0 else 0.0,
-        versions=max(_versions(options)),
+        versions=max(versions_kept(options)),
         memory_bytes=memory_bytes,
     )
-
-
-def _versions(options: _core.ScheduleOptions) -> list[int]:
-    from pipedream import _core
-
-    return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]
 
 
 def _busy_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
