@@ -10,7 +10,9 @@ import pytest
 import torch
 from farm import Farm
 from hypothesis import settings
+from launches import note_launches
 from pipedream import _core
+from pipedream.stage.job import JobOptions
 
 # A GPU that this build of the core cannot use, which run() would refuse.
 if torch.cuda.is_available() and not _core.cuda_available():
@@ -36,6 +38,12 @@ def farm() -> Iterator[Farm]:
     farm = Farm()
     yield farm
     farm.close()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
+    """What run() would have launched. It raises Launched instead."""
+    return note_launches(monkeypatch)
 
 
 @pytest.fixture

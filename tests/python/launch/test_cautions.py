@@ -10,9 +10,10 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from launches import Launched
 from pipedream import Plan, optim
 from pipedream._core import Placement, ScheduleOptions, derive_in_flight
-from pipedream.launch import launcher, runner
+from pipedream.launch import launcher
 from pipedream.launch.cautions import cautions_of, warn_if_late
 from pipedream.model.cut_model import cut_model
 from pipedream.planning.plan import Stage
@@ -102,16 +103,10 @@ def test_a_loss_that_is_a_mean_over_samples_is_not_told(loss_fn: Any) -> None:
     assert list(cautions_of(_model(), _plan(), None, loss_fn, 4)) == []
 
 
-def test_run_warns_at_the_callers_line_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class _Launched(Exception):  # noqa: N818 (no error)
-        pass
-
-    def launch(*_: Any) -> None:
-        raise _Launched
-
-    monkeypatch.setattr(runner, "run_locally", launch)
+@pytest.mark.usefixtures("launched")
+def test_run_warns_at_the_callers_line_before_any_process_starts() -> None:
     pair = (torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.warns(UserWarning, match=r"eval\(\)") as caught, pytest.raises(_Launched):
+    with pytest.warns(UserWarning, match=r"eval\(\)") as caught, pytest.raises(Launched):
         pipedream.run(
             _model().eval(),
             _plan(),
@@ -204,15 +199,12 @@ def test_late_gradients_are_told_to_optimizers_with_momentum_alone(
 
 
 def test_a_run_tells_its_caller_of_late_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class _Launched(Exception):  # noqa: N818 (no error)
-        pass
-
     def launch(*_: Any) -> None:
-        raise _Launched
+        raise Launched
 
     monkeypatch.setattr(launcher, "_launch", launch)
     pair = (torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.warns(UserWarning, match="2 updates late") as caught, pytest.raises(_Launched):
+    with pytest.warns(UserWarning, match="2 updates late") as caught, pytest.raises(Launched):
         pipedream.run(
             nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))),
             Plan.straight(3, 3),

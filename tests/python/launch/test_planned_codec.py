@@ -11,30 +11,13 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from pipedream.launch import runner
+from launches import Launched
 from pipedream.planning.factor_rule import FACTOR_CODEC
 from pipedream.planning.plan import Plan, Stage
 from pipedream.stage.job import JobOptions
 from torch import nn
 
 _PLAN = Plan((Stage(0, 0, 2), Stage(1, 1)), codec=FACTOR_CODEC)
-
-
-class _Launched(Exception):  # noqa: N818 (no error)
-    pass
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """What would have been run."""
-    found: list[JobOptions] = []
-
-    def launch(model: Any, data: Any, options: JobOptions, first: Any) -> None:
-        found.append(options)
-        raise _Launched
-
-    monkeypatch.setattr(runner, "run_locally", launch)
-    return found
 
 
 def _run(**how: Any) -> None:
@@ -53,7 +36,7 @@ def test_a_run_takes_the_plans_codec_and_logs_it(
     with (
         caplog.at_level(logging.INFO, "pipedream"),
         warnings.catch_warnings(action="error"),
-        pytest.raises(_Launched),
+        pytest.raises(Launched),
     ):
         _run()
     assert launched[0].links.codec == {"pushes": "factors"}
@@ -61,22 +44,22 @@ def test_a_run_takes_the_plans_codec_and_logs_it(
 
 
 def test_a_run_under_autocast_is_told_that_nothing_goes_as_factors(launched: list[JobOptions]) -> None:
-    with pytest.warns(UserWarning, match="under autocast nothing goes as factors"), pytest.raises(_Launched):
+    with pytest.warns(UserWarning, match="under autocast nothing goes as factors"), pytest.raises(Launched):
         _run(autocast="bfloat16")
-    with warnings.catch_warnings(action="error"), pytest.raises(_Launched):
+    with warnings.catch_warnings(action="error"), pytest.raises(Launched):
         _run(autocast="bfloat16", plan=replace(_PLAN, codec={}))
 
 
 def test_a_codec_of_the_runs_own_is_taken(launched: list[JobOptions]) -> None:
     own = {"activations": "bf16", "pushes": "factors:bf16"}
-    with warnings.catch_warnings(action="error"), pytest.raises(_Launched):
+    with warnings.catch_warnings(action="error"), pytest.raises(Launched):
         _run(codec=own)
     assert launched[0].links.codec == own
 
 
 @pytest.mark.parametrize("codec", [{}, "bf16", {"pushes": "int8"}])
 def test_a_run_without_the_plans_factors_is_told(launched: list[JobOptions], codec: Any) -> None:
-    with pytest.warns(UserWarning, match="and this run has another, without"), pytest.raises(_Launched):
+    with pytest.warns(UserWarning, match="and this run has another, without"), pytest.raises(Launched):
         _run(codec=codec)
     assert "factors" not in launched[0].links.codec.values()
 
@@ -95,6 +78,6 @@ def test_a_run_that_pushes_no_factors_does_not_take_such_a_plan(
 ) -> None:
     with pytest.raises(ValueError, match=rf"made for codec={{'pushes': 'factors'}}, and {named}.*codec={{}}"):
         _run(**how)
-    with pytest.warns(UserWarning, match="this run has another"), pytest.raises(_Launched):
+    with pytest.warns(UserWarning, match="this run has another"), pytest.raises(Launched):
         _run(**how, codec={})
     assert launched[0].links.codec == {}

@@ -11,30 +11,13 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from launches import Launched
 from pipedream import reference
-from pipedream.launch import runner
 from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions
 from torch import nn
 
 _PLAN = replace(Plan.straight(2, 2), schedule="naive", microbatches=2)
-
-
-class _Launched(Exception):  # noqa: N818 (no error)
-    pass
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """What would have been run."""
-    found: list[JobOptions] = []
-
-    def launch(model: Any, data: Any, options: JobOptions, first: Any) -> None:
-        found.append(options)
-        raise _Launched
-
-    monkeypatch.setattr(runner, "run_locally", launch)
-    return found
 
 
 def _arguments(**how: Any) -> dict[str, Any]:
@@ -48,7 +31,7 @@ def _arguments(**how: Any) -> dict[str, Any]:
 
 
 def _run(**how: Any) -> None:
-    with pytest.raises(_Launched):
+    with pytest.raises(Launched):
         pipedream.run(**_arguments(**how))
 
 

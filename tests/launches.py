@@ -1,0 +1,25 @@
+"""A run that ends where its processes would start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipedream.launch import runner
+from pipedream.stage.job import JobOptions
+
+
+class Launched(Exception):  # noqa: N818 (no error)
+    """Is raised in place of a launch."""
+
+
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
+    """What run() would have launched from now on. It raises Launched instead."""
+    noted: list[JobOptions] = []
+
+    def launch(model: Any, data: Any, options: JobOptions, first: Any) -> None:
+        noted.append(options)
+        raise Launched
+
+    monkeypatch.setattr(runner, "run_locally", launch)
+    return noted
