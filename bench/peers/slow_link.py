@@ -29,14 +29,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +44,11 @@ import torch.distributed as dist
 from pipedream.common.units import parse_bandwidth
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch_pipeline import step_of_1f1b
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "system"))
-from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
+from gloo import join_ranks
+from links import RUN_OPTIONS, Link, run_ranks
 
 _BATCH = 32
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
@@ -158,24 +157,9 @@ def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] 
 
 
 def torch_pipeline_side(rows: Rows, microbatches: int) -> Measured:
-    rank, num_ranks, layers = dist.get_rank(), dist.get_world_size(), make_layers()
-    first, last, _ = rows[rank]
-    module = nn.Sequential(*layers[first : last + 1])
-    optimizer = _OPTIMIZER(module.parameters())
-    stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=_LOSS)
-    inputs, targets = make_batch()
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(inputs)
-        elif rank == num_ranks - 1:
-            schedule.step(target=targets)
-        else:
-            schedule.step()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    first, last, _ = rows[dist.get_rank()]
+    module = nn.Sequential(*make_layers()[first : last + 1])
+    step = functools.partial(step_of_1f1b(module, _LOSS, _OPTIMIZER, microbatches), *make_batch())
     return _steps(step, num_warm_up=2, num_steps=_NUM_MINIBATCHES // 2, samples_per_step=_BATCH)
 
 
@@ -210,13 +194,8 @@ _SIDES: dict[str, Callable[..., Measured]] = {
 
 def _rank(sides: list[tuple[str, str, list[Any]]], rounds: int, path: str) -> None:
     """sides: name, function and arguments of each."""
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    interface = next(name for name in os.listdir("/sys/class/net") if name.startswith("pd"))
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{STORE_PORT + 1}"
-    dist.init_process_group("gloo", address, timedelta(minutes=10), num_ranks, rank)
+    link_bytes, rank = LinkBytes(join_ranks()), dist.get_rank()
     torch.set_num_threads(1)
-    link_bytes = LinkBytes(interface)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in sides}
     for _ in range(rounds):
         for name, function, arguments in sides:

@@ -22,7 +22,6 @@ import platform
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,11 @@ from simulator import Setting
 from sweep import FLUSH, TWO_BW, Results
 from tasks import Characters
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "system"))
-from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("system", "peers")]
+from gloo import join_ranks
+from links import RUN_OPTIONS, Link, run_ranks
+from torch_pipeline import step_of_1f1b
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DOCUMENT = _ROOT / "docs" / "statistical_efficiency.md"
@@ -158,31 +158,20 @@ def torch_ms(task: Characters, microbatches: int) -> float:
     layers = _layers(task, len(batches[0][0]))
     size = len(layers) // num_ranks
     module = nn.Sequential(*layers[rank * size : (rank + 1) * size])
-    optimizer = _OPTIMIZER(module.parameters())
-    stage = PipelineStage(module, rank, num_ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=task.loss)
+    step = step_of_1f1b(module, task.loss, _OPTIMIZER, microbatches)
     began_s = 0.0
     for index, (inputs, targets) in enumerate(batches):
         if index == _NUM_WARM_UP:
             dist.barrier()
             began_s = time.perf_counter()
-        if rank == 0:
-            schedule.step(inputs)
-        elif rank == num_ranks - 1:
-            schedule.step(target=targets)
-        else:
-            schedule.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(inputs, targets)
     dist.barrier()
     return (time.perf_counter() - began_s) * 1e3 / _NUM_MEASURED
 
 
 def _rank(wanted: list[Side], rounds: int, path: str) -> None:
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ["GLOO_SOCKET_IFNAME"] = next(n for n in os.listdir("/sys/class/net") if n.startswith("pd"))
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{STORE_PORT + 1}"
-    dist.init_process_group("gloo", address, timedelta(minutes=10), num_ranks, rank)
+    join_ranks()
+    rank = dist.get_rank()
     torch.set_num_threads(1)
     _core.keep_freed_memory()
     task = Characters()

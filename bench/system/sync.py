@@ -19,19 +19,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pipedream
 import torch
 import torch.distributed as dist
-from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
+from gloo import join_ranks
+from links import RUN_OPTIONS, Link, run_ranks
 from pipedream.planning.plan import Stage
 from pipedream.planning.shard_shares import round_ms
 from torch import nn
@@ -95,12 +94,9 @@ def _pipedream_ms(mebibytes: int, num_replicas: int, num_spares: int) -> float:
 
 
 def _rank(mebibytes: int, num_rounds: int, num_spares: int, path: str) -> None:
-    rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
-    num_replicas = int(os.environ["WORLD_SIZE"]) - num_spares
+    join_ranks()
+    rank, num_replicas = dist.get_rank(), dist.get_world_size() - num_spares
     trains = rank < num_replicas
-    os.environ["GLOO_SOCKET_IFNAME"] = _interface()
-    address = f"tcp://{host}:{STORE_PORT + 1}"
-    dist.init_process_group("gloo", address, timedelta(minutes=10), int(os.environ["WORLD_SIZE"]), rank)
     torch.set_num_threads(1)
     flat = torch.zeros(mebibytes << 18)
     group = dist.new_group(list(range(num_replicas)))
@@ -129,11 +125,6 @@ def _step_of(name: str, mebibytes: int, flat: torch.Tensor, group: Any) -> Calla
     if name == "alone":
         return _train(model, model.parameters())
     return _train(nn.parallel.DistributedDataParallel(model, process_group=group), model.parameters())
-
-
-def _interface() -> str:
-    """The link's end on this host."""
-    return next(name for name in os.listdir("/sys/class/net") if name.startswith("pd"))
 
 
 def main() -> None:
