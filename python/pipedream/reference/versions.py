@@ -15,7 +15,7 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4.
+    """What design.md, section 4, has in its table: which version each microbatch reads, and what makes it.
 
     k is a microbatch counted through the run. It goes to replica k mod r of a stage, as number floor(k / r)
     of that replica's own."""

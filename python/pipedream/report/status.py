@@ -97,7 +97,7 @@ def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[f
 
 
 def in_turn(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    """What replicas have, one of each in turn as microbatches go to them, up to the first that is missing."""
+    """Takes one item of each replica in turn, as microbatches go to them, until one is missing."""
     found: list[_Item] = []
     while len(found) // len(lists) < len(lists[len(found) % len(lists)]):
         found.append(lists[len(found) % len(lists)][len(found) // len(lists)])

@@ -39,16 +39,16 @@ class LossScaling:
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # whose scale it is
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
-        # Of an overflow, since the last round began: with updates where these tell of it, else with
-        # activations.
         self._heard = False
+        """Whether an overflow has been told of since the last round began: by updates, or else by
+        activations."""
         self._kept = False  # an overflow, of the segment before
         self.scale = 1.0
-        """Of the microbatch that is being forwarded; at the last stage."""
+        """It is that of the microbatch that is being forwarded, at the last stage."""
 
     def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
-        """Of a microbatch. overflowed: at this stage since the one before; told: upstream, with the
-        activation."""
+        """A microbatch is next. overflowed: whether gradients did at this stage since the one before; told:
+        whether its activation says so of a stage upstream."""
         if self._scaler is None:
             return
         if not self._exchanges:

@@ -284,7 +284,7 @@ class ParameterServer(ShardClient):
         return members
 
     def _means(self, entry: _Round, index: int, chunk: Chunk, *, is_read: bool) -> list[Tensor | None]:
-        """Of the chunk's pieces, once it has come from all who have a microbatch in the round."""
+        """The mean gradients of the chunk's pieces, over all who have a microbatch in the round."""
         parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
         members = self._note_arrived(entry, index)
         means = []

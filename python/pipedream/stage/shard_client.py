@@ -60,8 +60,8 @@ class Received(NamedTuple):
     """An item of another replica."""
 
     num_summed: int
-    """Of a push: microbatches that the gradient is the sum of; of an asynchronous shard's answer: gradients
-    that are in it."""
+    """A push says of how many microbatches its gradient is the sum, and an asynchronous shard's answer how
+    many gradients are in it."""
     tensors: list[Tensor]
 
 
@@ -255,8 +255,8 @@ class ShardClient(StageGradients):
         self._tied.pulled_from(other)
 
     def _take_in(self, other: int, slot_index: int | None, tied_slot: int) -> list[int]:
-        """What comes next of that replica's shard, all its chunks. By chunk, how many gradients it says
-        that are in it."""
+        """Receives the next version of that replica's shard, all its chunks. Returns how many gradients each
+        chunk says that are in it."""
         if other in self._channels.posted_from:  # it is where it was to land
             for _ in self._chunks[other]:
                 self._core.receive_item(self._channels.pull_from[other])

@@ -60,7 +60,7 @@ class _Group:
         self.pieces = pieces
         self._first = _core.rounds_of(schedule, owner).first_version
         self.gradient_slot = 0
-        """Of the version that the latest backward read."""
+        """It has the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
         """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
 
@@ -71,7 +71,7 @@ class _Group:
         return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
 
     def take_gradients(self) -> list[Tensor | None]:
-        """What the backwards accumulated, of whatever version."""
+        """Gives away what the backwards accumulated, of whatever version."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
         for slot in range(self.versions.num_slots):
             of_slot = self.versions.take_gradients(slot)
@@ -164,7 +164,7 @@ class TiedParameters:
 
     @property
     def owned_gradient_slot(self) -> int:
-        """Of the version that the latest backward read."""
+        """It has the version that the latest backward read."""
         return 0 if self._owned is None else self._owned.gradient_slot
 
     def owned_slot_of(self, version: int) -> int:
@@ -183,7 +183,7 @@ class TiedParameters:
                 group.gradient_slot = slot
 
     def rescale(self, factor: float) -> None:
-        """Of the gradients of the round so far."""
+        """Multiplies the gradients of the round so far."""
         if self._owned is None:
             return
         self._owned.versions.scale_gradients(self._owned.gradient_slot, factor)
@@ -196,9 +196,9 @@ class TiedParameters:
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
-        """Of the versions that no later microbatch of this replica reads, if the backward of this one was the
-        last to; their slots are written again by an update that waits for it. Where there are replicas what
-        the stage owns may still be on its way to another."""
+        """Poisons the versions that this replica's backward was the last to read; an update that waits for it
+        writes their slots again. Where there are replicas what the stage owns may still be on its way to
+        another."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():
             slot = group.slot_read_by(minibatch, microbatch)

@@ -149,7 +149,7 @@ class WeightVersions:
         return gradients
 
     def move_gradients(self, from_slot: int, to_slot: int) -> None:
-        """What the backwards accumulated in one slot's leaves, to which those of another version add."""
+        """Moves what the backwards accumulated to the leaves of another slot, where the next ones add."""
         for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
             if old.grad is not None:
                 gradient, old.grad = old.grad, None
