@@ -8,6 +8,7 @@
 #include "channel/chunk_tuner.h"
 #include "channel/wire_layout.h"
 #include "stage/abort_frame.h"
+#include "weights/optimizer_kernels.h"
 
 namespace pipedream {
 
@@ -24,7 +25,11 @@ std::unique_ptr<Device> make_device(const std::string& name) {
     const char* const end = name.data() + name.size();
     unsigned device_index = 0;
     const auto [stop, error] = std::from_chars(name.data() + kCudaPrefix.size(), end, device_index);
-    if (error == std::errc() && stop == end) return make_cuda_device(static_cast<int>(device_index));
+    if (error == std::errc() && stop == end) {
+      auto device = make_cuda_device(static_cast<int>(device_index));
+      load_optimizer_kernels(device->index());
+      return device;
+    }
   }
   throw UserError("device '" + name + "' is unknown: use 'host' or 'cuda:N'");
 }

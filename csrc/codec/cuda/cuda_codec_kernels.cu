@@ -336,7 +336,30 @@ __global__ void __launch_bounds__(kBlockThreads)
     values[indices[i]] = element_of<T>(number_of(chosen_values[i]));
 }
 
+template <class T>
+cudaError_t load_kernels_of() {
+  using Number = NumberOf<T>;
+  return load_kernels(encode_int8_kernel<T>, decode_int8_kernel<T>, topk_add_kernel<T>,
+                      topk_count_kernel<Number>, topk_part_kernel<Number>, topk_gather_kernel<T>,
+                      topk_scatter_kernel<T>);
+}
+
+template <class T>
+cudaError_t load_rounding_kernels_of() {
+  return load_kernels(encode_half_kernel<ToBFloat16, T>, decode_half_kernel<ToBFloat16, T>,
+                      encode_half_kernel<ToFloat16, T>, decode_half_kernel<ToFloat16, T>);
+}
+
 }  // namespace
+
+int load_codec_kernels() {
+  for (const auto load :
+       {load_rounding_kernels_of<float>, load_rounding_kernels_of<double>, load_kernels_of<float>,
+        load_kernels_of<double>, load_kernels_of<BFloat16>, load_kernels_of<Float16>}) {
+    if (const cudaError_t status = load(); status != cudaSuccess) return status;
+  }
+  return load_kernels(topk_narrow_kernel, topk_offset_kernel);
+}
 
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,

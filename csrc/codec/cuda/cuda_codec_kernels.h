@@ -22,6 +22,9 @@ struct TopKScratch {
   std::uint32_t num_equal[kTopKPartsMax];
 };
 
+// Loads all of them: see cuda_launch.h.
+int load_codec_kernels();
+
 // Defined for T of float and double, int8 and topk for BFloat16 and Float16, too. num_elements is not 0;
 // otherwise as the host's.
 template <class T>

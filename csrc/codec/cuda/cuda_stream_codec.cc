@@ -118,7 +118,11 @@ class CudaStreamCodec final : public StreamCodec {
         native_stream_(device.index()),
         own_stream_(device.wrap_stream(native_stream_.handle())),
         given_(device.make_event()),
-        done_(device.make_event()) {}
+        done_(device.make_event()) {
+    const DeviceScope scope(device_index_);
+    throw_if_failed(static_cast<cudaError_t>(load_codec_kernels()), "loading the codecs' kernels",
+                    device_index_);
+  }
 
   void encode(Stream& stream, const CodecWork& work) override {
     if (work.codec.kind == CodecKind::kNone) return stream.copy(work.encoded, work.values, bytes_of(work));

@@ -146,6 +146,10 @@ cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStre
 
 }  // namespace
 
+int load_sgd_and_adam() {
+  return load_kernels(sgd_kernel<float>, sgd_kernel<double>, adam_kernel<float>, adam_kernel<double>);
+}
+
 template <class T>
 int launch_sgd(const SgdFlags& flags, const SgdFactors<T>& factors,
                const CudaTensors<CudaSgdTensor<T>>& tensors, std::uintptr_t stream) {

@@ -37,6 +37,9 @@ struct CudaTensors {
   Tensor tensors[kTensorsPerLaunch];
 };
 
+// Loads all of them: see cuda_launch.h.
+int load_sgd_and_adam();
+
 // Defined for T of float and double.
 template <class T>
 int launch_sgd(const SgdFlags& flags, const SgdFactors<T>& factors,

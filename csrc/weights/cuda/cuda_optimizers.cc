@@ -4,9 +4,11 @@
 
 #include <string>
 
+#include "device/cuda/cuda_calls.h"
 #include "device/device.h"
 #include "weights/adam.h"
 #include "weights/cuda/cuda_kernels.h"
+#include "weights/optimizer_kernels.h"
 #include "weights/sgd.h"
 #include "weights/step_factors.h"
 #include "weights/tensor_ranges.h"
@@ -75,6 +77,12 @@ void adam_step(const AdamOptions& options, std::span<const AdamTensor> tensors, 
 }
 
 }  // namespace
+
+void load_optimizer_kernels(int device_index) {
+  const DeviceScope scope(device_index);
+  throw_if_failed(static_cast<cudaError_t>(load_sgd_and_adam()), "loading the optimizers' kernels",
+                  device_index);
+}
 
 void sgd_step_cuda(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale, std::uintptr_t stream) {

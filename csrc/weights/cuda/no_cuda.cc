@@ -3,6 +3,7 @@
 
 #include "base/failure.h"
 #include "weights/adam.h"
+#include "weights/optimizer_kernels.h"
 #include "weights/sgd.h"
 
 namespace pipedream {
@@ -15,6 +16,8 @@ namespace {
 }
 
 }  // namespace
+
+void load_optimizer_kernels(int /*device_index*/) {}
 
 void sgd_step_cuda(const SgdOptions&, DType, std::span<const SgdTensor>, bool, double, std::uintptr_t) {
   refuse("the native SGD");

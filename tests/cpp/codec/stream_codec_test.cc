@@ -17,6 +17,10 @@
 #include "codec/encoding.h"
 #include "support/allocation_counter.h"
 
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
+
 namespace pipedream {
 namespace {
 
@@ -300,6 +304,24 @@ TEST_P(StreamCodecContract, MoreElementsThanWasSaidIsOurBug) {
   work.num_elements = 11;
   EXPECT_DEATH(small->encode(*stream_, work), "11 elements, at most 10");
 }
+
+#if defined(PD_CUDA_STUB)
+TEST_P(StreamCodecContract, KernelsAreLoadedBeforeTheFirstItem) {
+  if (GetParam() == DeviceType::kHost) GTEST_SKIP() << "the host has no kernels";
+  cuda_stub::reset();
+  const auto fresh = make_stream_codec(*device_, 1);
+  const std::uint64_t num_before = cuda_stub::num_late_loads();
+  for (const char* const name : {"bf16", "fp16", "int8", "topk:0.3"}) {
+    expect_host_bytes(name, normal_values<float>(300), MemoryKind::kDevice);
+    expect_host_bytes(name, normal_values<double>(300), MemoryKind::kDevice);
+  }
+  for (const char* const name : {"int8", "topk:0.3"}) {
+    expect_host_bytes(name, normal_values<BFloat16>(300), MemoryKind::kDevice);
+    expect_host_bytes(name, normal_values<Float16>(300), MemoryKind::kDevice);
+  }
+  EXPECT_EQ(cuda_stub::num_late_loads(), num_before);
+}
+#endif
 
 std::vector<DeviceType> devices_here() {
   std::vector<DeviceType> types = {DeviceType::kHost};

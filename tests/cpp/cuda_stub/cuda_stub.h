@@ -31,7 +31,8 @@ constexpr int kNumDevices = 2;
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
 // A kernel fails that nobody of ours has launched.
 void end_context(cudaError_t error);
-// Forgets errors and failures on demand, as a new process has none. All that is enqueued must be done.
+// Forgets errors, failures on demand and loaded kernels, as a new process has none. All that is enqueued must
+// be done.
 void reset();
 
 // A stream of the device whose work begins when `wait` has returned: neither kernel nor host function, so it
@@ -58,6 +59,8 @@ void set_driver_version(int version);
 
 // How often a function of the runtime was called.
 std::uint64_t num_calls(const std::string& call);
+// Kernels that their first launch has loaded: on a device that waits for all that is enqueued.
+std::uint64_t num_late_loads();
 
 // How long operations are late at most, microseconds; 0 is never.
 void set_delay_us_max(unsigned delay_us_max);

@@ -43,8 +43,9 @@ void wait_for_block();
 std::uint32_t value_of_lane(std::uint32_t value, unsigned from);
 std::uint32_t ballot(bool yes);
 
-// Enqueues the blocks of a grid. arguments: words that may be addresses of memory that the kernel uses.
-void launch_grid(const dim3& grid, unsigned block_threads, cudaStream_t stream,
+// Enqueues the blocks of a grid. function: the kernel, by which it may have been loaded. arguments: words
+// that may be addresses of memory that the kernel uses.
+void launch_grid(const void* function, const dim3& grid, unsigned block_threads, cudaStream_t stream,
                  const std::vector<std::uint64_t>& arguments, std::function<void()> kernel);
 
 template <class Argument>
@@ -61,7 +62,8 @@ void launch(void (*kernel)(Parameters...), const dim3& grid, unsigned block_thre
   const std::tuple<Parameters...> values(arguments...);
   std::vector<std::uint64_t> words;
   std::apply([&](const auto&... value) { (append_words(words, value), ...); }, values);
-  launch_grid(grid, block_threads, stream, words, [kernel, values] { std::apply(kernel, values); });
+  launch_grid(reinterpret_cast<const void*>(kernel), grid, block_threads, stream, words,
+              [kernel, values] { std::apply(kernel, values); });
 }
 
 }  // namespace cuda_stub

@@ -103,6 +103,8 @@ struct Driver {
   std::set<int> contexts;  // devices
   std::map<std::string, std::uint64_t> num_calls;
   std::map<std::string, Fault> faults;
+  std::set<std::pair<int, const void*>> loaded;  // kernels, by their device
+  std::uint64_t num_late_loads = 0;
   std::map<int, int> capabilities;  // of devices that are not as kCapability
   int driver_version = CUDART_VERSION;
   int num_captures = 0;
@@ -387,6 +389,7 @@ void reset() {
   all.context_error = cudaSuccess;
   all.faults.clear();
   all.capabilities.clear();
+  all.loaded.clear();
   all.driver_version = CUDART_VERSION;
   own_error = cudaSuccess;
 }
@@ -454,9 +457,15 @@ std::uint64_t num_calls(const std::string& call) {
   return all.num_calls[call];
 }
 
+std::uint64_t num_late_loads() {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  return all.num_late_loads;
+}
+
 void set_delay_us_max(unsigned delay_us_max) { driver().delay_us_max = delay_us_max; }
 
-void launch_grid(const dim3& grid, unsigned block_threads, cudaStream_t stream,
+void launch_grid(const void* function, const dim3& grid, unsigned block_threads, cudaStream_t stream,
                  const std::vector<std::uint64_t>& arguments, std::function<void()> kernel) {
   Driver& all = driver();
   Lock lock(all.mutex);
@@ -470,6 +479,7 @@ void launch_grid(const dim3& grid, unsigned block_threads, cudaStream_t stream,
     (void)failed(cudaErrorInvalidValue);
     return;
   }
+  if (all.loaded.insert({own_device, function}).second) ++all.num_late_loads;
   enqueue(given,
           [grid, block_threads, kernel = std::move(kernel)] {
             const std::lock_guard one(driver().kernels);
@@ -763,6 +773,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const auto record = event_of(event).last;
   all.has_changed.wait(lock, [&] { return record->is_done || all.context_error != cudaSuccess; });
   return failed(all.context_error);
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  PD_ENTER();
+  *attributes = {};
+  all.contexts.insert(own_device);
+  all.loaded.insert({own_device, kernel});
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetLastError() {

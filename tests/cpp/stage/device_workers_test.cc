@@ -202,6 +202,14 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here(
 
 // ---- What a device may refuse, which only the tests' one does when asked ----
 
+#if defined(PD_CUDA_STUB)
+TEST(DeviceOfAWorker, HasTheKernelsOfTheOptimizersLoaded) {
+  const std::uint64_t num_before = cuda_stub::num_calls("cudaFuncGetAttributes");
+  EXPECT_EQ(make_device("cuda:0")->index(), 0);
+  EXPECT_GT(cuda_stub::num_calls("cudaFuncGetAttributes"), num_before);
+}
+#endif
+
 class RefusingDevices : public DeviceWorkers {};
 
 TEST_P(RefusingDevices, ReasonsAreSaidBeforeAnyMemoryIsPlanned) {

@@ -13,7 +13,12 @@
 #include "base/failure.h"
 #include "device/device.h"
 #include "weights/adam.h"
+#include "weights/optimizer_kernels.h"
 #include "weights/sgd.h"
+
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
 
 namespace pipedream {
 namespace {
@@ -152,6 +157,20 @@ TYPED_TEST(CudaOptimizers, AdamGivesTheHostsBits) {
     }
   }
 }
+
+#if defined(PD_CUDA_STUB)
+TYPED_TEST(CudaOptimizers, KernelsAreLoadedBeforeTheirFirstStep) {
+  cuda_stub::reset();
+  load_optimizer_kernels(0);
+  const std::uint64_t num_before = cuda_stub::num_late_loads();
+  sgd_step_cuda({}, this->kDType, this->template tensors<SgdTensor>(true, true), true, 1,
+                this->native_stream());
+  adam_step_cuda({}, this->kDType, this->template tensors<AdamTensor>(true, true), 1, 1,
+                 this->native_stream());
+  this->device_->wrap_stream(this->native_stream())->synchronize();
+  EXPECT_EQ(cuda_stub::num_late_loads(), num_before);
+}
+#endif
 
 }  // namespace
 }  // namespace pipedream

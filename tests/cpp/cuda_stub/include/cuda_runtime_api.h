@@ -66,6 +66,9 @@ struct cudaDeviceProp {
   char name[256];
   cudaUUID_t uuid;
 };
+struct cudaFuncAttributes {
+  int numRegs;
+};
 struct cudaIpcMemHandle_t {
   char reserved[64];
 };
@@ -106,6 +109,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);

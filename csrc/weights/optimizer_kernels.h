@@ -1,0 +1,10 @@
+// The kernels of sgd.h and adam.h on a CUDA device. Any thread.
+#pragma once
+
+namespace pipedream {
+
+// Loads them, so that the first step of a run does not wait for that (device/cuda/cuda_launch.h). Throws
+// DeviceError. Nothing to do without CUDA.
+void load_optimizer_kernels(int device_index);
+
+}  // namespace pipedream
