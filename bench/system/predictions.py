@@ -3,10 +3,12 @@
     python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--own-runs]
 
 Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as its combinations
-have; then each combination is predicted by the calibrated cost model before it is run. Prints both, the error
-of the prediction, its mean and the worst; beside it by how much the two halves of the same run differ, which
-no prediction can beat, and what others took of the cores meanwhile (of shaped links what the other ranks did,
-too). A run that others disturbed is done again, at most --tries times, and the least disturbed counts.
+have; then each combination is predicted by the calibrated cost model before it is run. A prediction assumes
+a core for each worker: combinations with more workers than this machine has cores are left out. Prints
+both, the error of the prediction, its mean and the worst; beside it by how much the two halves of the same
+run differ, which no prediction can beat, and what others took of the cores meanwhile (of shaped links what
+the other ranks did, too). A run that others disturbed is done again, at most --tries times, and the least
+disturbed counts.
 --rounds calibrates and runs all that so often, and takes the median of each combination's figures; it then
 tells, too, by how much runs of one combination differ between rounds, which no prediction of a single run can
 beat. --links adds workers on hosts of their own (namespaces) with shaped links, which needs root; what these
@@ -349,7 +351,10 @@ def main() -> None:
         return
     columns = (f"{name:>10}" for name in ("predicted", "measured", "error", "halves", "others"))
     print(f"{'ms per minibatch':44}", *columns)
-    local, shaped = ([c for c in among if (options.only or "") in str(c)] for among in (LOCAL, SHAPED))
+    local, shaped = (
+        [c for c in among if (options.only or "") in str(c) and sum(c.replicas) <= usable_cpus()]
+        for among in (LOCAL, SHAPED)
+    )
     rounds = []
     for _ in range(options.rounds):
         rows = run_round(local, options.seconds, options.tries)

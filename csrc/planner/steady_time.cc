@@ -15,7 +15,6 @@
 
 #include "base/failure.h"
 #include "planner/lanes.h"
-#include "planner/run_queues.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
@@ -54,7 +53,6 @@ struct Worker {
   std::vector<Waking> wakings = {};
   // Where cores are shared: of the work at hand, at speed 1.
   std::optional<double> left_ms = std::nullopt;
-  bool is_queued = false;
 
   [[nodiscard]] bool is_done() const { return position == steps.size(); }
 };
@@ -164,17 +162,12 @@ class Replay {
   // In the order of time, as who is at work now says how fast all are.
   void pass_through(const SharedCores& shared) {
     double now_ms = 0;
-    for (std::size_t first = 0; first < workers_.size(); first += shared.num_workers) {
-      machines_.emplace_back(std::min(shared.num_workers, workers_.size() - first), shared.speeds.size());
-    }
     while (!are_done()) {
       bool has_begun = true;
       while (has_begun) {  // what one sends another may be waiting for
         has_begun = false;
         for (Worker& worker : workers_) has_begun = begin_work(worker, now_ms) || has_begun;
       }
-      queue_up(shared, false);  // those who wait leave the cores first
-      queue_up(shared, true);
       if (!pass_time(shared, now_ms) && !are_done()) throw UserError("the lists deadlock");
     }
   }
@@ -200,23 +193,8 @@ class Replay {
     return worker.position > before;
   }
 
-  // Those who began to wait, or to work, since the last time.
-  void queue_up(const SharedCores& shared, bool has_work) {
-    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
-      Worker& worker = workers_[rank];
-      if (worker.left_ms.has_value() != has_work || worker.is_queued == has_work) continue;
-      RunQueues& queues = machines_[rank / shared.num_workers];
-      if (has_work) {
-        queues.enter(rank % shared.num_workers);
-      } else {
-        queues.leave(rank % shared.num_workers);
-      }
-      worker.is_queued = has_work;
-    }
-  }
-
-  // Until someone is done with their work, something arrives that someone waits for, or others run; false:
-  // none of it will be.
+  // Until someone is done with their work, or something arrives that someone waits for; false: neither will
+  // be.
   bool pass_time(const SharedCores& shared, double& now_ms) {
     const std::vector<std::pair<std::size_t, double>> speeds = speeds_now(shared);
     double passing_ms = std::numeric_limits<double>::infinity();
@@ -227,10 +205,7 @@ class Replay {
       const Lane& lane = lanes_[worker.steps[worker.position].lane];  // for which it waits
       if (lane.has_next()) passing_ms = std::min(passing_ms, lane.next_ms() - now_ms);
     }
-    for (const RunQueues& queues : machines_)
-      passing_ms = std::min(passing_ms, queues.next_change_ms(now_ms));
     if (passing_ms == std::numeric_limits<double>::infinity()) return false;
-    for (RunQueues& queues : machines_) queues.pass_time(now_ms, passing_ms);
     now_ms += passing_ms;
     for (const auto& [rank, speed] : speeds) {
       Worker& worker = workers_[rank];
@@ -246,14 +221,16 @@ class Replay {
     return true;
   }
 
-  // Of the workers that run.
+  // Of the workers that are at work.
   [[nodiscard]] std::vector<std::pair<std::size_t, double>> speeds_now(const SharedCores& shared) const {
+    std::vector<std::size_t> at_work((workers_.size() + shared.num_workers - 1) / shared.num_workers);
+    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
+      at_work[rank / shared.num_workers] += workers_[rank].left_ms ? 1 : 0;
+    }
     std::vector<std::pair<std::size_t, double>> speeds;
-    for (std::size_t machine = 0; machine < machines_.size(); ++machine) {
-      const std::vector<std::size_t> running = machines_[machine].running();
-      for (const std::size_t worker : running) {
-        speeds.emplace_back(machine * shared.num_workers + worker, shared.speeds[running.size() - 1]);
-      }
+    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
+      const std::size_t beside = std::min(at_work[rank / shared.num_workers], shared.speeds.size());
+      if (workers_[rank].left_ms) speeds.emplace_back(rank, shared.speeds[beside - 1]);
     }
     return speeds;
   }
@@ -457,7 +434,6 @@ class Replay {
   // Who is next to send, and when, where that is in the order of time.
   using Sending = std::pair<double, std::size_t>;
   std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;
-  std::vector<RunQueues> machines_;  // where cores are shared
   const std::vector<double>& waking_after_ms_;
   bool one_link_ = false;
   std::int64_t num_minibatches_ = 0;

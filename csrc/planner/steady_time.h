@@ -19,10 +19,10 @@
 
 namespace pipedream {
 
-// Machines whose workers share cores, in the order of their ranks.
+// Machines whose workers slow each other, in the order of their ranks. Each worker has a core.
 struct SharedCores {
   std::size_t num_workers = 1;  // of a machine
-  // Of each of 1, 2, ... cores of a machine that are at work at once; as many as it has.
+  // Of each of 1, 2, ... workers of a machine that are at work at once; of more, the last one's.
   std::vector<double> speeds = {1.0};
 };
 

@@ -6,7 +6,6 @@
     and with a pause in it     what a long wait costs, as slow links make it
     the same, flush, m = 2, 4  what a microbatch takes of a minibatch
     two replicas               what an update costs that they share
-    more workers than cores    where the caller wants that: how much slower all are while they take turns
 
 measured_costs.py makes the costs of them. Runs in the caller's process; the model and the random generators
 stay as they were.
@@ -28,7 +27,7 @@ from pipedream.common.cpus import usable_cpus
 from pipedream.common.guard import check_main_guard
 from pipedream.common.own_rank import under_torchrun
 from pipedream.common.progress_bar import progress_bar
-from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
+from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.launch.runner import run
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.initial_weights import WeightSource
@@ -147,14 +146,14 @@ def calibration_runs(
     straight = partition(profile, stages, _FAST_BYTES_PER_S, straight=True)
     last = profile.num_layers - 1
     whole = Plan((Stage(0, last),), max_shapes=straight.max_shapes, cuts=straight.cuts)
+    two_replicas = replace(whole, stages=(Stage(0, last, 2),), num_workers=2, in_flight=())
     counts = {_MICROBATCHES[0], max(_MICROBATCHES[1], stages)}
-    crowded = [CrowdedRuns(plan, []) for plan in _crowding(profile, whole, workers, cores)]
     cut: dict[int, list[RunResult]] = {
         m: [] for m in sorted(counts) if stages > 1 and (profile.batch_size or 0) >= m
     }
     rested: list[RunResult] = []
-    runs = Runs([], [], [], cut, [], crowded, rested)
-    num_runs = _ROUNDS * (2 + 3 * (stages > 1) + len(cut) + len(crowded))
+    runs = Runs([], [], [], cut, [], rested)
+    num_runs = _ROUNDS * (2 + 3 * (stages > 1) + len(cut))
     with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
@@ -165,9 +164,7 @@ def calibration_runs(
                 rested.append(measure(straight, few, schedule="model_parallel", loss_fn=late))
             for m, results in runs.cut.items():
                 results.append(measure(straight, schedule="flush", microbatches=m))
-            runs.shared.append(measure(_copies(whole, 2)))
-            for plan, results in crowded:
-                results.append(measure(plan))
+            runs.shared.append(measure(two_replicas))
     return straight, _typical_of(runs)
 
 
@@ -178,7 +175,6 @@ def _typical_of(runs: Runs) -> Runs:
         in_turn=_typical(runs.in_turn),
         cut={m: _typical(results) for m, results in runs.cut.items()},
         shared=_typical(runs.shared),
-        crowded=[of_plan._replace(results=_typical(of_plan.results)) for of_plan in runs.crowded],
         rested=_typical(runs.rested),
     )
 
@@ -213,16 +209,3 @@ def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
         if batch_size is None or batch_size_of(*parts_of(batch, index)) == batch_size
     ]
     return of_size or batches
-
-
-def _copies(whole: Plan, num_replicas: int) -> Plan:
-    stage = replace(whole.stages[0], num_replicas=num_replicas)
-    return replace(whole, stages=(stage,), num_workers=num_replicas, in_flight=())
-
-
-def _crowding(profile: Profile, whole: Plan, workers: int, cores: int) -> list[Plan]:
-    """Of so many workers, where they are more than the cores: as replicas and as stages."""
-    if workers <= cores:
-        return []
-    stages = partition(profile, min(workers, profile.num_layers), _FAST_BYTES_PER_S, straight=True)
-    return [plan for plan in (_copies(whole, workers), stages) if plan.workers_used > cores]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pipedream import _core
 from pipedream.launch.measured_items import (
     Item,
     Items,
@@ -25,9 +24,7 @@ from pipedream.launch.measured_items import (
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.partitioner import make_plan
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms
 from pipedream.planning.runtime_costs import (
     POSITIONS,
     WORK_KINDS,
@@ -40,12 +37,9 @@ from pipedream.planning.spread import Spread
 from pipedream.planning.waking import Waking
 from pipedream.report.result import RunResult
 
-__all__ = ["CrowdedRuns", "Runs", "runtime_costs"]
+__all__ = ["Runs", "runtime_costs"]
 
 _FEW_BYTES = 65536  # below, what replicas exchange costs messages, not bytes
-_NO_LINK = 1e15  # bytes per second, between workers of one machine
-_SPEED_MIN = 0.05
-_SPEED_STEPS = 8  # until it changes no more
 _WOKEN_DIFFERENCE_MIN = 0.2  # between runs that tell what waking costs
 
 _Means = Mapping[Key, Item]
@@ -64,17 +58,8 @@ class Runs(NamedTuple):
     """The same, by into how many microbatches each minibatch is cut, which drain; none where it cannot be."""
     shared: list[RunResult]
     """Two replicas of the whole model."""
-    crowded: Sequence[CrowdedRuns] = ()
-    """More workers than cores."""
     rested: Sequence[RunResult] = ()
     """As in_turn, with a pause of the last worker in each minibatch, after which the others' items come."""
-
-
-class CrowdedRuns(NamedTuple):
-    """Of schedule "pipedream"."""
-
-    plan: Plan
-    results: list[RunResult]
 
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
@@ -100,7 +85,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
         straight[Key(stage, "UPDATE", True)].compute_ms - update_ms - update_ms_per_byte * stage_bytes[stage]
         for stage in copied
     )
-    costs = RuntimeCosts(
+    return RuntimeCosts(
         positions=_positions(profile, plan, one, straight, cut),
         forward_share=_share("FORWARD", straight, cut, last),
         backward_share=_share("BACKWARD", straight, cut, last),
@@ -115,30 +100,6 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
         spread=_spread([straight_items, *cut_items.values()]),
         wakings=tuple(wakings),
     )
-    return replace(costs, crowded_speed=_crowded_speed(profile, costs, runs.crowded))
-
-
-def _crowded_speed(profile: Profile, costs: RuntimeCosts, crowded: Sequence[CrowdedRuns]) -> float:
-    """With which these runs are predicted to take what they took, in the mean over their plans."""
-    if not crowded:
-        return 1.0
-    calibrated = replace(profile, runtime=costs.to_dict())
-    return min(1.0, statistics.fmean(_speed_of_run(calibrated, *of_plan) for of_plan in crowded))
-
-
-def _speed_of_run(profile: Profile, plan: Plan, results: Sequence[RunResult]) -> float:
-    measured_ms = statistics.fmean(result.measured_ms for result in results)
-    num_workers = plan.workers_used
-    timed = make_plan(profile, plan.stages, _NO_LINK, cost_model="calibrated", workers_per_host=num_workers)
-    schedule = _core.ScheduleOptions("pipedream", list(timed.in_flight), 1, timed.placement)
-    speed = 1.0
-    for _ in range(_SPEED_STEPS):
-        host = {**timed.predicted["host"], "crowded_speed": speed}
-        predicted_ms = predict_ms(replace(timed, predicted={**timed.predicted, "host": host}), schedule)
-        assert predicted_ms is not None
-        # A time is nearly as 1 / speed. No run is faster than where nobody shares anything.
-        speed = min(1.0, max(_SPEED_MIN, speed * predicted_ms / measured_ms))
-    return speed
 
 
 def _slow_wakings(runs: Runs) -> list[Waking]:

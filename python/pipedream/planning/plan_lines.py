@@ -34,6 +34,7 @@ _NAMES = {
 _HIDDEN_FIELDS = ("before_ms", "after_ms")
 _SPARE_FIELDS = ("without_ms", "simulated_ms", "simulated_without_ms")
 _FACTORED_FIELDS = ("num_weights", "weight_bytes", "factor_bytes")
+_HOST_FIELDS = ("num_workers", "num_cores")
 _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
@@ -89,6 +90,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     if plan.cost_model is not None:
         parts.append(f"predicted by cost model {plan.cost_model!r}")
     yield ", ".join(parts)
+    yield from _describe_host(plan.predicted.get("host"))
     m = plan.microbatches or 1
     round_of_all = math.lcm(m, *(stage.num_replicas for stage in plan.stages)) // m
     if plan.schedule in _DRAINING and round_of_all > 1:
@@ -111,6 +113,14 @@ def _summary(plan: Plan) -> Iterator[str]:
         yield f"for schedule {plan.schedule!r}{with_m}, which run(schedule='auto') takes"
     yield from _describe_figures(plan.bottleneck_ms, plan.num_stages, plan.predicted)
     yield from _describe_candidates(plan.predicted)
+
+
+def _describe_host(host: Any) -> Iterator[str]:
+    if not isinstance(host, Mapping) or not all(is_number(host.get(name)) for name in _HOST_FIELDS):
+        return
+    if host["num_workers"] > host["num_cores"]:
+        workers, cores = _count(host["num_workers"], "worker"), _count(host["num_cores"], "core")
+        yield f"{workers} of a host share {cores}: the predicted time assumes a core for each"
 
 
 def _name_range(names: Any) -> str:

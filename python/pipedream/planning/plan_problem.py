@@ -226,7 +226,6 @@ class PlanProblem:
                 "num_workers": workers_per_host,
                 "num_cores": self.runtime.num_cores,
                 "alone_speed": self.runtime.alone_speed,
-                "crowded_speed": self.runtime.crowded_speed,
             }
         return figures
 

@@ -279,6 +279,4 @@ def _host_of(plan: Plan) -> SharedHost | None:
         num_workers=check_whole("predicted.host.num_workers", fields.get("num_workers"), at_least=1),
         num_cores=check_whole("predicted.host.num_cores", fields.get("num_cores"), at_least=1),
         alone_speed=check_number("predicted.host.alone_speed", fields.get("alone_speed")),
-        # Plans of before there was one do not have it.
-        crowded_speed=check_number("predicted.host.crowded_speed", fields.get("crowded_speed", 1.0)),
     )

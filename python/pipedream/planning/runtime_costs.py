@@ -110,8 +110,6 @@ class RuntimeCosts:
     """Of single items about their mean."""
     wakings: tuple[Waking, ...] = ()
     """Of items after their worker has waited; a file's `waking`."""
-    crowded_speed: float = 1.0
-    """Of workers, where there are more of them than cores; at most 1. Where that was not measured it is 1."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -129,10 +127,10 @@ class RuntimeCosts:
         """Raises ValueError naming the field."""
         given = check_object("runtime", value)
         # Profiles of before there were these do not have them.
-        names = [field.name for field in fields(cls) if field.name not in ("wakings", "crowded_speed")]
+        names = [field.name for field in fields(cls) if field.name != "wakings"]
         require(given, names, "runtime.")
         figures: dict[str, Any] = {
-            field.name: check_number(f"runtime.{field.name}", given.get(field.name, field.default))
+            field.name: check_number(f"runtime.{field.name}", given[field.name])
             for field in fields(cls)
             if field.type == "float"
         }

@@ -1,24 +1,22 @@
 """What a schedule does in time where workers share the cores of their machine. Pure; any thread; torch-free.
 
-Durations are those of as many workers as the machine has cores, all at work: the fewer work at a moment, the
-faster they are, as caches and memory are theirs.
+Every worker counts as having a core of its own. Durations are those of as many workers as the machine has
+cores, all at work. The fewer workers are at work, the faster each one is, as caches and memory are theirs.
 
-    workers at work     1             num_cores
+    workers at work     1             num_cores or more
     speed of each       alone_speed   1
 
-Between these each other worker lengthens what one does equally. More workers than cores take turns
-(run_queues.py): on average each has num_cores / workers of a core, and less where cores idle beside workers
-that wait. What they find in a core's caches is then another worker's: all are slower by crowded_speed.
+Between these each other worker lengthens an item by the same time.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.planning.run_queues import RunQueues
 from pipedream.planning.simulator import (
     Replay,
     Simulation,
@@ -38,42 +36,33 @@ __all__ = ["SharedHost", "simulate_shared"]
 @dataclass(frozen=True)
 class SharedHost:
     """A machine, of which each has num_workers in the order of their ranks. Raises ValueError naming the
-    field for less than one core or worker, for workers that are slower alone than together, and for those
-    that are faster where there are more of them than cores."""
+    field for less than one core or worker, and for workers that are slower alone than together."""
 
     num_workers: int
     num_cores: int
     alone_speed: float = 1.0
-    crowded_speed: float = 1.0
-    """Of all workers, where there are more of them than cores."""
 
     def __post_init__(self) -> None:
         check_whole("num_workers", self.num_workers, at_least=1)
         check_whole("num_cores", self.num_cores, at_least=1)
         if check_number("alone_speed", self.alone_speed) < 1:
             raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
-        if not 0 < check_number("crowded_speed", self.crowded_speed) <= 1:
-            raise ValueError(
-                f"crowded_speed is {self.crowded_speed}: workers that take turns are at most as fast, 1"
-            )
 
     def speed(self, num_at_work: int) -> float:
-        """Of each of so many that are at work at once; of more than there are cores, on average."""
-        crowded = self.crowded_speed if self.num_workers > self.num_cores else 1.0
+        """Of each of so many that are at work at once."""
         if num_at_work >= self.num_cores:
-            return crowded * self.num_cores / num_at_work
+            return 1.0
         others_share = (num_at_work - 1) / (self.num_cores - 1)
-        return crowded * self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
+        return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
 
     @classmethod
     def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:
         """times_alone: how many times as fast one of the workers is alone as beside all the others."""
         if num_cores == 1 or num_workers == 1:
             return cls(num_workers, num_cores)
+        alone_speed = times_alone
         if num_workers < num_cores:
             alone_speed = 1 + (times_alone - 1) * (num_cores - 1) / (num_workers - 1)
-        else:
-            alone_speed = times_alone * num_cores / num_workers
         return cls(num_workers, num_cores, max(1.0, alone_speed))
 
 
@@ -110,21 +99,15 @@ class _SharedReplay(Replay):
         super().__init__(programs, stage_times, transfer_ms, spread, waking, one_link=one_link)
         self._host = host
         num_workers = len(programs)
-        self._queues = [
-            RunQueues(min(host.num_workers, num_workers - first), host.num_cores)
-            for first in range(0, num_workers, host.num_workers)
-        ]
         self._now_ms = 0.0
         self._began_ms = [0.0] * num_workers
         self._left_ms: list[float | None] = [None] * num_workers  # of the work at hand, at speed 1
-        self._is_queued = [False] * num_workers
 
     def run(self) -> Simulation:
         while any(len(row) < len(steps) for row, steps in zip(self.timeline, self.steps, strict=True)):
             # What one sends another may be waiting for.
             while sum(self._begin_work(worker) for worker in range(len(self.steps))):
                 pass
-            self._queue_up()
             self._pass_time()
         return summarize(self.timeline, self._network.transfers)
 
@@ -154,25 +137,6 @@ class _SharedReplay(Replay):
         step = self.steps[worker][len(self.timeline[worker])]
         self.timeline[worker].append(TimedInstruction(step.instruction, began_ms, self._now_ms))
 
-    def _queue_up(self) -> None:
-        """Those who go on with other work keep their cores; those who wait leave them first."""
-        changed = [
-            worker
-            for worker, left in enumerate(self._left_ms)
-            if (left is not None) != self._is_queued[worker]
-        ]
-        for worker in sorted(changed, key=lambda worker: self._left_ms[worker] is not None):
-            queues, of_machine = self._place_of(worker)
-            if self._is_queued[worker]:
-                queues.leave(of_machine)
-            else:
-                queues.enter(of_machine)
-            self._is_queued[worker] = not self._is_queued[worker]
-
-    def _place_of(self, worker: int) -> tuple[RunQueues, int]:
-        machine, of_machine = divmod(worker, self._host.num_workers)
-        return self._queues[machine], of_machine
-
     def _pass_time(self) -> None:
         """Until someone is done with their work, or something arrives that someone waits for."""
         speeds = self._speeds()
@@ -180,15 +144,12 @@ class _SharedReplay(Replay):
             [
                 *((self._left_ms[worker] or 0.0) / speed for worker, speed in speeds.items()),
                 *(arrival - self._now_ms for arrival in self._awaited_ms()),
-                *(queues.next_change_ms(self._now_ms) for queues in self._queues),
             ],
             default=math.inf,
         )
         if passing_ms == math.inf:
             self.check_all_done()
             return
-        for queues in self._queues:
-            queues.pass_time(self._now_ms, passing_ms)
         self._now_ms += passing_ms
         for worker, speed in speeds.items():
             left_ms = self._left_ms[worker] or 0.0
@@ -199,13 +160,10 @@ class _SharedReplay(Replay):
                 self._left_ms[worker] = left_ms - passing_ms * speed
 
     def _speeds(self) -> dict[int, float]:
-        """Of the workers that run."""
-        speeds = {}
-        for machine, queues in enumerate(self._queues):
-            running = queues.running()
-            for of_machine in running:
-                speeds[machine * self._host.num_workers + of_machine] = self._host.speed(len(running))
-        return speeds
+        """Of the workers that are at work."""
+        at_work = [worker for worker, left_ms in enumerate(self._left_ms) if left_ms is not None]
+        of_machines = Counter(worker // self._host.num_workers for worker in at_work)
+        return {worker: self._host.speed(of_machines[worker // self._host.num_workers]) for worker in at_work}
 
     def _awaited_ms(self) -> list[float]:
         awaited = []

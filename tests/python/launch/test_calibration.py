@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +11,9 @@ import pytest
 import torch
 from pipedream import Plan, Profile, Stage, calibrate
 from pipedream.launch.calibration import calibration_runs
-from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
+from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile
-from pipedream.planning.partitioner import make_plan
-from pipedream.planning.runtime_costs import RuntimeCosts
 from pipedream.report.result import RunResult, WorkSpan
 from torch import nn
 
@@ -212,63 +208,6 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
         receiver += [WorkSpan("UPDATE", 1, minibatch, 0, ready_ns + 2, ready_ns + 2, ready_ns + 3, 0, 1)]
     costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(in_turn=_results(sender, receiver)), num_cores=2)
     assert costs.latency_ms == pytest.approx(0.04)
-
-
-def test_crowded_workers_are_as_fast_as_their_runs_tell() -> None:
-    plans = [Plan((Stage(0, 0), Stage(1, 1))), Plan((Stage(0, 1, num_replicas=2),))]
-
-    def crowded(times_ms: Sequence[float]) -> list[CrowdedRuns]:
-        results = [[cast(RunResult, SimpleNamespace(measured_ms=ms))] for ms in times_ms]
-        return [CrowdedRuns(*of_plan) for of_plan in zip(plans, results, strict=True)]
-
-    def costs_of(times_ms: Sequence[float]) -> RuntimeCosts:
-        return runtime_costs(_PROFILE, _STRAIGHT, _known_runs(crowded=crowded(times_ms)), num_cores=1)
-
-    as_fast = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(), num_cores=1)
-    assert as_fast.crowded_speed == 1.0
-    predicted_ms = [_predicted_ms(as_fast, plan) for plan in plans]
-    # Half as fast, and three quarters.
-    slower = costs_of([predicted_ms[0] * 2, predicted_ms[1] * 4 / 3])
-    assert slower.crowded_speed == pytest.approx(0.625, rel=0.03)
-    both = costs_of([ms * 2 for ms in predicted_ms])
-    assert [_predicted_ms(both, plan) for plan in plans] == pytest.approx(
-        [ms * 2 for ms in predicted_ms], rel=0.03
-    )
-    # Faster than where nobody shares anything: chance.
-    assert costs_of([ms / 2 for ms in predicted_ms]).crowded_speed == 1.0
-
-
-def _predicted_ms(costs: RuntimeCosts, plan: Plan) -> float:
-    calibrated = replace(_PROFILE, runtime=costs.to_dict())
-    made = make_plan(calibrated, plan.stages, 1e15, cost_model="calibrated", workers_per_host=2)
-    assert made.bottleneck_ms is not None
-    return made.bottleneck_ms
-
-
-@pytest.mark.slow
-def test_more_workers_than_cores_are_measured_where_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plans: list[tuple[int, ...]] = []
-
-    def run_of_known_time(model: nn.Module, plan: Plan, **options: Any) -> RunResult:
-        plans.append(tuple(stage.num_replicas for stage in plan.stages))
-        rows = [
-            _spans(worker, options.get("microbatches", 1), 1.0, 2.0, 0.1)
-            for worker in range(plan.workers_used)
-        ]
-        return cast(RunResult, SimpleNamespace(spans=rows, measured_ms=4.0))
-
-    monkeypatch.setattr("pipedream.launch.calibration.run", run_of_known_time)
-    monkeypatch.setattr("pipedream.launch.calibration.usable_cpus", lambda: 2)
-    layers = tuple(LayerProfile(name, 1.0, 2.0, 64 if name != "f" else 0, 64) for name in "abcdef")
-    profile, model = Profile(layers, batch_size=8), nn.Linear(1, 1)
-    for workers, crowding in ((2, set()), (3, {(1, 1, 1), (3,)}), (7, {(7,), (1,) * 6})):
-        plans.clear()
-        calibrate(
-            profile, model, [(torch.ones(1), torch.ones(1))], optimizer=torch.optim.SGD, workers=workers
-        )
-        assert set(plans) == {(1,), (1, 1), (2,)} | crowding
 
 
 def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[Any]) -> list[Any]:

@@ -37,18 +37,10 @@ def test_a_core_for_each_worker_changes_nothing(schedule: str, replicas: list[in
     assert shared.ms_per_minibatch == pytest.approx(alone.ms_per_minibatch)
 
 
-def test_workers_on_one_core_take_as_long_as_their_work_together() -> None:
-    simulation = _shared(_programs("pipedream", [1, 1, 1], 24), StageTimes(1.0, 2.0), 1)
-    assert simulation.makespan_ms == pytest.approx(24 * 3 * 3.0)
-    assert simulation.ms_per_minibatch == pytest.approx(
-        3 * 3.0, rel=0.02
-    )  # whose turn it is shifts the window
-
-
-def test_three_workers_on_two_cores_get_less_than_two_thirds_of_one_each() -> None:
-    simulation = _shared(_programs("pipedream", [1, 1, 1], 48), StageTimes(1.0, 2.0), 2)
-    assert simulation.ms_per_minibatch is not None
-    assert 3.0 * 3 / 2 < simulation.ms_per_minibatch < 3.0 * 2
+@pytest.mark.parametrize("cores", [1, 2])
+def test_each_worker_counts_as_having_a_core(cores: int) -> None:
+    simulation = _shared(_programs("pipedream", [1, 1, 1], 24), StageTimes(1.0, 2.0), cores)
+    assert simulation.ms_per_minibatch == pytest.approx(3.0)
 
 
 def test_a_worker_is_faster_while_the_others_wait() -> None:
@@ -67,7 +59,7 @@ def test_each_other_worker_lengthens_an_item_equally() -> None:
     assert lengths == pytest.approx([1.0, 1.25, 1.5, 1.75])
 
 
-@pytest.mark.parametrize(("num_workers", "num_cores"), [(2, 2), (2, 4), (3, 4), (4, 4), (3, 2), (5, 2)])
+@pytest.mark.parametrize(("num_workers", "num_cores"), [(2, 2), (2, 4), (3, 4), (4, 4)])
 def test_what_was_measured_with_so_many_workers_is_what_it_says_of_them(
     num_workers: int, num_cores: int
 ) -> None:
@@ -82,10 +74,10 @@ def test_a_worker_is_never_slower_alone(num_workers: int, num_cores: int) -> Non
 
 def test_workers_of_two_machines_do_not_share() -> None:
     programs = _programs("pipedream", [1, 1, 1, 1], 40)
-    apart = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(1, 1))
-    assert apart.ms_per_minibatch == pytest.approx(3.0)
-    pairs = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(2, 1))
-    assert pairs.ms_per_minibatch == pytest.approx(6.0)
+    apart = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(1, 2, 1.5))
+    assert apart.ms_per_minibatch == pytest.approx(3.0 / 1.5)
+    pairs = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(2, 2, 1.5))
+    assert pairs.ms_per_minibatch == pytest.approx(3.0, rel=0.01)  # a stage alone begins the window
 
 
 def test_lists_that_wait_for_each_other_are_refused() -> None:
@@ -94,21 +86,12 @@ def test_lists_that_wait_for_each_other_are_refused() -> None:
         _shared([programs[0], [step for step in programs[1] if step.opcode != "SEND"]], StageTimes(1, 2), 2)
 
 
-def test_all_are_slower_where_there_are_more_workers_than_cores_and_nowhere_else() -> None:
-    for num_workers in (1, 2):
-        assert SharedHost(num_workers, 2, 1.25, crowded_speed=0.5).speed(1) == 1.25
-    crowded = SharedHost(3, 2, 1.25, crowded_speed=0.5)
-    assert [crowded.speed(at_work) for at_work in (1, 2, 3)] == pytest.approx([0.625, 0.5, 1 / 3])
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"num_workers": 0}, "num_workers is 0"),
         ({"num_cores": 0}, "num_cores is 0"),
         ({"alone_speed": 0.5}, "alone_speed is 0.5: alone a worker is at least as fast"),
-        ({"crowded_speed": 1.5}, "crowded_speed is 1.5: workers that take turns are at most as fast"),
-        ({"crowded_speed": 0.0}, "crowded_speed is 0.0"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(fields: dict[str, float], message: str) -> None:
