@@ -37,9 +37,9 @@ ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* stag
 }
 
 void ItemCopier::make_streams() {
-  copy_stream_ = device_.make_stream();
+  copy_stream_ = device_.make_copy_stream(CopyUse::kSend);
   if (device_.type() == DeviceType::kHost) return;
-  telling_stream_ = device_.make_stream();
+  telling_stream_ = device_.make_copy_stream(CopyUse::kTell);
   copied_ = device_.make_event();
 }
 

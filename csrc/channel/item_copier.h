@@ -68,7 +68,8 @@ class ItemCopier {
   // MiB in the cache, where either takes 15 to 25 us).
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
   // Copies that may be enqueued and not done, of two or three operations each on a stream: who drives must
-  // not wait for room in it (kStreamDepth).
+  // not wait for room in it (kStreamDepth). Where channels share a stream it may, until the device has gone
+  // on.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;

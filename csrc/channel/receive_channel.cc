@@ -22,7 +22,9 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       received_slots_(
           std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
-      copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
+      copy_stream_(staging != nullptr || compute_stream != nullptr
+                       ? device.make_copy_stream(CopyUse::kReceive)
+                       : nullptr),
       access_(std::make_shared<ReceiverAccess>(*this, options_.side_stream)),
       transfers_(options_.num_transfers_kept),
       posts_(options_.num_posts_max),

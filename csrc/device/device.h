@@ -66,7 +66,13 @@ class Stream {
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
   virtual void synchronize() = 0;
+  // What Device::wrap_stream() takes; 0 on the host.
+  [[nodiscard]] virtual std::uintptr_t native_handle() const { return 0; }
 };
+
+// What a stream of Device::make_copy_stream() is for.
+enum class CopyUse { kSend, kTell, kReceive };  // kTell: only waits and call()s
+inline constexpr std::size_t kNumCopyUses = 3;
 
 // Owns one allocation. Host memory is 64-byte aligned at least, huge pages advised.
 class Memory {
@@ -110,6 +116,10 @@ class Device {
   [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
 
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
+  // A stream that may share its order with others of the same use: a device runs few streams at once, and
+  // lets work of more of them wait for each other as it happens. So what is enqueued there waits only for
+  // what was enqueued somewhere before it, and never for a thread.
+  [[nodiscard]] virtual std::unique_ptr<Stream> make_copy_stream(CopyUse /*use*/) { return make_stream(); }
   [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
   // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host
   // the handle is 0 and means the calling thread: work is done when the call returns.

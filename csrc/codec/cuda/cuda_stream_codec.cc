@@ -1,10 +1,4 @@
-// The codecs on a CUDA stream. Kernels run on a stream of this object, tied into the caller's by two events:
-//
-//   caller's stream   ... record(given) ------------------------- wait(done) ...
-//   own stream                    wait(given), kernels, record(done)
-//
-// so that it takes part in any Stream of the device, through the contract alone. Used by one thread at a
-// time.
+// The codecs on a CUDA stream: their kernels run on the caller's. Used by one thread at a time.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -22,27 +16,6 @@ namespace pipedream {
 namespace {
 
 static_assert(kInt8Block == kInt8BlockElements);
-
-class NativeStream {
- public:
-  explicit NativeStream(int device_index) : device_index_(device_index) {
-    const DeviceScope scope(device_index_);
-    PD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), device_index_);
-  }
-  NativeStream(const NativeStream&) = delete;
-  NativeStream& operator=(const NativeStream&) = delete;
-  // Nothing is pending: the object outlives what it enqueued.
-  ~NativeStream() {
-    const DeviceScope scope(device_index_, std::nothrow);
-    PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
-  }
-
-  [[nodiscard]] std::uintptr_t handle() const { return reinterpret_cast<std::uintptr_t>(stream_); }
-
- private:
-  const int device_index_;
-  cudaStream_t stream_ = nullptr;
-};
 
 template <class T>
 constexpr bool kIsHalf = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
@@ -114,11 +87,7 @@ class CudaStreamCodec final : public StreamCodec {
   CudaStreamCodec(Device& device, std::size_t num_elements_max)
       : device_index_(device.index()),
         num_elements_max_(num_elements_max),
-        scratch_(device.allocate(sizeof(TopKScratch), MemoryKind::kDevice)),
-        native_stream_(device.index()),
-        own_stream_(device.wrap_stream(native_stream_.handle())),
-        given_(device.make_event()),
-        done_(device.make_event()) {
+        scratch_(device.allocate(sizeof(TopKScratch), MemoryKind::kDevice)) {
     const DeviceScope scope(device_index_);
     throw_if_failed(static_cast<cudaError_t>(load_codec_kernels()), "loading the codecs' kernels",
                     device_index_);
@@ -126,19 +95,20 @@ class CudaStreamCodec final : public StreamCodec {
 
   void encode(Stream& stream, const CodecWork& work) override {
     if (work.codec.kind == CodecKind::kNone) return stream.copy(work.encoded, work.values, bytes_of(work));
-    run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
+    run(work, [&](std::size_t num_chosen) {
       auto* const scratch = reinterpret_cast<TopKScratch*>(scratch_->data());
       return with_element_type(work.dtype, [&](auto element) {
-        return launch_encode<typename decltype(element)::Type>(work, num_chosen, scratch, native_stream);
+        return launch_encode<typename decltype(element)::Type>(work, num_chosen, scratch,
+                                                               stream.native_handle());
       });
     });
   }
 
   void decode(Stream& stream, const CodecWork& work) override {
     if (work.codec.kind == CodecKind::kNone) return stream.copy(work.values, work.encoded, bytes_of(work));
-    run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
+    run(work, [&](std::size_t num_chosen) {
       return with_element_type(work.dtype, [&](auto element) {
-        return launch_decode<typename decltype(element)::Type>(work, num_chosen, native_stream);
+        return launch_decode<typename decltype(element)::Type>(work, num_chosen, stream.native_handle());
       });
     });
   }
@@ -149,30 +119,20 @@ class CudaStreamCodec final : public StreamCodec {
   }
 
   template <class Launch>
-  void run_between(Stream& stream, const CodecWork& work, const Launch& launch) {
+  void run(const CodecWork& work, const Launch& launch) {
     PD_CHECK(work.num_elements <= num_elements_max_,
              work.num_elements << " elements, at most " << num_elements_max_);
     const std::size_t num_chosen =
         work.codec.kind == CodecKind::kTopK ? topk_num_chosen(work.codec, work.num_elements) : 0;
     if (work.num_elements == 0) return;
-    stream.record(*given_);
-    own_stream_->wait(*given_);
-    {
-      const DeviceScope scope(device_index_);
-      const int status = launch(num_chosen, native_stream_.handle());
-      throw_if_failed(static_cast<cudaError_t>(status), "a codec's kernel", device_index_);
-    }
-    own_stream_->record(*done_);
-    stream.wait(*done_);
+    const DeviceScope scope(device_index_);
+    const int status = launch(num_chosen);
+    throw_if_failed(static_cast<cudaError_t>(status), "a codec's kernel", device_index_);
   }
 
   const int device_index_;
   const std::size_t num_elements_max_;
   const std::unique_ptr<Memory> scratch_;
-  const NativeStream native_stream_;
-  const std::unique_ptr<Stream> own_stream_;
-  const std::unique_ptr<Event> given_;
-  const std::unique_ptr<Event> done_;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 // so streams, events and pointers of both mix.
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -163,20 +164,35 @@ class HostCalls : public std::enable_shared_from_this<HostCalls> {
   bool has_ended_ = false;
 };
 
-class CudaStream final : public Stream {
+// A stream of the driver.
+class NativeStream {
  public:
-  explicit CudaStream(int device_index) : device_index_(device_index), owned_(true) {
+  explicit NativeStream(int device_index) : device_index_(device_index) {
     const DeviceScope scope(device_index_);
     PD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), device_index_);
   }
-  // The caller's: neither finished nor destroyed with this object.
-  CudaStream(int device_index, cudaStream_t stream)
-      : device_index_(device_index), owned_(false), stream_(stream) {}
-  ~CudaStream() override {
-    if (!owned_) return;
-    PD_CUDA_LOG(finish(), device_index_);
+  NativeStream(const NativeStream&) = delete;
+  NativeStream& operator=(const NativeStream&) = delete;
+  ~NativeStream() {
     const DeviceScope scope(device_index_, std::nothrow);
     PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
+  }
+
+  [[nodiscard]] cudaStream_t get() const { return stream_; }
+
+ private:
+  const int device_index_;
+  cudaStream_t stream_ = nullptr;
+};
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(int device_index, std::shared_ptr<const NativeStream> stream)
+      : device_index_(device_index), owned_(std::move(stream)), stream_(owned_->get()) {}
+  // The caller's: neither finished nor destroyed with this object.
+  CudaStream(int device_index, cudaStream_t stream) : device_index_(device_index), stream_(stream) {}
+  ~CudaStream() override {
+    if (owned_) PD_CUDA_LOG(finish(), device_index_);
   }
 
   void copy(void* to, const void* from, std::size_t num_bytes) override {
@@ -219,6 +235,9 @@ class CudaStream final : public Stream {
     return status != cudaStreamCaptureStatusNone;
   }
   void synchronize() override { throw_if_failed(finish(), "cudaStreamSynchronize", device_index_); }
+  [[nodiscard]] std::uintptr_t native_handle() const override {
+    return reinterpret_cast<std::uintptr_t>(stream_);
+  }
   void check() const {
     const DeviceScope scope(device_index_);
     const cudaError_t status = cudaStreamQuery(stream_);
@@ -239,9 +258,9 @@ class CudaStream final : public Stream {
   }
 
   const int device_index_;
-  const bool owned_;
+  const std::shared_ptr<const NativeStream> owned_;  // null: the caller's
   const std::shared_ptr<HostCalls> calls_ = std::make_shared<HostCalls>();
-  cudaStream_t stream_ = nullptr;
+  const cudaStream_t stream_;
 };
 
 class CudaDeviceMemory final : public Memory {
@@ -342,7 +361,12 @@ class CudaDevice final : public Device {
   [[nodiscard]] std::string name() const override { return name_; }
 
   [[nodiscard]] std::unique_ptr<Stream> make_stream() override {
-    return std::make_unique<CudaStream>(device_index_);
+    return std::make_unique<CudaStream>(device_index_, std::make_shared<NativeStream>(device_index_));
+  }
+  [[nodiscard]] std::unique_ptr<Stream> make_copy_stream(CopyUse use) override {
+    const std::lock_guard lock(mutex_);
+    const std::size_t stream_index = num_copy_streams_.at(index_of(use))++ % kNumStreamsPerUse;
+    return std::make_unique<CudaStream>(device_index_, copy_stream(use, stream_index));
   }
   [[nodiscard]] std::unique_ptr<Event> make_event() override {
     return std::make_unique<CudaEvent>(device_index_, events_);
@@ -360,11 +384,10 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaHostRegistration>(device_index_, data, num_bytes,
                                                   "memory to pin for " + device_label(device_index_));
   }
-  // On a stream of its own: the caller's may be capturing.
+  // On a stream of ours: the caller's may be capturing.
   void check() override {
     const std::lock_guard lock(mutex_);
-    if (!checked_stream_) checked_stream_ = std::make_unique<CudaStream>(device_index_);
-    checked_stream_->check();
+    CudaStream(device_index_, copy_stream(CopyUse::kTell, 0)->get()).check();
   }
   void synchronize() override {
     const DeviceScope scope(device_index_);
@@ -385,11 +408,27 @@ class CudaDevice final : public Device {
   }
 
  private:
+  // The device's queues are as many as CUDA_DEVICE_MAX_CONNECTIONS says, 8 by default. Two streams of each
+  // use leave one to the framework's compute stream and one to its default stream; each direction of a
+  // straight pipeline has its own.
+  static constexpr std::size_t kNumStreamsPerUse = 2;
+  using CopyStreams = std::array<std::shared_ptr<const NativeStream>, kNumStreamsPerUse>;
+
+  static std::size_t index_of(CopyUse use) { return static_cast<std::size_t>(use); }
+  // Under the mutex.
+  [[nodiscard]] const std::shared_ptr<const NativeStream>& copy_stream(CopyUse use,
+                                                                       std::size_t stream_index) {
+    auto& stream = copy_streams_.at(index_of(use)).at(stream_index);
+    if (!stream) stream = std::make_shared<NativeStream>(device_index_);
+    return stream;
+  }
+
   const int device_index_;
   const std::shared_ptr<FreeEvents> events_;  // which outlive it in events
   std::string name_;
-  std::mutex mutex_;  // guards checked_stream_
-  std::unique_ptr<CudaStream> checked_stream_;
+  std::mutex mutex_;                                          // guards the members below
+  std::array<CopyStreams, kNumCopyUses> copy_streams_;        // null until one is needed
+  std::array<std::size_t, kNumCopyUses> num_copy_streams_{};  // of make_copy_stream()
 };
 
 // 13020 is "13.2".

@@ -274,6 +274,52 @@ TEST_F(CudaStub, AnEventOfTheDeviceIsTakenAgainAndHasNothingOfItsFormerUser) {
   EXPECT_TRUE(event->done());
 }
 
+std::uint64_t num_streams() {
+  return cuda_stub::num_calls("cudaStreamCreateWithFlags") - cuda_stub::num_calls("cudaStreamDestroy");
+}
+
+TEST_F(CudaStub, StreamsForCopiesAreTwoOfAUseHoweverManyAreAskedFor) {
+  auto device = make_cuda_device(0);
+  const std::uint64_t num_before = num_streams();
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::atomic<int> num_called = 0;
+  for (int channel = 0; channel < 10; ++channel) {
+    for (const CopyUse use : {CopyUse::kSend, CopyUse::kTell, CopyUse::kReceive}) {
+      streams.push_back(device->make_copy_stream(use));
+      streams.back()->call([&] { ++num_called; });
+    }
+  }
+  device->check();
+  EXPECT_EQ(num_streams() - num_before, 2 * kNumCopyUses);
+  EXPECT_NE(streams[0]->native_handle(), streams[3]->native_handle());  // each direction of a pipeline
+  streams[0].reset();                                                   // the others of its order live on
+  for (std::size_t index = 1; index < streams.size(); ++index) streams[index]->synchronize();
+  EXPECT_EQ(num_called, 30);
+  device.reset();
+  streams.clear();
+  EXPECT_EQ(num_streams(), num_before);
+}
+
+TEST_F(CudaStub, AnErrorEndsTheCallsOfEveryStreamOfAnOrder) {
+  const auto device = make_cuda_device(0);
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::atomic<int> num_called = 0;
+  Gate gate;
+  close(gate);
+  const auto held = device->wrap_stream(reinterpret_cast<std::uintptr_t>(stream_));
+  const auto event = device->make_event();
+  held->record(*event);
+  for (int channel = 0; channel < 4; ++channel) {
+    streams.push_back(device->make_copy_stream(CopyUse::kTell));
+    streams.back()->wait(*event);
+    streams.back()->call([&] { ++num_called; });
+  }
+  cuda_stub::end_context(cudaErrorLaunchFailure);
+  gate.open();
+  for (const auto& stream : streams) EXPECT_THROW(stream->synchronize(), DeviceError);
+  EXPECT_EQ(num_called, 0);
+}
+
 std::string why_not(int device_index) {
   try {
     (void)make_cuda_device(device_index);

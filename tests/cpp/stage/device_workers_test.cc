@@ -203,6 +203,29 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here(
 // ---- What a device may refuse, which only the tests' one does when asked ----
 
 #if defined(PD_CUDA_STUB)
+// A GPU has queues for few streams: work of more of them waits for each other as it happens.
+TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
+  const auto num_streams = [] {
+    return cuda_stub::num_calls("cudaStreamCreateWithFlags") - cuda_stub::num_calls("cudaStreamDestroy");
+  };
+  const std::uint64_t num_before = num_streams();
+  WorkerOptions options;
+  options.device = "cuda:0";
+  options.transport = "inproc";
+  Worker worker(options);
+  for (int channel = 0; channel < 9; ++channel) {
+    ChannelSpec spec;
+    spec.item = ItemSpec({{DType::kFloat32, 1, 4000}});
+    spec.codec = codec_from_name(channel % 2 == 0 ? "none" : "int8");
+    spec.name = "activations " + std::to_string(channel);
+    worker.add_send_channel(spec);
+    spec.name = "gradients " + std::to_string(channel);
+    worker.add_receive_channel(spec);
+  }
+  worker.seal();
+  EXPECT_LE(num_streams() - num_before, 6U);  // and two of the framework: 8, CUDA_DEVICE_MAX_CONNECTIONS
+}
+
 TEST(DeviceOfAWorker, HasTheKernelsOfTheOptimizersLoaded) {
   const std::uint64_t num_before = cuda_stub::num_calls("cudaFuncGetAttributes");
   EXPECT_EQ(make_device("cuda:0")->index(), 0);
