@@ -126,8 +126,7 @@ class RuntimeCosts:
     def from_dict(cls, value: object) -> RuntimeCosts:
         """Raises ValueError naming the field."""
         given = check_object("runtime", value)
-        # Profiles of before there were these do not have them.
-        names = [field.name for field in fields(cls) if field.name != "wakings"]
+        names = ["waking" if field.name == "wakings" else field.name for field in fields(cls)]
         require(given, names, "runtime.")
         figures: dict[str, Any] = {
             field.name: check_number(f"runtime.{field.name}", given[field.name])
@@ -136,7 +135,7 @@ class RuntimeCosts:
         }
         for name in ("forward_share", "backward_share"):
             figures[name] = ItemCost.from_dict(f"runtime.{name}", given[name])
-        figures["wakings"] = wakings_from("runtime.waking", given.get("waking", {}))
+        figures["wakings"] = wakings_from("runtime.waking", given["waking"])
         sync = check_object("runtime.sync", given["sync"])
         require(sync, WORK_KINDS, "runtime.sync.")
         figures["sync"] = {kind: _sync_from(kind, sync[kind]) for kind in WORK_KINDS}
@@ -184,7 +183,8 @@ class StageCosts:
     push_ms: float | None = None
     """Of what is pushed, where factors are in it; None: as long as shard_ms."""
     shard_update_ms: float | None = None
-    """Of update_ms what grows with the shard, 1 / r of the parameters, as copy_ms does; None: not known."""
+    """The part of update_ms that grows with the shard, 1 / r of the parameters, as copy_ms does; None without
+    replicas."""
     waking_ms: tuple[Mapping[str, float], ...] = ()
     """Besides, of each of the wakings, by kind, of an item after a long wait."""
     num_chunks: int = 1
@@ -214,7 +214,6 @@ class StageCosts:
             update_ms=check_number(f"{where}.update_ms", given["update_ms"]),
             copy_ms=check_number(f"{where}.copy_ms", given["copy_ms"]),
             shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
-            # Plans of before there was one do not have it.
             sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
             push_ms=_optional_ms(where, given, "push_ms"),
             shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
@@ -424,11 +423,8 @@ def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
 
 
 def _waking_from(where: str, value: object) -> tuple[dict[str, float], ...]:
-    """A list, or one of these, as wakings_from() has it."""
-    rows: dict[str, object] = {} if value == {} else {where: value}
-    if isinstance(value, list):
-        rows = {f"{where}[{index}]": row for index, row in enumerate(value)}
+    rows = [check_object(f"{where}[{index}]", row) for index, row in enumerate(check_list(where, value))]
     return tuple(
-        {kind: check_number(f"{name}.{kind}", ms) for kind, ms in check_object(name, row).items()}
-        for name, row in rows.items()
+        {kind: check_number(f"{where}[{index}].{kind}", ms) for kind, ms in row.items()}
+        for index, row in enumerate(rows)
     )

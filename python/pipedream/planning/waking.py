@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedream.common.document import check_number, check_object
+from pipedream.common.document import check_list, check_number, check_object
 
 __all__ = ["StageWaking", "Waits", "Waking", "waking_share", "wakings_from"]
 
@@ -56,10 +56,9 @@ def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> floa
 
 
 def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
-    """A file's: a list, or of before there were several, one. Raises ValueError naming the field."""
-    if isinstance(value, list):
-        return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(value))
-    return () if value == {} else (Waking.from_dict(where, value),)
+    """Those of a file. Raises ValueError naming the field."""
+    rows = check_list(where, value)
+    return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(rows))
 
 
 @dataclass(frozen=True)

@@ -363,12 +363,6 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
 
     assert updates_ms(0) == [pytest.approx(0.5 + 4.0 / 5)] * 2
     assert updates_ms(3) == [pytest.approx(0.5 + 4.0 * 2 / 5)] * 2
-    # Of a plan of before the costs said what grows with the shard.
-    older = [{name: value for name, value in costs.to_dict().items() if name != "shard_update_ms"}]
-    spared = replace(spared, predicted=spared.predicted | {"stage_costs": older})
-    simulation = simulate_calibrated(spared, options, 6)
-    assert simulation is not None
-    assert updates_ms(3) == [pytest.approx(0.5 + 4.0 / 3)] * 2
 
 
 def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:

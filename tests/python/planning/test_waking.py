@@ -72,8 +72,6 @@ def test_it_is_the_same_from_its_file() -> None:
     assert Waking.from_dict("waking", {}) == Waking()
     both = (_WAKING, Waking(8.0, {"UPDATE": 0.5}))
     assert wakings_from("waking", [one.to_dict() for one in both]) == both
-    assert wakings_from("waking", _WAKING.to_dict()) == (_WAKING,)
-    assert wakings_from("waking", {}) == ()
 
 
 def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
