@@ -21,11 +21,12 @@ std::vector<Lease> lease_all(SlotGroup* slots) {
 }  // namespace
 
 ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
-                       std::function<void()> on_copied)
+                       SlotGroup* encoded, std::function<void()> on_copied)
     : layout_(layout),
       device_(device),
       staging_(staging),
       residuals_(lease_all(residual)),
+      encoded_(encoded != nullptr ? encoded->lease() : Lease()),
       on_copied_(std::move(on_copied)),
       stream_codec_(layout.encodes() ? make_stream_codec(device, layout.num_elements_max()) : nullptr) {
   if (staging != nullptr) make_streams();
@@ -104,15 +105,20 @@ bool ItemCopier::copy(SendItem& item) {
     }
     if (num_copies_.load() >= kNumCopiesMax) return false;
     num_copies_.fetch_add(1);
-    const std::size_t tensor_index = item.copied.tensor_index;
-    const bool encoded = layout_.codec(tensor_index).kind != CodecKind::kNone;
-    if (encoded && item.wire_bytes(tensor_index) > 0) {
-      enqueue_encoding(item);
+    const bool begins_encoded = is_encoded(item) && item.copied.offset == 0;
+    if (begins_encoded) enqueue_encoding(item, encoded_.valid() ? encoded_.data() : item.copy);
+    if (begins_encoded && !encoded_.valid()) {
+      pass_tensor(item);
     } else {
       enqueue_copy(item);
     }
   }
   return true;
+}
+
+bool ItemCopier::is_encoded(const SendItem& item) const {
+  const std::size_t tensor_index = item.copied.tensor_index;
+  return layout_.codec(tensor_index).kind != CodecKind::kNone && item.wire_bytes(tensor_index) > 0;
 }
 
 bool ItemCopier::is_copied_here(const SendItem& item) const {
@@ -122,8 +128,10 @@ bool ItemCopier::is_copied_here(const SendItem& item) const {
 
 ItemCopier::CopyRange ItemCopier::next_copy(const SendItem& item) const {
   const auto [tensor_index, offset, num_passed] = item.copied;
-  return {item.copy + layout_.offset_bytes(tensor_index) + offset, item.tensors[tensor_index].data + offset,
-          item.bytes_of_chunk(item.copied)};
+  const std::size_t tensor_offset = layout_.offset_bytes(tensor_index);
+  const std::byte* const from =
+      is_encoded(item) ? encoded_.data() + tensor_offset : item.tensors[tensor_index].data;
+  return {item.copy + tensor_offset + offset, from + offset, item.bytes_of_chunk(item.copied)};
 }
 
 void ItemCopier::copy_here(SendItem& item) {
@@ -141,8 +149,8 @@ void ItemCopier::enqueue_copy(SendItem& item) {
   tell_when_copied(item, 1);
 }
 
-// All of the tensor at once; its chunks can leave when it is done.
-void ItemCopier::enqueue_encoding(SendItem& item) {
+// All of the tensor at once. to: where the item's tensors go.
+void ItemCopier::enqueue_encoding(SendItem& item, std::byte* to) {
   const std::size_t tensor_index = item.copied.tensor_index;
   const TensorView& tensor = item.tensors[tensor_index];
   CodecWork work;
@@ -150,12 +158,16 @@ void ItemCopier::enqueue_encoding(SendItem& item) {
   work.dtype = tensor.dtype;
   work.num_elements = tensor.size_bytes() / dtype_bytes(tensor.dtype);
   work.values = tensor.data;
-  work.encoded = item.copy + layout_.offset_bytes(tensor_index);
+  work.encoded = to + layout_.offset_bytes(tensor_index);
   if (layout_.has_residual(tensor_index)) {
     work.residual = item.residual + layout_.residual_offset_bytes(tensor_index);
   }
   stream_codec_->encode(*copy_stream_, work);
-  const std::size_t num_chunks = item.num_chunks_of(tensor_index);
+}
+
+// All chunks of the tensor can leave once what is enqueued is done.
+void ItemCopier::pass_tensor(SendItem& item) {
+  const std::size_t num_chunks = item.num_chunks_of(item.copied.tensor_index);
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) item.pass_chunk(item.copied);
   tell_when_copied(item, num_chunks);
 }

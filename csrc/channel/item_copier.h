@@ -2,7 +2,8 @@
 //
 //   placed     into the receiver's own slot, or where it has posted a place, mapped here: its memory is
 //              shared, the host's or its device's. The frames tell of the bytes
-//   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded
+//   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded.
+//              A GPU encodes in its own memory first: small writes of kernels are slow on the bus
 //   in place   nowhere: the wire reads the tensors
 //
 // Threads: all on who drives the transport, but for places(), any, and on_copied, which the copy stream
@@ -29,10 +30,10 @@ namespace pipedream {
 
 class ItemCopier {
  public:
-  // staging, residual: as SendChannel has them. on_copied: more chunks of an item can be framed, or more
-  // copies be enqueued; must be short and not call the device.
+  // staging, residual, encoded: as SendChannel has them. on_copied: more chunks of an item can be framed, or
+  // more copies be enqueued; must be short and not call the device.
   ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
-             std::function<void()> on_copied);
+             SlotGroup* encoded, std::function<void()> on_copied);
 
   // are_posted: not into slots, but where the receiver has posted a place.
   void place_into(std::unique_ptr<SharedMemory> memory, bool are_posted);
@@ -74,9 +75,12 @@ class ItemCopier {
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;
   [[nodiscard]] CopyRange next_copy(const SendItem& item) const;
+  // Whether the tensor whose turn it is travels encoded.
+  [[nodiscard]] bool is_encoded(const SendItem& item) const;
   void copy_here(SendItem& item);
   void enqueue_copy(SendItem& item);
-  void enqueue_encoding(SendItem& item);
+  void enqueue_encoding(SendItem& item, std::byte* to);
+  void pass_tensor(SendItem& item);
   void note_copied(SendItem& item, std::size_t num_chunks);
   void tell_when_copied(SendItem& item, std::size_t num_chunks);
   void make_streams();
@@ -86,6 +90,7 @@ class ItemCopier {
   SlotGroup* const staging_;            // null when the wire reads the tensors
   const std::vector<Lease> residuals_;  // of the items in turn; empty when the codec keeps none
   std::size_t num_started_ = 0;         // items, where there are residuals
+  const Lease encoded_;  // in the copy stream's order; invalid where nothing is encoded on a device
   const std::function<void()> on_copied_;
   std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared, or was let go
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded

@@ -11,13 +11,14 @@ namespace pipedream {
 
 ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                                SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
-                               const SharedMemory* shared)
+                               const SharedMemory* shared, SlotGroup* encoded)
     : options_(std::move(options)),
       layout_(options_.spec, options_.codec),
       transport_(transport),
       wakeup_(wakeup),
       slots_(slots),
       staging_(staging),
+      encoded_(encoded != nullptr ? encoded->lease() : Lease()),
       shared_(shared),
       received_slots_(
           std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
@@ -355,13 +356,19 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
       staging_ == nullptr ? tensor : received.staging.data() + layout_.offset_bytes(tensor_index_);
   if (!payload.empty()) std::memcpy(wire + tensor_offset_, payload.data(), payload.size());
   const std::size_t num_bytes = payload.size() + header.placed_bytes;
-  if (staging_ != nullptr && num_bytes > 0 && header.codec == CodecKind::kNone) {
-    copy_stream_->copy(tensor + tensor_offset_, wire + tensor_offset_, num_bytes);
+  std::byte* const copy = header.codec == CodecKind::kNone ? tensor : encoded_at(tensor_index_);
+  if (staging_ != nullptr && num_bytes > 0 && copy != nullptr) {
+    copy_stream_->copy(copy + tensor_offset_, wire + tensor_offset_, num_bytes);
   }
   note_arrival(num_bytes);
   tensor_offset_ += num_bytes;
   num_chunks_received_.fetch_add(1, std::memory_order_relaxed);
   num_placed_bytes_.fetch_add(header.placed_bytes, std::memory_order_relaxed);
+}
+
+// Where the device decodes from; null when that is the staging buffer.
+std::byte* ReceiveChannel::encoded_at(std::size_t tensor_index) const {
+  return encoded_.valid() ? encoded_.data() + layout_.offset_bytes(tensor_index) : nullptr;
 }
 
 // What came with the first chunk was under way before it: as long as its share of the rest.
@@ -403,6 +410,7 @@ std::optional<std::string> ReceiveChannel::finish_tensor(const FrameHeader& head
     if (auto what = encoding_violation(work.codec, work.dtype, work.num_elements, encoded)) {
       return "tensor " + std::to_string(tensor_index_) + ": " + *what;
     }
+    if (std::byte* const copied = encoded_at(tensor_index_)) work.encoded = copied;
     stream_codec_->decode(*copy_stream_, work);
   }
   num_tensor_bytes_.fetch_add(tensor.size_bytes(), std::memory_order_relaxed);

@@ -62,10 +62,11 @@ class ReceiveChannel final : public LinkHandler {
   // as many slots of WireLayout::slot_bytes(). compute_stream: what the items are read on; null on the host.
   // All outlive the channel and its items. shared: what the slots that the wire writes lie in, when the
   // sender may write there itself; outlives the channel. When it is device memory there is no staging, and
-  // every item is placed.
+  // every item is placed. encoded: a slot as large as staging's, from which the device decodes; null where it
+  // decodes from staging at once.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                  SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
-                 const SharedMemory* shared = nullptr);
+                 const SharedMemory* shared = nullptr, SlotGroup* encoded = nullptr);
   ~ReceiveChannel() override;
 
   void attach(Link& link) { link_.store(&link); }
@@ -113,6 +114,7 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] std::optional<std::string> misplaced(const FrameHeader& header) const;
   [[nodiscard]] std::optional<std::string> unplanned(const FrameHeader& header) const;
   [[nodiscard]] Failure broken(const std::string& what) const;
+  [[nodiscard]] std::byte* encoded_at(std::size_t tensor_index) const;
   void land(const FrameHeader& header, std::span<const std::byte> payload);
   [[nodiscard]] std::optional<std::string> finish_tensor(const FrameHeader& header);
   void note_arrival(std::size_t num_bytes);
@@ -142,7 +144,8 @@ class ReceiveChannel final : public LinkHandler {
   Wakeup& wakeup_;
   SlotGroup& slots_;
   SlotGroup* const staging_;
-  const SharedMemory* const shared_;                                 // null when the memory is not shared
+  const Lease encoded_;               // of the item being received, in the copy stream's order
+  const SharedMemory* const shared_;  // null when the memory is not shared
   const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by the device's slots
   std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged, and no grant waits for readers

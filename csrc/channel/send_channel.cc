@@ -8,7 +8,7 @@
 namespace pipedream {
 
 SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
-                         SlotGroup* staging, SlotGroup* residual)
+                         SlotGroup* staging, SlotGroup* residual, SlotGroup* encoded)
     : options_(std::move(options)),
       layout_(options_.spec, options_.codec),
       transport_(transport),
@@ -16,7 +16,7 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       queue_(options_.num_items_max + kNumSpareItems, layout_),
       record_(options_.chunk_bytes, options_.num_transfers_kept),
       started_(options_.num_items_max + kNumSpareItems),
-      copier_(layout_, device, staging, residual, [this] { schedule_pump(); }) {
+      copier_(layout_, device, staging, residual, encoded, [this] { schedule_pump(); }) {
   PD_CHECK(options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
   PD_CHECK(options_.num_items_max > 0, options_.name);
 }

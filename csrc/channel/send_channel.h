@@ -70,9 +70,10 @@ class SendChannel final : public LinkHandler {
  public:
   // staging: null when the wire reads the tensors. Otherwise slots of WireLayout::slot_bytes(), and the
   // device whose copy stream fills them. residual: slots of WireLayout::residual_bytes(), zeroed, which the
-  // items use in turn; null when the codec keeps none. All outlive the channel.
+  // items use in turn; null when the codec keeps none. encoded: a slot as large as staging's, in which the
+  // device encodes; null where it encodes into staging at once. All outlive the channel.
   SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
-              SlotGroup* staging, SlotGroup* residual = nullptr);
+              SlotGroup* staging, SlotGroup* residual = nullptr, SlotGroup* encoded = nullptr);
   ~SendChannel() override;  // the transport has been shut down
 
   // From now on items are written into the receiver's slots, which lie in this memory. Where it is device

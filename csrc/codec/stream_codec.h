@@ -17,7 +17,8 @@ class StreamCodec {
   StreamCodec& operator=(const StreamCodec&) = delete;
   virtual ~StreamCodec() = default;
 
-  // values and residual: device memory. encoded: device memory, or on a CUDA device pinned host memory too.
+  // values and residual: device memory. encoded: device memory, or on a CUDA device pinned host memory too,
+  // which is slow.
   virtual void encode(Stream& stream, const CodecWork& work) = 0;
   virtual void decode(Stream& stream, const CodecWork& work) = 0;
 };

@@ -46,11 +46,11 @@ void Worker::seal() {
     }
     receiver.channel = std::make_unique<ReceiveChannel>(
         channel_options(receiver.spec), *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
-        receiver.spec.on_device ? compute_stream_.get() : nullptr, receiver.shared);
+        receiver.spec.on_device ? compute_stream_.get() : nullptr, receiver.shared, receiver.encoded);
   }
   for (auto& [name, sender] : senders_) {
     sender.channel = std::make_unique<SendChannel>(channel_options(sender.spec), *transport_, wakeup_,
-                                                   *device_, sender.staging, sender.residual);
+                                                   *device_, sender.staging, sender.residual, sender.encoded);
   }
 }
 

@@ -165,6 +165,7 @@ class Worker {
     ChannelSpec spec;
     SlotGroup* staging = nullptr;
     SlotGroup* residual = nullptr;
+    SlotGroup* encoded = nullptr;
     std::unique_ptr<SendChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
     std::int64_t num_items_sent = 0;
@@ -173,6 +174,7 @@ class Worker {
     ChannelSpec spec;
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
+    SlotGroup* encoded = nullptr;
     SharedMemory* shared = nullptr;  // what the wire's slots lie in, the pool's; null when private
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
@@ -184,6 +186,8 @@ class Worker {
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool shares_memory() const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
+  // Null where nothing is encoded on a device.
+  [[nodiscard]] SlotGroup* add_encoded(const ChannelSpec& spec);
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
   [[nodiscard]] SharedMemoryUse posted_use() const;

@@ -46,6 +46,12 @@ PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
           MemoryKind::kStaging};
 }
 
+SlotGroup* Worker::add_encoded(const ChannelSpec& spec) {
+  const WireLayout layout(spec.item, spec.codec);
+  if (!layout.encodes() || device_->device_memory_is_host_memory()) return nullptr;
+  return &pool_->add({"encoded, " + spec.name, layout.slot_bytes(), 1, MemoryKind::kDevice});
+}
+
 LinkIdentity Worker::identity(std::uint32_t channel_id) const {
   return {options_.run_id, options_.incarnation, channel_id};
 }
@@ -85,6 +91,7 @@ void Worker::add_receive_channel(const ChannelSpec& spec) {
   }
   receiver.slots = &pool_->add(std::move(slots));
   if (is_staged(spec)) receiver.staging = &pool_->add(std::move(staging));
+  receiver.encoded = add_encoded(spec);
 }
 
 void Worker::add_send_channel(const ChannelSpec& spec) {
@@ -92,6 +99,7 @@ void Worker::add_send_channel(const ChannelSpec& spec) {
   Sender& sender = senders_[spec.name];
   sender.spec = spec;
   if (is_staged(spec)) sender.staging = &pool_->add(staging_term(spec));
+  sender.encoded = add_encoded(spec);
   const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
   if (residual_bytes > 0) {  // zero at first, so not poisoned
     sender.residual = &pool_->add({"residual, " + spec.name, residual_bytes, spec.num_residuals,

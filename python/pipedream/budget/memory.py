@@ -68,7 +68,8 @@ TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
 
 _SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
-_STAGING, _RESIDUAL = "staging, ", "residual, "  # csrc/stage/worker.cc, before the channel's name
+# csrc/stage/worker_channels.cc, before the channel's name.
+_STAGING, _RESIDUAL, _ENCODED = "staging, ", "residual, ", "encoded, "
 _NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
 _NO_LIMIT = 1 << 60
 _PERIOD_MAX = 1 << 12  # minibatches that are looked at
@@ -137,7 +138,7 @@ class MemoryPlan:
         """The predicted terms."""
         terms: Terms = {}
         for channel in self.channels:
-            terms |= channel_terms(channel, self.rank)
+            terms |= channel_terms(channel, self.rank, self.device_type)
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
             resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
@@ -402,12 +403,15 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
     return "not measured" if num_bytes is None else format_bytes(num_bytes)
 
 
-def channel_terms(channel: RunChannel, rank: int) -> Terms:
-    """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies."""
+def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
+    """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies; a GPU
+    encodes in its own memory."""
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
     terms: Terms = {}
+    if encodes and device_type != "cpu":
+        terms[_ENCODED + channel.name] = slot_bytes(wire_bytes)
     if channel.receiver == rank:
         terms[channel.name] = 0 if channel.posted_into else channel.num_slots * slot_bytes(item_bytes)
         if encodes:

@@ -75,7 +75,7 @@ class SparePool:
         run, optimizer = self._run, self._optimizer
         terms: dict[str, int] = {}
         for channel in channels:
-            terms |= channel_terms(channel, run.rank)
+            terms |= channel_terms(channel, run.rank, "cpu")
         if optimizer.is_native:
             state_bytes, step_bytes = 0, native_step_bytes(self._stage, optimizer.num_parameters)
         else:

@@ -179,6 +179,9 @@ class ChannelPair : public testing::Test {
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
     send_staging_ =
         staged() ? &pool.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging}) : nullptr;
+    encoded_ = on_device() && layout.encodes()
+                   ? &pool.add({"encoded", layout.slot_bytes(), 2, MemoryKind::kDevice})
+                   : nullptr;
     residual_ = &pool.add({"residual", layout.residual_bytes(), sizes.num_residuals, MemoryKind::kDevice,
                            /*poison=*/false});
   }
@@ -196,9 +199,9 @@ class ChannelPair : public testing::Test {
   // The terms are there.
   void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
     if (computes_apart && !compute_stream_) compute_stream_ = device_->make_stream();
-    receiver_ =
-        std::make_unique<ReceiveChannel>(receiver_options(spec, sizes), *receiving_, receiver_wakeup_,
-                                         *device_, *slots_, receive_staging_, compute_stream_.get(), shared_);
+    receiver_ = std::make_unique<ReceiveChannel>(receiver_options(spec, sizes), *receiving_, receiver_wakeup_,
+                                                 *device_, *slots_, receive_staging_, compute_stream_.get(),
+                                                 shared_, encoded_);
     receiver_link_ = &receiving_->listen(link_options("stage 0 (rank 0)"), *receiver_);
     receiver_->attach(*receiver_link_);
   }
@@ -213,7 +216,7 @@ class ChannelPair : public testing::Test {
   }
   void make_sender(const ItemSpec& spec, const Sizes& sizes, const std::string& endpoint) {
     sender_ = std::make_unique<SendChannel>(channel_options(spec, sizes), *sending_, sender_wakeup_, *device_,
-                                            send_staging_, residual_);
+                                            send_staging_, residual_, encoded_);
     if (shared_ != nullptr) {
       const SharedMemoryUse use = shared_use(WireLayout(spec, sizes.codec).slot_bytes());
       sender_->place_into(shared_->on_device() ? SharedMemory::open_on(*device_, shared_->address(), use)
@@ -256,6 +259,7 @@ class ChannelPair : public testing::Test {
     std::vector<std::byte> bytes;
     for (const std::vector<std::byte>& tensor : content.bytes) {
       bytes.insert(bytes.end(), tensor.begin(), tensor.end());
+      bytes.resize(aligned(bytes.size()));
     }
     const std::shared_ptr<Memory> memory = upload(*device_, *upload_stream_, std::move(bytes));
     using Owners = std::pair<std::shared_ptr<void>, std::shared_ptr<Memory>>;
@@ -263,10 +267,12 @@ class ChannelPair : public testing::Test {
     std::byte* data = memory->data();
     for (TensorView& tensor : there.tensors) {
       tensor.data = data;
-      data += tensor.size_bytes();
+      data += aligned(tensor.size_bytes());
     }
     return there;
   }
+  // For any dtype.
+  static std::size_t aligned(std::size_t num_bytes) { return (num_bytes + 15) / 16 * 16; }
   void send_one_tensor(std::int64_t minibatch) {
     send(minibatch, one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
   }
@@ -355,6 +361,7 @@ class ChannelPair : public testing::Test {
   SlotGroup* receive_staging_ = nullptr;
   SlotGroup* send_staging_ = nullptr;
   SlotGroup* residual_ = nullptr;
+  SlotGroup* encoded_ = nullptr;
   const SharedMemory* shared_ = nullptr;
   std::string transport_;
   DataPath data_path_ = DataPath::kDirect;

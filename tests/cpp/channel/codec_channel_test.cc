@@ -14,6 +14,10 @@
 #include "channel/channels.h"
 #include "codec/encoding.h"
 
+#if defined(PD_CUDA_STUB)
+#include "cuda_stub/cuda_stub.h"
+#endif
+
 namespace pipedream {
 namespace {
 
@@ -67,6 +71,20 @@ class CodecChannels : public ChannelPair, public testing::WithParamInterface<Cas
  protected:
   void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   [[nodiscard]] static Codec codec() { return codec_from_name(std::get<2>(GetParam())); }
+  // What a sender keeps, in the memory of its device.
+  [[nodiscard]] std::vector<std::byte> read(std::span<const std::byte> kept) {
+    if (on_device()) return read_bytes(*upload_stream_, kept.data(), kept.size());
+    return {kept.begin(), kept.end()};
+  }
+  void write(std::span<std::byte> kept, const std::vector<std::byte>& bytes) {
+    if (!on_device()) {
+      std::ranges::copy(bytes, kept.begin());
+      return;
+    }
+    const auto from = pinned(bytes);
+    upload_stream_->copy(kept.data(), from->data(), bytes.size());
+    upload_stream_->synchronize();
+  }
 };
 
 TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
@@ -149,7 +167,7 @@ TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
     ASSERT_EQ(kept[0].size(), 2U);
     EXPECT_TRUE(kept[0][0].empty());
     ASSERT_EQ(kept[0][1].size(), residual.size());
-    std::ranges::copy(residual, kept[0][1].begin());
+    write(kept[0][1], residual);
   }
   auto integer = std::make_shared<Content>();
   integer->add(DType::kInt64, {1}, 3);
@@ -160,7 +178,7 @@ TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
   expect_equal(take(), expected);
   ASSERT_TRUE(sender_->wait_until_sent(patience()));  // orders what has been kept before us
   if (keeps) {
-    EXPECT_TRUE(std::ranges::equal(kept[0][1], residual));
+    EXPECT_EQ(read(kept[0][1]), residual);
   }
 }
 
@@ -174,6 +192,36 @@ INSTANTIATE_TEST_SUITE_P(DataPaths, CodecChannels,
                                           testing::Values(DataPath::kStaged, DataPath::kPlacedStaged),
                                           testing::Values("none", "bf16", "fp16", "int8", "topk:0.05")),
                          case_name);
+
+std::vector<DataPath> cuda_paths() {
+  if (!cuda_available()) return {};
+  return {DataPath::kCudaStaged, DataPath::kCudaPlacedStaged};
+}
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CodecChannels);
+INSTANTIATE_TEST_SUITE_P(Cuda, CodecChannels,
+                         testing::Combine(testing::Values("zmq"), testing::ValuesIn(cuda_paths()),
+                                          testing::Values("bf16", "int8", "topk:0.05")),
+                         case_name);
+
+#if defined(PD_CUDA_STUB)
+class EncodingOnADevice : public ChannelPair, public testing::WithParamInterface<DataPath> {};
+
+TEST_P(EncodingOnADevice, NoKernelReadsOrWritesHostMemory) {
+  take_data_path("zmq", GetParam());
+  const ItemSpec spec({{DType::kFloat32, 1, 4000}, {DType::kFloat64, 1, 8000}});
+  make_channels(spec, {.num_slots = 3, .chunk_bytes = 300, .codec = codec_from_name("int8")});
+  const std::uint64_t num_before = cuda_stub::num_kernels_on_host_memory();
+  for (std::uint32_t minibatch = 0; minibatch < 3; ++minibatch) {
+    send(minibatch,
+         joined({normal_floats<float>({1000}, minibatch), normal_floats<double>({1000}, minibatch)}));
+    (void)take();
+  }
+  EXPECT_EQ(cuda_stub::num_kernels_on_host_memory(), num_before);
+}
+
+INSTANTIATE_TEST_SUITE_P(DataPaths, EncodingOnADevice, testing::ValuesIn(cuda_paths()),
+                         [](const auto& parameter) { return data_path_name(parameter.param); });
+#endif
 
 // ---- What no codec makes ----
 

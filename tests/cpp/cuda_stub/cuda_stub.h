@@ -61,6 +61,9 @@ void set_driver_version(int version);
 std::uint64_t num_calls(const std::string& call);
 // Kernels that their first launch has loaded: on a device that waits for all that is enqueued.
 std::uint64_t num_late_loads();
+// Kernels that were given an address in pinned host memory: on a device their reads and writes cross the bus
+// one by one.
+std::uint64_t num_kernels_on_host_memory();
 
 // How long operations are late at most, microseconds; 0 is never.
 void set_delay_us_max(unsigned delay_us_max);

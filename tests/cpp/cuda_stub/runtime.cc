@@ -105,6 +105,7 @@ struct Driver {
   std::map<std::string, Fault> faults;
   std::set<std::pair<int, const void*>> loaded;  // kernels, by their device
   std::uint64_t num_late_loads = 0;
+  std::uint64_t num_kernels_on_host_memory = 0;
   std::map<int, int> capabilities;  // of devices that are not as kCapability
   int driver_version = CUDART_VERSION;
   int num_captures = 0;
@@ -463,6 +464,12 @@ std::uint64_t num_late_loads() {
   return all.num_late_loads;
 }
 
+std::uint64_t num_kernels_on_host_memory() {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  return all.num_kernels_on_host_memory;
+}
+
 void set_delay_us_max(unsigned delay_us_max) { driver().delay_us_max = delay_us_max; }
 
 void launch_grid(const void* function, const dim3& grid, unsigned block_threads, cudaStream_t stream,
@@ -480,6 +487,11 @@ void launch_grid(const void* function, const dim3& grid, unsigned block_threads,
     return;
   }
   if (all.loaded.insert({own_device, function}).second) ++all.num_late_loads;
+  const auto is_on_host = [&](std::uint64_t argument) {
+    const auto found = find_range(all.registered, argument);
+    return found != all.registered.end() && argument < found->first + found->second;
+  };
+  if (std::any_of(arguments.begin(), arguments.end(), is_on_host)) ++all.num_kernels_on_host_memory;
   enqueue(given,
           [grid, block_threads, kernel = std::move(kernel)] {
             const std::lock_guard one(driver().kernels);

@@ -226,6 +226,33 @@ TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
   EXPECT_LE(num_streams() - num_before, 6U);  // and two of the framework: 8, CUDA_DEVICE_MAX_CONNECTIONS
 }
 
+// As python/pipedream/budget/memory.py counts it.
+TEST(DeviceOfAWorker, HasRoomForOneEncodedItemOfEachEndOfAChannel) {
+  WorkerOptions options;
+  options.device = "cuda:0";
+  options.transport = "inproc";
+  Worker worker(options);
+  ChannelSpec spec;
+  spec.item = ItemSpec({{DType::kFloat32, 1, 4000}});
+  spec.num_items = 3;
+  spec.name = "plain";
+  worker.add_send_channel(spec);
+  spec.codec = codec_from_name("bf16");
+  spec.name = "activations";
+  worker.add_send_channel(spec);
+  spec.name = "gradients";
+  worker.add_receive_channel(spec);
+  std::vector<std::string> names;
+  for (const TermReport& term : worker.pool()->report()) {
+    if (!term.name.starts_with("encoded, ")) continue;
+    names.push_back(term.name);
+    EXPECT_EQ(term.kind, MemoryKind::kDevice);
+    EXPECT_EQ(term.slot_bytes, 2048U);  // whole alignments
+    EXPECT_EQ(term.num_slots, 1);
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"encoded, activations", "encoded, gradients"}));
+}
+
 TEST(DeviceOfAWorker, HasTheKernelsOfTheOptimizersLoaded) {
   const std::uint64_t num_before = cuda_stub::num_calls("cudaFuncGetAttributes");
   EXPECT_EQ(make_device("cuda:0")->index(), 0);

@@ -18,6 +18,7 @@ from pipedream.budget.memory import (
     STASH,
     WEIGHT_VERSIONS,
     MemoryPlan,
+    channel_terms,
     choose_savings,
 )
 from pipedream.budget.offload import (
@@ -501,3 +502,24 @@ def test_channels_in_host_memory_do_not_count_on_a_gpu(device_type: str, counted
     memory = _plan_of(device_type, weight_mib=10, channels=[channel])
     assert memory.counted_bytes() == counted
     assert replace(memory, channels=[replace(channel, on_device=True)]).counted_bytes() == 60 * _MIB + 512
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_has_room_for_an_encoded_item_of_each_channel(rank: int) -> None:
+    channel = RunChannel(
+        name="activations",
+        channel_id=0,
+        sender=1,
+        receiver=0,
+        tensors=[("float32", 1, 4000)],
+        num_slots=2,
+        num_unsent_max=2,
+        num_microbatches=1,
+        on_device=True,
+        codec="bf16",
+    )
+    on_gpu, on_host = (channel_terms(channel, rank, device_type) for device_type in ("cuda", "cpu"))
+    assert on_gpu == on_host | {"encoded, activations": 2048}
+    memory = _plan_of("cuda", weight_mib=10, channels=[channel])
+    received_bytes = 2 * 4096
+    assert memory.counted_bytes() == 60 * _MIB + received_bytes + 2048
