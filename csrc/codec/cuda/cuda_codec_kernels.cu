@@ -2,13 +2,14 @@
 // be pinned host memory. See codec_math.h for the arithmetic; compiled without contraction, so that it is
 // the host's to the bit.
 //
-// topk, in stream order:
-//   1 add     residual += values
-//   2 count   keys by their next digit; of keys in the bucket so far
-//   3 narrow  to the bucket of the last chosen key; 2 and 3 for every digit, without work once it is final
-//   4 part    how many are above the key, and how many equal, in each part of the tensor
-//   5 offset  the same of all parts before
-//   6 gather  each part writes its own, in order; the residual loses what was sent, and what is not finite
+// topk, in stream order, a launch each:
+//   1 count   keys by their next digit, of keys in the bucket so far; once per digit, without work once the
+//             bucket is chosen as a whole. The first adds the values to the residual on its way
+//   2 part    how many are above the last chosen key, and how many equal it, in each part of the tensor
+//   3 gather  each part writes its own, in order; the residual loses what was sent, and what is not finite
+//
+// Each block finds by itself what it needs of all blocks of the launch before: the bucket after a digit, and
+// the sums of the parts before its own. So no launch of one block comes between.
 #include <cuda_runtime_api.h>
 
 #include "codec/cuda/cuda_codec_kernels.h"
@@ -25,8 +26,9 @@ constexpr unsigned kAllLanes = 0xffffffffU;
 constexpr std::size_t kNumBlocksMax = 4096;
 // A histogram per block is added to the whole one: few blocks.
 constexpr std::size_t kNumCountBlocksMax = 512;
-constexpr unsigned kScanThreads = 1024;
-static_assert(kTopKPartsMax == kScanThreads && kTopKBuckets == 2 * kScanThreads);
+constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // when a block looks for the chosen one
+constexpr unsigned kGroupThreads = 16;
+static_assert(kBlockThreads == kGroupThreads * kGroupThreads);
 
 __device__ std::size_t first_index() {
   return static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -158,70 +160,78 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // ---- topk ----
 
-template <class T>
-__global__ void __launch_bounds__(kBlockThreads) topk_add_kernel(TopKEncode<T> work, TopKScratch* scratch) {
-  for (std::size_t i = first_index(); i < work.num_elements; i += index_stride())
-    work.residual[i] += number_of(work.values[i]);
-  if (first_index() != 0) return;
-  scratch->key = 0;
-  scratch->num_equal_max = static_cast<std::uint32_t>(work.num_chosen);
-  scratch->is_final = 0;
+// The sum of `value` over the threads of the block before this one. Once in a kernel.
+__device__ std::uint32_t sum_before_thread(std::uint32_t value) {
+  __shared__ std::uint32_t sums[kBlockThreads];
+  __shared__ std::uint32_t group_sums[kGroupThreads];
+  sums[threadIdx.x] = value;
+  __syncthreads();
+  if (threadIdx.x < kGroupThreads) {
+    std::uint32_t sum = 0;
+    for (unsigned i = 0; i < kGroupThreads; ++i) sum += sums[threadIdx.x * kGroupThreads + i];
+    group_sums[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  const unsigned group = threadIdx.x / kGroupThreads;
+  std::uint32_t sum = 0;
+  for (unsigned i = 0; i < group; ++i) sum += group_sums[i];
+  for (unsigned i = group * kGroupThreads; i < threadIdx.x; ++i) sum += sums[i];
+  return sum;
 }
 
-// The digit is of the bits below shift_before, from shift on. scratch->counts are 0 before.
-template <class Number>
+// The bucket of the last chosen key after so many digits, the last of which begins at bit `shift`: by the
+// counts of that one. Once in a kernel.
+__device__ TopKBucket narrow(unsigned num_digits, int shift, TopKScratch* scratch) {
+  __shared__ TopKBucket found;
+  const TopKBucket before = scratch->buckets[num_digits - 1];
+  const std::uint32_t* const counts = scratch->counts[num_digits - 1];
+  if (before.is_final != 0) {
+    if (first_index() == 0) scratch->buckets[num_digits] = before;
+    return before;
+  }
+  // The first thread has the highest buckets.
+  const unsigned end = static_cast<unsigned>(kTopKBuckets) - threadIdx.x * kThreadBuckets;
+  std::uint32_t num_own = 0;
+  for (unsigned i = 1; i <= kThreadBuckets; ++i) num_own += counts[end - i];
+  std::uint32_t num_before = sum_before_thread(num_own);
+  const std::uint32_t num_wanted = before.num_equal_max;
+  if (num_before < num_wanted && num_wanted <= num_before + num_own) {
+    unsigned bucket = end - 1;
+    for (; num_before + counts[bucket] < num_wanted; --bucket) num_before += counts[bucket];
+    const std::uint32_t num_left = num_wanted - num_before;
+    found.key = before.key | static_cast<std::uint64_t>(bucket) << shift;
+    found.num_equal_max = num_left;
+    found.is_final = num_left == counts[bucket] ? 1U : 0U;
+    if (blockIdx.x == 0) scratch->buckets[num_digits] = found;
+  }
+  __syncthreads();
+  return found;
+}
+
+// digit: counted from 0; of the bits below shift_before, from shift on. Its counts are 0 before.
+template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_count_kernel(std::size_t num_elements, const Number* residual, int shift_before, int shift,
-                      TopKScratch* scratch) {
-  using Bits = typename FloatLayout<Number>::Bits;
-  if (scratch->is_final != 0) return;
+    topk_count_kernel(TopKEncode<T> work, unsigned digit, int shift_before, int shift, TopKScratch* scratch) {
+  using Bits = typename FloatLayout<NumberOf<T>>::Bits;
   __shared__ std::uint32_t counts[kTopKBuckets];
   for (unsigned bucket = threadIdx.x; bucket < kTopKBuckets; bucket += kBlockThreads) counts[bucket] = 0;
+  const bool is_first = digit == 0;
+  TopKBucket chosen = {0, static_cast<std::uint32_t>(work.num_chosen), 0};
+  if (!is_first) chosen = narrow(digit, shift_before, scratch);
+  if (is_first && first_index() == 0) scratch->buckets[0] = chosen;
+  if (chosen.is_final != 0) return;
   __syncthreads();
-  const Bits prefix = static_cast<Bits>(scratch->key) >> shift_before;
+  const Bits prefix = static_cast<Bits>(chosen.key) >> shift_before;
   const Bits digit_mask = (Bits{1} << (shift_before - shift)) - 1;
-  for (std::size_t i = first_index(); i < num_elements; i += index_stride()) {
-    const Bits key = magnitude_key(residual[i]);
+  for (std::size_t i = first_index(); i < work.num_elements; i += index_stride()) {
+    if (is_first) work.residual[i] += number_of(work.values[i]);
+    const Bits key = magnitude_key(work.residual[i]);
     if (key >> shift_before == prefix) atomicAdd(&counts[(key >> shift) & digit_mask], 1U);
   }
   __syncthreads();
   for (unsigned bucket = threadIdx.x; bucket < kTopKBuckets; bucket += kBlockThreads) {
-    if (counts[bucket] != 0) atomicAdd(&scratch->counts[bucket], counts[bucket]);
+    if (counts[bucket] != 0) atomicAdd(&scratch->counts[digit][bucket], counts[bucket]);
   }
-}
-
-// The sum of `value` over the threads up to this one, of kScanThreads.
-__device__ std::uint32_t sum_up_to_thread(std::uint32_t value) {
-  __shared__ std::uint32_t sums[kScanThreads];
-  sums[threadIdx.x] = value;
-  __syncthreads();
-  for (unsigned width = 1; width < kScanThreads; width *= 2) {
-    const std::uint32_t before = threadIdx.x >= width ? sums[threadIdx.x - width] : 0U;
-    __syncthreads();
-    sums[threadIdx.x] += before;
-    __syncthreads();
-  }
-  return sums[threadIdx.x];  // its own place: whoever comes again may write there
-}
-
-// One block. Each thread has two buckets, the first thread the two highest.
-__global__ void __launch_bounds__(kScanThreads) topk_narrow_kernel(int shift, TopKScratch* scratch) {
-  if (scratch->is_final != 0) return;
-  const unsigned upper = static_cast<unsigned>(kTopKBuckets) - 1 - 2 * threadIdx.x;
-  const std::uint32_t num_upper = scratch->counts[upper];
-  const std::uint32_t num_lower = scratch->counts[upper - 1];
-  const std::uint32_t num_wanted = scratch->num_equal_max;
-  const std::uint64_t key = scratch->key;
-  const std::uint32_t num_so_far = sum_up_to_thread(num_upper + num_lower);  // a barrier: all have read
-  scratch->counts[upper] = 0;
-  scratch->counts[upper - 1] = 0;
-  const std::uint32_t num_before = num_so_far - num_upper - num_lower;
-  if (num_wanted <= num_before || num_wanted > num_so_far) return;
-  const bool in_upper = num_wanted <= num_before + num_upper;
-  const std::uint32_t num_left = num_wanted - num_before - (in_upper ? 0U : num_upper);
-  scratch->key = key | static_cast<std::uint64_t>(in_upper ? upper : upper - 1) << shift;
-  scratch->num_equal_max = num_left;
-  scratch->is_final = num_left == (in_upper ? num_upper : num_lower) ? 1U : 0U;
 }
 
 // A part is the same elements in both kernels that work by parts: a block each, kBlockThreads at a time.
@@ -240,13 +250,14 @@ __device__ Part part_of_block(std::size_t num_elements) {
 
 template <class Number>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_part_kernel(std::size_t num_elements, const Number* residual, TopKScratch* scratch) {
+    topk_part_kernel(std::size_t num_elements, const Number* residual, unsigned num_digits,
+                     TopKScratch* scratch) {
   using Bits = typename FloatLayout<Number>::Bits;
   __shared__ std::uint32_t num_above;
   __shared__ std::uint32_t num_equal;
   if (threadIdx.x == 0) num_above = num_equal = 0;
+  const Bits threshold = static_cast<Bits>(narrow(num_digits, 0, scratch).key);
   __syncthreads();
-  const Bits threshold = static_cast<Bits>(scratch->key);
   const Part part = part_of_block(num_elements);
   std::uint32_t own_above = 0;
   std::uint32_t own_equal = 0;
@@ -263,16 +274,28 @@ __global__ void __launch_bounds__(kBlockThreads)
   scratch->num_equal[blockIdx.x] = num_equal;
 }
 
-// One block, a thread per part.
-__global__ void __launch_bounds__(kScanThreads) topk_offset_kernel(unsigned num_parts, TopKScratch* scratch) {
-  const bool has_part = threadIdx.x < num_parts;
-  const std::uint32_t num_above = has_part ? scratch->num_above[threadIdx.x] : 0U;
-  const std::uint32_t num_equal = has_part ? scratch->num_equal[threadIdx.x] : 0U;
-  const std::uint32_t above_so_far = sum_up_to_thread(num_above);
-  const std::uint32_t equal_so_far = sum_up_to_thread(num_equal);
-  if (!has_part) return;
-  scratch->num_above[threadIdx.x] = above_so_far - num_above;
-  scratch->num_equal[threadIdx.x] = equal_so_far - num_equal;
+// Keys in some parts: above the last chosen one, and equal to it.
+struct PartSums {
+  std::uint32_t num_above;
+  std::uint32_t num_equal;
+};
+
+// Of the parts before the block's. Once in a kernel.
+__device__ PartSums sums_before_part(const TopKScratch* scratch) {
+  __shared__ std::uint32_t num_above;
+  __shared__ std::uint32_t num_equal;
+  if (threadIdx.x == 0) num_above = num_equal = 0;
+  __syncthreads();
+  std::uint32_t own_above = 0;
+  std::uint32_t own_equal = 0;
+  for (unsigned part = threadIdx.x; part < blockIdx.x; part += kBlockThreads) {
+    own_above += scratch->num_above[part];
+    own_equal += scratch->num_equal[part];
+  }
+  atomicAdd(&num_above, own_above);
+  atomicAdd(&num_equal, own_equal);
+  __syncthreads();
+  return {num_above, num_equal};
 }
 
 // How many threads of the block before this one say yes; the block's sum is added to *total. Both of
@@ -293,15 +316,17 @@ __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums,
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_gather_kernel(TopKEncode<T> work, const TopKScratch* scratch) {
+    topk_gather_kernel(TopKEncode<T> work, unsigned num_digits, TopKScratch* scratch) {
   using Number = NumberOf<T>;
   using Bits = typename FloatLayout<Number>::Bits;
   __shared__ std::uint32_t above_sums[kBlockWarps];
   __shared__ std::uint32_t equal_sums[kBlockWarps];
-  const Bits threshold = static_cast<Bits>(scratch->key);
-  const std::uint32_t num_equal_max = scratch->num_equal_max;
-  std::uint32_t num_above = scratch->num_above[blockIdx.x];
-  std::uint32_t num_equal = scratch->num_equal[blockIdx.x];
+  const Bits threshold = static_cast<Bits>(scratch->buckets[num_digits].key);
+  const std::uint32_t num_equal_max = scratch->buckets[num_digits].num_equal_max;
+  auto [num_above, num_equal] = sums_before_part(scratch);
+  // For the next encoding: nobody reads them any more.
+  for (std::size_t i = first_index(); i < num_digits * kTopKBuckets; i += index_stride())
+    scratch->counts[i / kTopKBuckets][i % kTopKBuckets] = 0;
   const Part part = part_of_block(work.num_elements);
   for (std::size_t row = part.first; row < part.end; row += kBlockThreads) {
     const std::size_t i = row + threadIdx.x;
@@ -338,10 +363,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class T>
 cudaError_t load_kernels_of() {
-  using Number = NumberOf<T>;
-  return load_kernels(encode_int8_kernel<T>, decode_int8_kernel<T>, topk_add_kernel<T>,
-                      topk_count_kernel<Number>, topk_part_kernel<Number>, topk_gather_kernel<T>,
-                      topk_scatter_kernel<T>);
+  return load_kernels(encode_int8_kernel<T>, decode_int8_kernel<T>, topk_count_kernel<T>,
+                      topk_part_kernel<NumberOf<T>>, topk_gather_kernel<T>, topk_scatter_kernel<T>);
 }
 
 template <class T>
@@ -358,7 +381,7 @@ int load_codec_kernels() {
         load_kernels_of<double>, load_kernels_of<BFloat16>, load_kernels_of<Float16>}) {
     if (const cudaError_t status = load(); status != cudaSuccess) return status;
   }
-  return load_kernels(topk_narrow_kernel, topk_offset_kernel);
+  return cudaSuccess;
 }
 
 template <class T>
@@ -411,22 +434,19 @@ int launch_decode_int8(std::size_t num_elements, const std::byte* encoded, T* va
 template <class T>
 int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uintptr_t stream) {
   using Number = NumberOf<T>;
-  const std::size_t num_elements = work.num_elements;
-  const unsigned num_count_blocks = num_blocks_for(num_elements, kNumCountBlocksMax);
-  const unsigned num_parts = num_blocks_for(num_elements, kTopKPartsMax);
-  PD_LAUNCH((topk_add_kernel<T>), num_blocks_for(num_elements), kBlockThreads, stream_of(stream), work,
-            scratch);
+  const unsigned num_count_blocks = num_blocks_for(work.num_elements, kNumCountBlocksMax);
+  const unsigned num_parts = num_blocks_for(work.num_elements, kTopKPartsMax);
+  unsigned num_digits = 0;
   for (int shift_before = FloatLayout<Number>::kMagnitudeBits; shift_before > 0;) {
     const int shift = next_digit_shift(shift_before);
-    PD_LAUNCH((topk_count_kernel<Number>), num_count_blocks, kBlockThreads, stream_of(stream), num_elements,
-              work.residual, shift_before, shift, scratch);
-    PD_LAUNCH(topk_narrow_kernel, 1, kScanThreads, stream_of(stream), shift, scratch);
+    PD_LAUNCH((topk_count_kernel<T>), num_count_blocks, kBlockThreads, stream_of(stream), work, num_digits,
+              shift_before, shift, scratch);
     shift_before = shift;
+    ++num_digits;
   }
-  PD_LAUNCH((topk_part_kernel<Number>), num_parts, kBlockThreads, stream_of(stream), num_elements,
-            work.residual, scratch);
-  PD_LAUNCH(topk_offset_kernel, 1, kScanThreads, stream_of(stream), num_parts, scratch);
-  PD_LAUNCH((topk_gather_kernel<T>), num_parts, kBlockThreads, stream_of(stream), work, scratch);
+  PD_LAUNCH((topk_part_kernel<Number>), num_parts, kBlockThreads, stream_of(stream), work.num_elements,
+            work.residual, num_digits, scratch);
+  PD_LAUNCH((topk_gather_kernel<T>), num_parts, kBlockThreads, stream_of(stream), work, num_digits, scratch);
   return cudaGetLastError();
 }
 

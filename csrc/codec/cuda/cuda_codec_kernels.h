@@ -12,13 +12,21 @@ namespace pipedream {
 // topk's tensor is cut into at most so many parts, in order; each counts and gathers its own.
 constexpr std::size_t kTopKPartsMax = 1024;
 
+// The keys that topk still has to choose from after some digits: those that begin as `key`.
+struct TopKBucket {
+  std::uint64_t key;            // all keys above it are chosen,
+  std::uint32_t num_equal_max;  // and so many of those in the bucket
+  std::uint32_t is_final;       // all of them
+};
+
+constexpr std::size_t kTopKDigitsMax = 6;
+static_assert(kTopKDigitsMax * kTopKDigitBits >= FloatLayout<double>::kMagnitudeBits);
+
 // Device memory, zero before the first topk.
 struct TopKScratch {
-  std::uint64_t key;            // all keys above it are chosen so far,
-  std::uint32_t num_equal_max;  // and so many of the keys of its bucket, all in the end
-  std::uint32_t is_final;       // the bucket is chosen as a whole
-  std::uint32_t counts[kTopKBuckets];
-  std::uint32_t num_above[kTopKPartsMax];  // of each part; then, of all parts before it
+  TopKBucket buckets[kTopKDigitsMax + 1];              // after so many digits
+  std::uint32_t counts[kTopKDigitsMax][kTopKBuckets];  // of each digit; zero again after each topk
+  std::uint32_t num_above[kTopKPartsMax];              // of each part
   std::uint32_t num_equal[kTopKPartsMax];
 };
 

@@ -321,6 +321,22 @@ TEST_P(StreamCodecContract, KernelsAreLoadedBeforeTheFirstItem) {
   }
   EXPECT_EQ(cuda_stub::num_late_loads(), num_before);
 }
+
+// A launch costs the thread that drives the transport 2 to 4 us, and the device a gap.
+TEST_P(StreamCodecContract, TopKIsOneLaunchForEachDigitAndTwo) {
+  if (GetParam() == DeviceType::kHost) GTEST_SKIP() << "the host launches nothing";
+  const auto num_launches = [&]<class T>(const std::vector<T>& values) {
+    Encoding<T> host(codec_from_name("topk:0.1"), values.size());
+    const Mirror mirror = mirror_of(host.work(), MemoryKind::kDevice);
+    put(mirror.work.values, values);
+    const std::uint64_t num_before = cuda_stub::num_calls("cudaLaunchKernel");
+    codec_->encode(*stream_, mirror.work);
+    stream_->synchronize();
+    return cuda_stub::num_calls("cudaLaunchKernel") - num_before;
+  };
+  EXPECT_EQ(num_launches(normal_values<float>(300)), 5U);
+  EXPECT_EQ(num_launches(normal_values<double>(300)), 8U);
+}
 #endif
 
 std::vector<DeviceType> devices_here() {
