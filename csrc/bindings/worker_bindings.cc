@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <set>
@@ -522,6 +524,18 @@ void bind_worker(py::module_& module) {
 
   module.def("poisons_released_slots", &poison_by_default,
              "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
+  py::list dtypes;
+  for (int code = 0; code <= std::numeric_limits<std::uint8_t>::max(); ++code) {
+    if (is_known_dtype(static_cast<std::uint8_t>(code))) {
+      dtypes.append(dtype_name(static_cast<DType>(code)));
+    }
+  }
+  module.attr("DTYPES") = dtypes;
+  module.attr("STAGING_TERM") = kStagingTerm;
+  module.attr("RESIDUAL_TERM") = kResidualTerm;
+  module.attr("ENCODED_TERM") = kEncodedTerm;
+  module.def("slot_stride_bytes", &slot_stride_bytes, py::arg("slot_bytes"),
+             "What a slot of so many bytes takes in the pool.");
   module.attr("NUM_TENSORS_MAX") = py::int_(ItemSpec::kNumTensorsMax);
   module.attr("NUM_DIMS_MAX") = py::int_(kNumDimsMax);
   module.attr("COMPUTED_LATER") = kComputedLater;

@@ -22,13 +22,10 @@
 #include <vector>
 
 #include "schedule/placement.h"
+#include "schedule/shard_sizes.h"
 #include "weights/weight_layout.h"
 
 namespace pipedream {
-
-inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;  // of what is not a larger tensor
-// Where shares differ: a spare's link has nothing to send until its first chunk has come from all replicas.
-inline constexpr std::size_t kSpareChunkBytesMax = std::size_t{1} << 20;
 
 // Consecutive elements of a parameter.
 struct ShardPiece {
@@ -47,17 +44,6 @@ struct ShardChunk {
 
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };
-
-// How large the shards of n replicas and k spares are to be, relative to each other. A replica sends every
-// other one what it pushes there and then its own shard, 2 a M of M bytes with a share a, and a spare b M;
-// what it sends to several shares its link evenly, so that with b = 2 a nothing waits:
-//
-//   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    in 2 (n + k - 1) / (n + 2 k) M
-//   a = 0                b = 1 / k            in n / k M, which is less where n^2 <= 2 k (k - 1)
-//
-// For k = 1 and k = n these are BytePS's (OSDI'20, section 4.1), which between gives spares more than flows
-// that share links evenly carry to them. Throws UserError for n < 1, k < 0, k > n, and n = 1 with spares.
-[[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
 
 // In the order of the slot; each element of each parameter is in one of them. shares: of each shard,
 // relative; one of 0 gets nothing. Throws UserError for no shard, a negative share, and where all are 0.

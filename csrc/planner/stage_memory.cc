@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "schedule/shard_sizes.h"
+
 namespace pipedream {
 namespace {
 
@@ -15,9 +17,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// What travels of a shard at once (param_server/dealing.h), and what its slot takes besides: which of its
-// pieces there are, and what the two are aligned to.
-constexpr double kChunkBytesMax = 4 << 20;
+// What travels of a shard at once takes at least so much, and its slot so much more: which of its pieces
+// there are, and what the two are aligned to.
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
@@ -80,7 +81,7 @@ double step_bytes(const StageBytes& stage, std::int64_t num_replicas, const Memo
   const double shard =
       shard_bytes(weights_of(stage, factored), num_replicas, share_of(num_replicas, costs), costs);
   if (costs.whole_tensors) return step + shard;
-  return step + (costs.drains ? std::min(shard, kChunkBytesMax) : 0);
+  return step + (costs.drains ? std::min(shard, double{kShardChunkBytesMax}) : 0);
 }
 
 }  // namespace

@@ -42,14 +42,14 @@ bool Worker::is_staged(const ChannelSpec& spec) const {
 bool Worker::shares_memory() const { return options_.shares_memory && options_.transport != kInproc; }
 
 PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
-  return {"staging, " + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
+  return {kStagingTerm + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
           MemoryKind::kStaging};
 }
 
 SlotGroup* Worker::add_encoded(const ChannelSpec& spec) {
   const WireLayout layout(spec.item, spec.codec);
   if (!layout.encodes() || device_->device_memory_is_host_memory()) return nullptr;
-  return &pool_->add({"encoded, " + spec.name, layout.slot_bytes(), 1, MemoryKind::kDevice});
+  return &pool_->add({kEncodedTerm + spec.name, layout.slot_bytes(), 1, MemoryKind::kDevice});
 }
 
 LinkIdentity Worker::identity(std::uint32_t channel_id) const {
@@ -102,7 +102,7 @@ void Worker::add_send_channel(const ChannelSpec& spec) {
   sender.encoded = add_encoded(spec);
   const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
   if (residual_bytes > 0) {  // zero at first, so not poisoned
-    sender.residual = &pool_->add({"residual, " + spec.name, residual_bytes, spec.num_residuals,
+    sender.residual = &pool_->add({kResidualTerm + spec.name, residual_bytes, spec.num_residuals,
                                    MemoryKind::kDevice, /*poison=*/false});
   }
 }

@@ -47,6 +47,11 @@ struct WorkerOptions {
 };
 
 // A channel of this worker. Both ends give the same name, channel_id and spec.
+// Before the name of the channel: what its terms of the pool are called, besides received items.
+inline constexpr const char* kStagingTerm = "staging, ";
+inline constexpr const char* kResidualTerm = "residual, ";
+inline constexpr const char* kEncodedTerm = "encoded, ";
+
 struct ChannelSpec {
   std::string name;
   std::string peer;  // for errors: "stage 1 (rank 1)"

@@ -305,6 +305,11 @@ def deal_shards(
     whole_tensors: bool,
     num_spares: int = 0,
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]: ...
+
+SHARD_CHUNK_BYTES_MAX: int
+SPARE_CHUNK_BYTES_MAX: int
+NUM_SPARE_SLOTS: int  # of chunks that one replica pushes to a spare
+
 def shard_shares(num_replicas: int, num_spares: int) -> list[int]: ...
 def aggregate(
     parts: Sequence[int],
@@ -337,6 +342,13 @@ def share_openmp(library_path: str) -> bool: ...
 def poisons_released_slots() -> bool: ...
 def open_segment_arena(address: int, num_bytes: int, device: str = "host") -> bool: ...
 def segment_arena_bytes() -> tuple[int, int]: ...
+
+DTYPES: list[str]  # of the wire, by torch's names
+STAGING_TERM: str  # before a channel's name, of the pool's terms
+RESIDUAL_TERM: str
+ENCODED_TERM: str
+
+def slot_stride_bytes(slot_bytes: int) -> int: ...
 
 NUM_TENSORS_MAX: int  # of an item of a channel
 NUM_DIMS_MAX: int  # of each of them

@@ -15,7 +15,7 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import Plan, RunResult, reference
-from pipedream.links import rank_tree
+from pipedream.common import rank_tree
 from pipedream.model.splitter import split
 from pipedream.stage.job import WorkerPlace
 from rehearsing import boundaries_of

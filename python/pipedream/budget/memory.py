@@ -46,7 +46,6 @@ __all__ = [
     "model_bytes",
     "num_activation_homes",
     "num_in_flight_upstream",
-    "slot_bytes",
 ]
 
 # Terms of the pool; received tensors and staging are named after their channels.
@@ -67,9 +66,6 @@ TRANSIENT = "largest transient"
 TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
 
-_SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
-# csrc/stage/worker_channels.cc, before the channel's name.
-_STAGING, _RESIDUAL, _ENCODED = "staging, ", "residual, ", "encoded, "
 _NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
 _NO_LIMIT = 1 << 60
 _PERIOD_MAX = 1 << 12  # minibatches that are looked at
@@ -249,7 +245,7 @@ class MemoryPlan:
     def _activation_homes_bytes(self, stage: int) -> int:
         if not self.offloads_activations(stage):
             return 0
-        return num_activation_homes(self.schedule, stage) * slot_bytes(
+        return num_activation_homes(self.schedule, stage) * _core.slot_stride_bytes(
             self.footprints[stage].offloadable_bytes
         )
 
@@ -258,7 +254,7 @@ class MemoryPlan:
         if self.device_type == "cpu":
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
-        on_host |= {_STAGING + channel.name for channel in self.channels}
+        on_host |= {_core.STAGING_TERM + channel.name for channel in self.channels}
         return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS) or name in on_host
 
 
@@ -409,22 +405,18 @@ def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
+    item, wire, residual = map(_core.slot_stride_bytes, (item_bytes, wire_bytes, residual_bytes))
     terms: Terms = {}
     if encodes and device_type != "cpu":
-        terms[_ENCODED + channel.name] = slot_bytes(wire_bytes)
+        terms[_core.ENCODED_TERM + channel.name] = wire
     if channel.receiver == rank:
-        terms[channel.name] = 0 if channel.posted_into else channel.num_slots * slot_bytes(item_bytes)
+        terms[channel.name] = 0 if channel.posted_into else channel.num_slots * item
         if encodes:
-            terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
+            terms[_core.STAGING_TERM + channel.name] = channel.num_slots * wire
     elif encodes:
-        terms[_STAGING + channel.name] = channel.num_unsent_max * slot_bytes(wire_bytes)
-        terms[_RESIDUAL + channel.name] = channel.num_residuals * slot_bytes(residual_bytes)
+        terms[_core.STAGING_TERM + channel.name] = channel.num_unsent_max * wire
+        terms[_core.RESIDUAL_TERM + channel.name] = channel.num_residuals * residual
     return terms
-
-
-def slot_bytes(num_bytes: int) -> int:
-    """What a slot of so many bytes takes in the pool."""
-    return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:

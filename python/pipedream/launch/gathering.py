@@ -25,6 +25,7 @@ from pipedream.checkpoint.state import (
     send_values,
 )
 from pipedream.common.errors import PipelineError, one_line
+from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.weight_files import (
     drop_weights,
@@ -35,7 +36,6 @@ from pipedream.launch.weight_files import (
     write_loss_state,
 )
 from pipedream.links.channels import RunChannel, tree_name
-from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
 from pipedream.model.loss_state import LossState, joined_loss_states, set_loss_state
 from pipedream.model.stage_module import StageModule

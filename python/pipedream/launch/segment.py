@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.common.rank_tree import children_of, parent_of
 from pipedream.data.minibatch_source import MinibatchSource, exceeds
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, wait_for
@@ -45,7 +46,6 @@ from pipedream.links.channels import (
     tree_name,
 )
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
-from pipedream.links.rank_tree import children_of, parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals

@@ -25,13 +25,13 @@ from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
 from pipedream.links.codec_choice import pushes_factors
-from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of

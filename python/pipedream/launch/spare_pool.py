@@ -21,7 +21,6 @@ from pipedream.budget.memory import (
     channel_terms,
     list_terms,
     model_bytes,
-    slot_bytes,
 )
 from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
 from pipedream.common.units import format_bytes
@@ -83,8 +82,8 @@ class SparePool:
             step_bytes = predict_step_bytes(optimizer.optimizer, "cpu")
         is_whole = run.place.returns_model and not run.is_made_by_stages
         terms |= {
-            WEIGHT_VERSIONS: self._num_versions * slot_bytes(self._version_bytes),
-            OPTIMIZER_STATE: optimizer.num_placed_states * slot_bytes(optimizer.layout_bytes),
+            WEIGHT_VERSIONS: self._num_versions * _core.slot_stride_bytes(self._version_bytes),
+            OPTIMIZER_STATE: optimizer.num_placed_states * _core.slot_stride_bytes(optimizer.layout_bytes),
             TORCH_OPTIMIZER_STATE: state_bytes,
             # Means have memory of their own where the optimizer may keep them.
             TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,

@@ -35,7 +35,6 @@ from pipedream.budget.memory import (
     choose_savings,
     model_bytes,
     num_activation_homes,
-    slot_bytes,
 )
 from pipedream.budget.offload import Offload, StageOffload, forced_offload
 from pipedream.budget.optimizer_memory import (
@@ -149,12 +148,13 @@ class StagePool:
             index = stage.stage_index
             own, _ = split_tied(stage, self.run.tied_parameters_of(index))
             optimizer = self._optimizers[index]
-            own_bytes[index] = slot_bytes(weight_layout(own)[0])
+            own_bytes[index] = _core.slot_stride_bytes(weight_layout(own)[0])
             tied_bytes[index] = {
-                owner: slot_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
+                owner: _core.slot_stride_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
                 for owner, parameters in self._tied_parameters(index).items()
             }
-            placed_bytes[index] = optimizer.num_placed_states * slot_bytes(optimizer.layout_bytes)
+            state_bytes = _core.slot_stride_bytes(optimizer.layout_bytes)
+            placed_bytes[index] = optimizer.num_placed_states * state_bytes
             if optimizer.is_native:
                 torch_bytes[index] = 0
                 step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
@@ -164,7 +164,7 @@ class StagePool:
             if self._is_asynchronous(index):
                 layout = self._worker_optimizers.layouts[index]
                 content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
-                shard_bytes[index] = slot_bytes(content_bytes)
+                shard_bytes[index] = _core.slot_stride_bytes(content_bytes)
                 served_step_bytes[index] = step_bytes[index] + layout.whole_tensors * content_bytes
         return MemoryPlan(
             self.run.options.plan,

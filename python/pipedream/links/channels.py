@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from pipedream import _core
+from pipedream.common.rank_tree import parent_of
 from pipedream.data.stream import ForwardedData
 from pipedream.links.codec_choice import (
     NO_CODEC,
@@ -23,7 +24,6 @@ from pipedream.links.codec_choice import (
     codec_of_pushes,
     pushes_factors,
 )
-from pipedream.links.rank_tree import parent_of
 from pipedream.links.state_transfer import PIECE_BYTES
 from pipedream.model.boundary import Boundary
 from pipedream.model.layers import dtype_name
@@ -34,7 +34,6 @@ __all__ = [
     "BETWEEN_REPLICAS",
     "CALLER",
     "INPUTS",
-    "NUM_SPARE_SLOTS",
     "NUM_TRANSFERS_KEPT",
     "TARGETS",
     "RunChannel",
@@ -62,8 +61,6 @@ TARGETS = "targets from the caller"
 # The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
 # about as many minibatches as the work items that a worker keeps.
 NUM_TRANSFERS_KEPT = 1 << 14
-# For chunks that one replica pushes to a spare: some come while one is used.
-NUM_SPARE_SLOTS = 4
 # Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
 _NUM_SET_UP_SLOTS = 2
 # What the kinds of edges carry.
@@ -348,7 +345,7 @@ def _add_between_replicas(
         # them at once uses chunk by chunk.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
-        slots = min(slots, NUM_SPARE_SLOTS)
+        slots = min(slots, _core.NUM_SPARE_SLOTS)
     found.add(
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),

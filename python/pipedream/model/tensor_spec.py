@@ -20,24 +20,7 @@ from pipedream.model.layers import dtype_name
 
 __all__ = ["DimOrder", "TensorSpec", "as_sent", "as_used", "order_in_memory", "whole"]
 
-# The wire's dtypes (csrc/base/dtype.h).
-_WIRE_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
+_WIRE_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _core.DTYPES}
 
 
 DimOrder = tuple[int, ...]

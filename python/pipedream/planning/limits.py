@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
+from pipedream.common.rank_tree import children_of
 from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.layer_profile import Profile
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
 _TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
-_TREE_CHILDREN_MAX = 8  # links/rank_tree.py
 _ELEMENT_BYTES = 8  # of data, whose type a profile does not say
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
 
@@ -265,7 +265,7 @@ def _host_bytes(profile: Profile, num_workers: int) -> int:
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
     """In the tree by which weights travel: those that it hands on to, and the one that it has them from."""
-    return max(0, min(_TREE_CHILDREN_MAX, num_workers - 1 - _TREE_CHILDREN_MAX * rank)) + (rank > 0)
+    return len(children_of(rank, num_workers)) + (rank > 0)
 
 
 def _spared_bytes(counts: Sequence[int], limits: Limits) -> list[int]:

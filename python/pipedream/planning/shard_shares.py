@@ -20,9 +20,6 @@ from typing import NamedTuple
 
 __all__ = ["ShardShares", "num_chunks", "round_ms", "shard_shares"]
 
-_CHUNK_BYTES_MAX = 4 << 20  # csrc/param_server/dealing.h
-_SPARE_CHUNK_BYTES_MAX = 1 << 20  # csrc/param_server/dealing.h
-
 
 class ShardShares(NamedTuple):
     """Of a stage's parameters."""
@@ -33,26 +30,30 @@ class ShardShares(NamedTuple):
 
 
 def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
-    """As the core deals them (csrc/param_server/dealing.h)."""
-    if num_spares == 0:
-        return ShardShares(1 / num_replicas, 0.0)
-    if num_replicas**2 <= 2 * num_spares * (num_spares - 1):
-        return ShardShares(0.0, 1 / num_spares)
-    of_replica = 1 / (num_replicas + 2 * num_spares)
-    return ShardShares(of_replica, 2 * of_replica)
+    """As the core deals them (csrc/schedule/shard_sizes.h). Raises ValueError for more spares than replicas,
+    and for spares of one replica."""
+    from pipedream import _core
+
+    shares = _core.shard_shares(num_replicas, num_spares)
+    of_replica, of_last = shares[0] / sum(shares), shares[-1] / sum(shares)
+    return ShardShares(of_replica, of_last if num_spares else 0.0)
 
 
 def num_chunks(num_bytes: float, num_replicas: int) -> int:
     """In which a shard of so many bytes of parameters travels, where there are no spares."""
-    return max(1, math.ceil(num_bytes / (num_replicas * _CHUNK_BYTES_MAX)))
+    from pipedream import _core
+
+    return max(1, math.ceil(num_bytes / (num_replicas * _core.SHARD_CHUNK_BYTES_MAX)))
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
     """In which the links carry what a round needs."""
+    from pipedream import _core
+
     of_replica, of_spare = shard_shares(num_replicas, num_spares)
     if num_spares == 0:
         return 2e3 * (num_replicas - 1) * of_replica * num_bytes / bytes_per_s
     spare_bytes = of_spare * num_bytes
-    chunk_bytes = spare_bytes / max(1, math.ceil(spare_bytes / _SPARE_CHUNK_BYTES_MAX))
+    chunk_bytes = spare_bytes / max(1, math.ceil(spare_bytes / _core.SPARE_CHUNK_BYTES_MAX))
     carried = 2 * of_replica * (num_replicas - 1 + num_spares) + num_replicas * (of_spare - 2 * of_replica)
     return 1e3 * (carried * num_bytes + num_replicas * chunk_bytes) / bytes_per_s

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["MemoryUse", "memory_in_use"]
 
 _BETWEEN_STAGES = ("activation", "gradient")
-_SPARE_SLOTS_BYTES = 4 * (1 << 20)  # of the largest chunks that one replica pushes (links/channels.py)
 
 
 class MemoryUse(NamedTuple):
@@ -173,8 +172,11 @@ class _StageBytes(NamedTuple):
 
     def spare_bytes(self, optimizer_copies: float) -> float:
         """Of a spare: its shard's versions and state, and slots for some chunks that each replica pushes."""
+        from pipedream import _core
+
         shard_bytes = self.shares.of_spare * self.parameters
-        slots_bytes = self.num_replicas * min(shard_bytes, _SPARE_SLOTS_BYTES)
+        slots_bytes_max = _core.NUM_SPARE_SLOTS * _core.SPARE_CHUNK_BYTES_MAX
+        slots_bytes = self.num_replicas * min(shard_bytes, slots_bytes_max)
         return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pipedream import _core
 from pipedream.data.stream import ForwardedData
-from pipedream.links.channels import NUM_SPARE_SLOTS, ShardSpec, channels_of_run, data_channels
+from pipedream.links.channels import ShardSpec, channels_of_run, data_channels
 from pipedream.model.boundary import Boundary
 from pipedream.planning.plan import Plan
 
@@ -45,7 +45,7 @@ def test_a_replica_has_a_window_of_chunks_at_a_spare_and_room_for_a_round_at_a_r
     shards = {(0, owner): spec for owner in range(4)}
     found = channels_of_run(plan, schedule, plan.workers_used, {}, [], None, codec={}, shards=shards)
     slots = {channel.name: channel.num_slots for channel in found}
-    assert slots["pushed gradients of stage 0 replica 1 to stage 0 spare 0"] == NUM_SPARE_SLOTS
+    assert slots["pushed gradients of stage 0 replica 1 to stage 0 spare 0"] == _core.NUM_SPARE_SLOTS
     assert slots["pushed gradients of stage 0 replica 1 to stage 0 replica 0"] == 5
     assert slots["pulled weights of stage 0 spare 0 to stage 0 replica 1"] == 5
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pipedream.links import rank_tree
-from pipedream.links.rank_tree import children_of, parent_of, subtree_of
+from pipedream.common import rank_tree
+from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 9, 10, 73, 74, 1024])
