@@ -50,8 +50,9 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.has_timing = enable_timing
+        self.blocking = blocking
         self.done: set[Any] = set()
         self.at_ms = 0.0
 
@@ -64,6 +65,7 @@ class Event:
 
     def synchronize(self) -> None:
         CudaDouble.host |= self.done
+        CudaDouble.num_spins += not self.blocking
 
     def elapsed_time(self, end: Event) -> float:
         assert self.has_timing and end.has_timing
@@ -75,6 +77,8 @@ class CudaDouble:
 
     host: set[Any] = set()
     """What the host has waited for."""
+    num_spins = 0
+    """Events for which a thread waited without sleeping."""
     compute = Stream()
     _thread = threading.local()
 
@@ -84,6 +88,7 @@ class CudaDouble:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_devices: int = 2) -> None:
         CudaDouble.host = set()
+        CudaDouble.num_spins = 0
         CudaDouble.compute = Stream()
         CudaDouble._thread = threading.local()
         self.calls: list[tuple[Any, ...]] = []

@@ -77,6 +77,7 @@ def test_a_loss_is_read_when_its_copy_is_done_and_not_where_it_is_made(cuda: Cud
     assert not told and not CudaDouble.host
     record.read_pending()
     assert told == [(0, 2.5)] and ("copy", 0) in CudaDouble.host
+    assert CudaDouble.num_spins == 0
 
 
 # ---- Clocks and memory ----
@@ -102,7 +103,8 @@ def test_the_device_clock_tells_when_the_device_was_done_with_an_item(cuda: Cuda
         clock.begin()
         clock.end()
         clock.complete()
-    clock.tell_done()
+    clock.finish()
+    assert CudaDouble.num_spins == 0
     assert len(told) == 2 and told[0][0] <= told[0][1] <= told[1][0] <= told[1][1]
 
 

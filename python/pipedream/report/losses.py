@@ -114,7 +114,8 @@ class _PinnedCopier:
 
     def __init__(self) -> None:
         self._landed: dict[torch.dtype, Tensor] = {}
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Blocking: who waits sleeps, and leaves the core to the thread that drives the transport.
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._newest = torch.empty(0)
 
     def begin(self, loss: Tensor) -> None:

@@ -162,7 +162,7 @@ def make_user_code(where: Callable[[str], str], clock: DeviceClock | None) -> Us
 
 
 def _make_timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _is_done(item: _Item) -> bool:

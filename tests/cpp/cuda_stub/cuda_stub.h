@@ -61,6 +61,8 @@ void set_driver_version(int version);
 std::uint64_t num_calls(const std::string& call);
 // Kernels that their first launch has loaded: on a device that waits for all that is enqueued.
 std::uint64_t num_late_loads();
+// Events for which a thread waited without sleeping.
+std::uint64_t num_spins();
 // Kernels that were given an address in pinned host memory: on a device their reads and writes cross the bus
 // one by one.
 std::uint64_t num_kernels_on_host_memory();

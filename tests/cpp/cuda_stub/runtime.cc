@@ -65,6 +65,7 @@ struct CUevent_st {
     bool is_done = true;  // as of one that is never recorded
   };
   int device = 0;
+  unsigned flags = 0;
   bool is_captured = false;
   std::shared_ptr<Record> last = std::make_shared<Record>();
 };
@@ -105,6 +106,7 @@ struct Driver {
   std::map<std::string, Fault> faults;
   std::set<std::pair<int, const void*>> loaded;  // kernels, by their device
   std::uint64_t num_late_loads = 0;
+  std::uint64_t num_spins = 0;
   std::uint64_t num_kernels_on_host_memory = 0;
   std::map<int, int> capabilities;  // of devices that are not as kCapability
   int driver_version = CUDART_VERSION;
@@ -464,6 +466,12 @@ std::uint64_t num_late_loads() {
   return all.num_late_loads;
 }
 
+std::uint64_t num_spins() {
+  Driver& all = driver();
+  const Lock lock(all.mutex);
+  return all.num_spins;
+}
+
 std::uint64_t num_kernels_on_host_memory() {
   Driver& all = driver();
   const Lock lock(all.mutex);
@@ -739,10 +747,11 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   PD_ENTER();
   auto made = std::make_unique<CUevent_st>();
   made->device = own_device;
+  made->flags = flags;
   *event = made.release();
   all.events.insert(*event);
   return cudaSuccess;
@@ -783,6 +792,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   PD_ENTER(kEndsCaptures);
   const auto record = event_of(event).last;
+  if ((event_of(event).flags & cudaEventBlockingSync) == 0) ++all.num_spins;
   all.has_changed.wait(lock, [&] { return record->is_done || all.context_error != cudaSuccess; });
   return failed(all.context_error);
 }

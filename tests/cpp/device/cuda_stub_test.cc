@@ -274,6 +274,28 @@ TEST_F(CudaStub, AnEventOfTheDeviceIsTakenAgainAndHasNothingOfItsFormerUser) {
   EXPECT_TRUE(event->done());
 }
 
+// A waiting thread would take a core from the one that drives the transport.
+TEST_F(CudaStub, WhoWaitsForAnEventOfTheDeviceSleeps) {
+  const auto device = make_cuda_device(0);
+  const auto stream = device->make_stream();
+  const auto event = device->make_event();
+  const std::uint64_t num_before = cuda_stub::num_spins();
+  stream->record(*event);
+  event->wait();
+  EXPECT_EQ(cuda_stub::num_spins(), num_before);
+}
+
+TEST_F(CudaStub, ADeviceThatIsCurrentIsNotSetAgain) {
+  const auto device = make_cuda_device(0);
+  const auto stream = device->make_stream();
+  const auto event = device->make_event();
+  const std::uint64_t num_before = cuda_stub::num_calls("cudaSetDevice");
+  stream->record(*event);
+  stream->wait(*event);
+  stream->synchronize();
+  EXPECT_EQ(cuda_stub::num_calls("cudaSetDevice"), num_before);
+}
+
 std::uint64_t num_streams() {
   return cuda_stub::num_calls("cudaStreamCreateWithFlags") - cuda_stub::num_calls("cudaStreamDestroy");
 }
