@@ -220,7 +220,7 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
     programs = [_core.make_program(options, worker, num_minibatches) for worker in range(options.num_workers)]
     predicted = simulate(programs, times)
     computed = [[step for step in program if step.edge is None] for program in programs]
-    measured = summarize([_timeline(computed[w], spans) for w, spans in enumerate(result.spans)], [])
+    measured = summarize([_timeline(computed[w], spans) for w, spans in enumerate(result.spans)])
     return {
         "bubble_predicted": predicted.steady_bubble_share,
         "bubble_measured": measured.steady_bubble_share,

@@ -7,6 +7,7 @@ namespace pipedream {
 
 void bind_schedule(pybind11::module_& module);
 void bind_planner(pybind11::module_& module);
+void bind_simulation(pybind11::module_& module);
 void bind_weights(pybind11::module_& module);
 void bind_param_server(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);

@@ -17,6 +17,7 @@ PYBIND11_MODULE(_core, module) {
   });
   pipedream::bind_schedule(module);
   pipedream::bind_planner(module);
+  pipedream::bind_simulation(module);
   pipedream::bind_weights(module);
   pipedream::bind_param_server(module);
   pipedream::bind_worker(module);

@@ -1,11 +1,9 @@
 // pipedream._core: the exact partition. Layers cross as one list per figure, stages as tuples of
 // (first_layer, last_layer, num_replicas), weights that may go as factors as a list of (weight_bytes,
-// factor_bytes, product_s) per layer, or none at all, durations as tuples in the order of StageDurations and
-// BoundaryDurations. Called with the GIL held.
+// factor_bytes, product_s) per layer, or none at all. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -17,7 +15,6 @@
 #include "bindings/bindings.h"
 #include "planner/limited_partition.h"
 #include "planner/partition.h"
-#include "planner/steady_time.h"
 
 namespace py = pybind11;
 
@@ -122,36 +119,6 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
   return py::make_tuple(stages, best->bottleneck_s, best->recompute, best->memory_bytes);
 }
 
-using StageDurationsTuple =
-    std::tuple<double, double, double, double, double, double, double, double, double, double,
-               std::vector<std::pair<double, double>>, bool, std::vector<std::array<double, 3>>>;
-using BoundaryDurationsTuple = std::tuple<double, double, double>;
-
-double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
-                    const std::vector<StageDurationsTuple>& stages,
-                    const std::vector<BoundaryDurationsTuple>& boundaries,
-                    const std::optional<std::pair<std::size_t, Figures>>& host,
-                    const Figures& waking_after_ms, bool one_link) {
-  std::vector<StageDurations> of_stages;
-  of_stages.reserve(stages.size());
-  for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                    sync_latency, num_chunks, push_leads, updates_whole, wakings] : stages) {
-    std::vector<WakingDurations> of_wakings;
-    for (const auto& [of_forward, of_backward, of_update] : wakings)
-      of_wakings.push_back({of_forward, of_backward, of_update});
-    of_stages.push_back({forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                         sync_latency, num_chunks, push_leads, updates_whole, std::move(of_wakings)});
-  }
-  std::vector<BoundaryDurations> of_boundaries;
-  of_boundaries.reserve(boundaries.size());
-  for (const auto& [activation, gradient, latency] : boundaries) {
-    of_boundaries.push_back({activation, gradient, latency});
-  }
-  std::optional<SharedCores> of_hosts;
-  if (host) of_hosts = {host->first, host->second};
-  return steady_ms(options, num_minibatches, of_stages, of_boundaries, of_hosts, waking_after_ms, one_link);
-}
-
 }  // namespace
 
 void bind_planner(py::module_& module) {
@@ -245,13 +212,6 @@ void bind_planner(py::module_& module) {
   module.def("bottleneck_s", &bottleneck_of_stages, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
              py::arg("num_microbatches") = 1, "The slowest stage or boundary of a given plan, in seconds.");
-  module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
-             py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = Figures(),
-             py::arg("one_link") = false, py::call_guard<py::gil_scoped_release>(),
-             "Milliseconds per minibatch of the schedule's lists with these durations, as simulate() has "
-             "them; host: (number of a machine's workers, speeds of each of 1, 2, ... cores of it that are "
-             "at work at once), where workers share cores; waking_after_ms: as of planning/waking.py; "
-             "one_link: a worker has one link to all others.");
 }
 
 }  // namespace pipedream

@@ -6,32 +6,43 @@
 
 namespace pipedream {
 
-Network::Network(std::size_t num_workers)
-    : lines_in_(num_workers), gathered_ms_(num_workers, std::numeric_limits<double>::infinity()) {}
+Network::Network(std::size_t num_workers, std::vector<Transfer>* transfers)
+    : lines_in_(num_workers),
+      gathered_ms_(num_workers, std::numeric_limits<double>::infinity()),
+      transfers_(transfers) {}
 
 std::size_t Network::add_line() {
   lines_free_ms_.push_back(0);
   return lines_free_ms_.size() - 1;
 }
 
-void Network::send(const std::vector<Lane*>& lanes, double now_ms) {
+void Network::send(std::vector<SentItem>& items, double now_ms) {
   sent_.clear();
-  for (Lane* const lane : lanes) {
-    const Made item = made(*lane, now_ms);
-    if (lane->line == kNoLine) {
-      arrive(*lane, {item.last_ms, item.last_ms}, now_ms);
+  for (SentItem& item : items) {
+    const Made one = made(item, now_ms);
+    if (item.lane->line == kNoLine) {
+      arrive(item, {one.last_ms, one.last_ms}, now_ms);
     } else {
-      sent_.push_back(item);
+      sent_.push_back(one);
     }
   }
   if (sent_.empty()) return;
-  carry(lines_free_ms_[sent_.front().lane->line], now_ms);
-  for (const Made& item : sent_) arrive(*item.lane, arrivals(item), now_ms);
+  carry(lines_free_ms_[sent_.front().item->lane->line], now_ms);
+  for (const Made& one : sent_) {
+    const Span arrives = arrivals(one);
+    arrive(*one.item, arrives, now_ms);
+    if (transfers_ == nullptr) continue;
+    const Lane& lane = *one.item->lane;
+    transfers_->push_back({lane.edge.kind, lane.sender, lane.receiver, one.item->minibatch,
+                           one.item->microbatch, one.leaves.begin_ms, arrives.end_ms});
+  }
 }
 
-void Network::arrive(Lane& lane, Span arrives, double now_ms) {
+void Network::arrive(SentItem& item, Span arrives, double now_ms) {
+  Lane& lane = *item.lane;
+  item.arrives_ms = arrives.end_ms;
   double goes_on_ms = arrives.end_ms;
-  if (lane.kind == LaneKind::kPush) {
+  if (lane.edge.kind == EdgeKind::kPush) {
     lane.firsts_ms.push_back(arrives.begin_ms);
     // All chunks but one are updated while others come.
     goes_on_ms =
@@ -40,30 +51,31 @@ void Network::arrive(Lane& lane, Span arrives, double now_ms) {
   lane.arrivals_ms.push_back(std::max(goes_on_ms, now_ms));  // nobody goes on before what has been sent
 }
 
-Network::Made Network::made(Lane& lane, double now_ms) {
+Network::Made Network::made(SentItem& item, double now_ms) {
+  const Lane& lane = *item.lane;
   const LaneChunks& chunks = lane.chunks;
-  Made item{&lane, now_ms, now_ms, lane.transfer_ms / chunks.number, lane.transfer_ms, {}};
-  if (lane.kind == LaneKind::kPush) {
+  Made one{&item, now_ms, now_ms, lane.transfer_ms / chunks.number, lane.transfer_ms, {}};
+  if (lane.edge.kind == EdgeKind::kPush) {
     gathered_ms_[lane.sender] = std::numeric_limits<double>::infinity();
-    item.first_ms = now_ms - chunks.first_lead_ms;
-    item.last_ms = now_ms - chunks.last_lead_ms;
-  } else if (lane.kind == LaneKind::kPull && chunks.number > 1) {
-    item.first_ms = std::min(now_ms, gathered_ms_[lane.sender] + chunks.update_ms);
+    one.first_ms = now_ms - chunks.first_lead_ms;
+    one.last_ms = now_ms - chunks.last_lead_ms;
+  } else if (lane.edge.kind == EdgeKind::kPull && chunks.number > 1) {
+    one.first_ms = std::min(now_ms, gathered_ms_[lane.sender] + chunks.update_ms);
   }
-  return item;
+  return one;
 }
 
 void Network::receive(Lane& lane, const Lane* before, double since_ms) {
   const std::size_t index = lane.num_taken++;
-  if (lane.kind != LaneKind::kPush) return;
+  if (lane.edge.kind != EdgeKind::kPush) return;
   double& gathered_ms = gathered_ms_[lane.receiver];
   const bool is_of_round_too =
-      before != nullptr && before->kind == LaneKind::kPush && before->receiver == lane.receiver;
+      before != nullptr && before->edge.kind == EdgeKind::kPush && before->receiver == lane.receiver;
   gathered_ms = std::max(is_of_round_too ? gathered_ms : since_ms, lane.firsts_ms[index]);
 }
 
 Network::Span Network::arrivals(const Made& made) {
-  const Lane& lane = *made.lane;
+  const Lane& lane = *made.item->lane;
   const auto [begin_ms, end_ms] = made.leaves;
   const bool is_alone = end_ms == begin_ms + lane.transfer_ms;
   double comes_ms = is_alone ? begin_ms : end_ms - lane.transfer_ms;
@@ -83,14 +95,14 @@ void Network::carry(double& free_ms, double now_ms) {
   const double begin_ms = std::max(now_ms, free_ms);
   in_order_.resize(sent_.size());
   std::iota(in_order_.begin(), in_order_.end(), std::size_t{0});
-  for (Made& item : sent_) {
-    item.leaves = {begin_ms, begin_ms};
-    const double early_ms = std::max(item.first_ms, free_ms);
-    const double not_there_ms = std::max(0.0, item.last_ms + item.of_chunk_ms - begin_ms);
-    const double taken_ms = std::min(begin_ms - early_ms, item.lane->transfer_ms - not_there_ms);
+  for (Made& one : sent_) {
+    one.leaves = {begin_ms, begin_ms};
+    const double early_ms = std::max(one.first_ms, free_ms);
+    const double not_there_ms = std::max(0.0, one.last_ms + one.of_chunk_ms - begin_ms);
+    const double taken_ms = std::min(begin_ms - early_ms, one.item->lane->transfer_ms - not_there_ms);
     if (taken_ms <= 0) continue;
-    item.leaves.begin_ms = early_ms;
-    item.left_ms = item.lane->transfer_ms - taken_ms;
+    one.leaves.begin_ms = early_ms;
+    one.left_ms = one.item->lane->transfer_ms - taken_ms;
     free_ms = early_ms + taken_ms;
   }
   std::ranges::stable_sort(in_order_, [&](std::size_t one, std::size_t other) {
@@ -99,10 +111,10 @@ void Network::carry(double& free_ms, double now_ms) {
   double carried_ms = 0;
   auto sharing = static_cast<double>(sent_.size());
   for (const std::size_t index : in_order_) {
-    Made& item = sent_[index];
-    item.leaves.end_ms = item.left_ms > 0 ? begin_ms + (carried_ms + sharing * item.left_ms)
-                                          : item.leaves.begin_ms + item.lane->transfer_ms;
-    carried_ms += item.left_ms;
+    Made& one = sent_[index];
+    one.leaves.end_ms = one.left_ms > 0 ? begin_ms + (carried_ms + sharing * one.left_ms)
+                                        : one.leaves.begin_ms + one.item->lane->transfer_ms;
+    carried_ms += one.left_ms;
     sharing -= 1;
   }
   if (carried_ms > 0) free_ms = begin_ms + carried_ms;
@@ -110,7 +122,7 @@ void Network::carry(double& free_ms, double now_ms) {
 
 double Network::begin_to_come(const Lane& lane, double ready_ms) {
   LineIn& line = lines_in_[lane.receiver];
-  if (lane.kind != LaneKind::kBoundary) {
+  if (is_exchange(lane.edge.kind)) {
     const double begin_ms = std::max(ready_ms, std::min(ready_ms, line.exchanges_until_ms) + line.taken_ms);
     line.taken_ms = 0;
     line.exchanges_until_ms = std::max(line.exchanges_until_ms, begin_ms + lane.transfer_ms);

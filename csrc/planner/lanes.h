@@ -1,28 +1,34 @@
-// What carries a replay's items from worker to worker: a lane for each edge, by the lines of both ends
-// (planning/lanes.py, operation by operation and so to the bit). Pure; any thread.
+// What carries a replay's items from worker to worker: a lane for each edge, by the lines of both ends. Pure;
+// any thread.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
+#include <optional>
 #include <vector>
+
+#include "base/ids.h"
+#include "schedule/edge.h"
 
 namespace pipedream {
 
 inline constexpr std::size_t kNoLine = static_cast<std::size_t>(-1);
 
-// Of what an edge carries between replicas: equal ones, each of which leaves as soon as it is made.
+// The equal chunks of what an edge carries between replicas. Each leaves as soon as it is made.
 struct LaneChunks {
   double number = 1;
-  double first_lead_ms = 0;  // of a push: so long before all are made the first one is
+  double first_lead_ms = 0;  // of a push: how long before all chunks are made the first one is
   double last_lead_ms = 0;   // and the last one
-  double update_ms = 0;      // of one, which hides behind the next; 0 where none does
+  double update_ms = 0;      // of one chunk, which hides behind the next; 0 where none does
 };
 
-enum class LaneKind : std::uint8_t { kBoundary, kPush, kPull };
+// What goes between the replicas of a stage, and shares a line of its own.
+[[nodiscard]] constexpr bool is_exchange(EdgeKind kind) {
+  return kind == EdgeKind::kPush || kind == EdgeKind::kPull;
+}
 
 // An edge, on which items arrive in the order in which they are sent.
 struct Lane {
-  LaneKind kind = LaneKind::kBoundary;
+  Edge edge = {};
   std::size_t sender = 0;
   std::size_t receiver = 0;
   std::size_t line = kNoLine;  // by which the sender sends; none between stages of one worker
@@ -30,8 +36,9 @@ struct Lane {
   double transfer_ms = 0;
   double latency_ms = 0;
   LaneChunks chunks = {};
-  std::vector<double> arrivals_ms = {};  // from when the receiver may go on
-  std::vector<double> firsts_ms = {};    // of pushes: when the first chunk arrives
+  std::optional<std::size_t> answer = std::nullopt;  // of a push to an asynchronous shard: the lane back
+  std::vector<double> arrivals_ms = {};              // from when the receiver may go on
+  std::vector<double> firsts_ms = {};                // of pushes: when the first chunk arrives
   std::size_t num_taken = 0;
   bool is_awaited = false;
 
@@ -39,15 +46,34 @@ struct Lane {
   [[nodiscard]] double next_ms() const { return arrivals_ms[num_taken]; }
 };
 
+// An item of an edge that a line has carried.
+struct Transfer {
+  EdgeKind what = EdgeKind::kActivation;
+  std::size_t from_worker = 0;
+  std::size_t to_worker = 0;
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  double begin_ms = 0;
+  double end_ms = 0;
+};
+
+struct SentItem {
+  Lane* lane = nullptr;
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  double arrives_ms = 0;  // all of it: what Network::send() finds
+};
+
 // All lines of a replay.
 class Network {
  public:
-  explicit Network(std::size_t num_workers);
+  // transfers: null where nobody asks for them.
+  Network(std::size_t num_workers, std::vector<Transfer>* transfers);
 
   // One more by which a worker sends; its index.
   std::size_t add_line();
   // What one worker sends at once, by the same line.
-  void send(const std::vector<Lane*>& lanes, double now_ms);
+  void send(std::vector<SentItem>& items, double now_ms);
   // What its receiver has been ready for since then. before: of the list's step before, null if of none.
   void receive(Lane& lane, const Lane* before, double since_ms);
 
@@ -65,7 +91,7 @@ class Network {
 
   // What is sent now, chunk by chunk.
   struct Made {
-    Lane* lane = nullptr;
+    SentItem* item = nullptr;
     double first_ms = 0;  // when the first chunk was there
     double last_ms = 0;   // and the last one
     double of_chunk_ms = 0;
@@ -73,7 +99,7 @@ class Network {
     Span leaves = {};
   };
 
-  [[nodiscard]] Made made(Lane& lane, double now_ms);
+  [[nodiscard]] Made made(SentItem& item, double now_ms);
   // When each of what is sent now leaves: it shares the line evenly, and what is sent later waits. Its chunks
   // from before have left if nothing else did then.
   void carry(double& free_ms, double now_ms);
@@ -81,7 +107,7 @@ class Network {
   double begin_to_come(const Lane& lane, double ready_ms);
   // Of the first chunk, and of all.
   Span arrivals(const Made& made);
-  static void arrive(Lane& lane, Span arrives, double now_ms);
+  static void arrive(SentItem& item, Span arrives, double now_ms);
 
   std::vector<double> lines_free_ms_ = {};  // by which workers send: from when
   std::vector<Made> sent_ = {};             // what has a line of what is sent now
@@ -89,6 +115,7 @@ class Network {
   std::vector<LineIn> lines_in_;            // by worker
   // By worker, since when it has the first chunk of all gradients of its shard.
   std::vector<double> gathered_ms_;
+  std::vector<Transfer>* transfers_;
 };
 
 }  // namespace pipedream

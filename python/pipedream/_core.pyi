@@ -1,5 +1,5 @@
 # The C++ core (csrc/bindings). Capsules are DLPack capsules; times are on the monotonic clock, in ns.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 class RunFailure(RuntimeError):  # noqa: N818
@@ -222,15 +222,63 @@ def memory_of_plan(
     costs: MemoryCosts,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
 ) -> list[float]: ...
+
+class StageDurations:
+    def __init__(
+        self,
+        *,
+        forward_ms: float,
+        later_forward_ms: float,
+        backward_ms: float,
+        later_backward_ms: float,
+        recompute_ms: float = 0.0,
+        update_ms: float = 0.0,
+        push_ms: float = 0.0,
+        pull_ms: float = 0.0,
+        sync_latency_ms: float = 0.0,
+        num_chunks: float = 1.0,
+        push_leads_ms: Sequence[tuple[float, float]] = (),
+        updates_whole: bool = False,
+        wakings_ms: Sequence[tuple[float, float, float]] = (),
+        num_replicas: int | None = None,
+        spare_push_ms: float = 0.0,
+        spare_pull_ms: float = 0.0,
+        spare_update_ms: float = 0.0,
+    ) -> None: ...
+
+class BoundaryDurations:
+    def __init__(self, activation_ms: float, gradient_ms: float, latency_ms: float) -> None: ...
+
 def steady_ms(
     options: ScheduleOptions,
     num_minibatches: int,
-    stages: Sequence[tuple[Any, ...]],
-    boundaries: Sequence[tuple[float, float, float]],
-    host: tuple[int, Sequence[float]] | None = None,
-    waking_after_ms: Sequence[float] = (),
-    one_link: bool = False,
+    stages: Sequence[StageDurations],
+    boundaries: Sequence[BoundaryDurations],
+    *,
+    host: tuple[int, Sequence[float]] | None,
+    waking_after_ms: Sequence[float],
+    one_link: bool,
+    factors: Mapping[str, Sequence[float]],
+    shuffled: Callable[[int, str], list[float]] | None,
 ) -> float: ...
+def simulate(
+    programs: Sequence[Sequence[Instruction]],
+    stages: StageDurations | Sequence[StageDurations],
+    boundaries: BoundaryDurations | Sequence[BoundaryDurations],
+    *,
+    host: tuple[int, Sequence[float]] | None,
+    waking_after_ms: Sequence[float],
+    one_link: bool,
+    factors: Mapping[str, Sequence[float]],
+    shuffled: Callable[[int, str], list[float]] | None,
+) -> tuple[
+    list[tuple[list[float], list[float]]],
+    list[tuple[str, int, int, int, int, float, float]],
+    tuple[float, float, float | None, float | None],
+]: ...
+def summarize(
+    programs: Sequence[Sequence[Instruction]], spans_ms: Sequence[Sequence[tuple[float, float]]]
+) -> tuple[float, float, float | None, float | None]: ...
 def replica_weight_bytes(
     all_bytes: float,
     largest_bytes: float,

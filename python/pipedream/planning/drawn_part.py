@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.planning.row_names import name_rows
-from pipedream.planning.simulator import Simulation, Step, TimedInstruction
+from pipedream.planning.simulator import Simulation, TimedInstruction
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = ["ROWS_MAX", "DrawnPart", "drawn_part"]
 
@@ -26,7 +29,7 @@ class DrawnPart(NamedTuple):
 
 
 def drawn_part(
-    simulation: Simulation, narrowest_inches: Callable[[Step], float], width_max: float
+    simulation: Simulation, narrowest_inches: Callable[[_core.Instruction], float], width_max: float
 ) -> DrawnPart:
     """narrowest_inches: of a box on which an instruction's label can be read. width_max: inches of the time
     that is shown."""
@@ -58,7 +61,9 @@ def _drawn_rows(simulation: Simulation) -> list[int]:
     return sorted(worker for workers in of_stages for worker in workers[:count])
 
 
-def _drawn_ms(simulation: Simulation, narrowest_inches: Callable[[Step], float], width_max: float) -> float:
+def _drawn_ms(
+    simulation: Simulation, narrowest_inches: Callable[[_core.Instruction], float], width_max: float
+) -> float:
     """All, or the beginning in which most labels can be read."""
     wanted = sorted(
         narrowest_inches(timed.instruction) / (timed.end_ms - timed.begin_ms)

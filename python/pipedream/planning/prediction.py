@@ -15,10 +15,9 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shard_shares import shard_shares
-from pipedream.planning.shared_cores import SharedHost, simulate_shared
-from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes
+from pipedream.planning.shared_cores import SharedHost
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate, steady_ms
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.steady_time import steady_ms
 from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times
 from pipedream.planning.waking import StageWaking, wakings_from
 
@@ -120,8 +119,14 @@ def simulate_programs(
     single items about their mean. sync_shares: by stage, of a shard, what a replica pushes to one other and
     pulls from it; None: what the costs say."""
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
-    return simulate_shared(
-        programs, timing.times, timing.transfers, timing.host, timing.spread, timing.waking, one_link=True
+    return simulate(
+        programs,
+        timing.times,
+        timing.transfers,
+        timing.spread,
+        timing.waking,
+        host=timing.host,
+        one_link=True,
     )
 
 

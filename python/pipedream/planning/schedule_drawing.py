@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.planning.drawn_part import drawn_part
-from pipedream.planning.simulator import Simulation, Step, TimedInstruction
+from pipedream.planning.simulator import Simulation, TimedInstruction
 from pipedream.planning.step_labels import MEANINGS, StepLabels, computed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from pipedream import _core
 
 __all__ = ["PhaseSpan", "ScheduleDrawing"]
 
@@ -126,11 +128,11 @@ class ScheduleDrawing:
         roomy = max(max(wanted, default=0.0), _CHART_WIDTH_MIN / makespan_ms)
         return min(roomy, _CHART_WIDTH_MAX / makespan_ms)
 
-    def _narrowest(self, step: Step) -> float:
+    def _narrowest(self, step: _core.Instruction) -> float:
         """Inches of a box whose label can just be read."""
         return _text_width(self.labels.name(step), _TEXT_PT_MIN) + 0.03
 
-    def _label_width(self, step: Step) -> float:
+    def _label_width(self, step: _core.Instruction) -> float:
         return max(
             _text_width(self.labels.name(step), _TEXT_PT),
             _text_width(self.labels.version(step), _VERSION_PT),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipedream.common.document import check_list, check_number, check_object
 
-__all__ = ["EVEN", "Draws", "Spread"]
+__all__ = ["EVEN", "Spread"]
 
 _DECK_SIZE = 20
 _NEIGHBOURS = 10  # on each side, by whose mean an item is measured: the machine's slow changes are no spread
@@ -39,8 +39,17 @@ class Spread:
             }
         )
 
-    def draws(self, worker: int) -> Draws:
-        return Draws(self.factors, worker)
+    def shuffler(self) -> Callable[[int, str], list[float]]:
+        """Gives the next deck of a worker and a kind. Each worker shuffles by a generator of its own."""
+        randoms: dict[int, random.Random] = {}
+
+        def shuffled(worker: int, kind: str) -> list[float]:
+            if worker not in randoms:
+                randoms[worker] = random.Random(worker)
+            factors = self.factors[kind]
+            return randoms[worker].sample(factors, len(factors))
+
+        return shuffled
 
     def to_dict(self) -> dict[str, list[float]]:
         return {kind: list(factors) for kind, factors in self.factors.items()}
@@ -57,24 +66,6 @@ class Spread:
 
 EVEN = Spread()
 """All items of a kind take their mean."""
-
-
-class Draws:
-    """Of one worker."""
-
-    def __init__(self, factors: Mapping[str, Sequence[float]], worker: int) -> None:
-        self._factors = factors
-        self._random = random.Random(worker)
-        self._decks: dict[str, list[float]] = {}
-
-    def next(self, kind: str) -> float:
-        factors = self._factors.get(kind)
-        if not factors:
-            return 1.0
-        deck = self._decks.get(kind)
-        if not deck:
-            deck = self._decks[kind] = self._random.sample(factors, len(factors))
-        return deck.pop()
 
 
 def _factors(times: Sequence[float]) -> list[float]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pipedream.planning.simulator import Simulation, Step, TimedInstruction
+from pipedream.planning.simulator import Simulation, TimedInstruction
 from pipedream.planning.step_times import TRANSFERS
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = ["MEANINGS", "StepLabels", "computed"]
 
@@ -24,16 +28,16 @@ class StepLabels:
             show_versions = any(step.version != step.minibatch for step in steps if step.opcode != "UPDATE")
         self.shows_versions = show_versions
 
-    def name(self, step: Step) -> str:
+    def name(self, step: _core.Instruction) -> str:
         return self.item_name(step.minibatch, step.microbatch)
 
     def item_name(self, minibatch: int, microbatch: int) -> str:
         return f"{minibatch}.{microbatch}" if self.has_microbatches else f"{minibatch}"
 
-    def version(self, step: Step) -> str:
+    def version(self, step: _core.Instruction) -> str:
         return f"v{step.version}" if self.shows_versions else ""
 
-    def text(self, step: Step) -> str:
+    def text(self, step: _core.Instruction) -> str:
         return f"{_LETTERS[step.opcode]}{self.name(step)}{self.version(step)}"
 
     def name_legend(self) -> str:

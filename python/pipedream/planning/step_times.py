@@ -3,16 +3,18 @@ once built; any thread; needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipedream.common.document import check_number, check_whole
 
-__all__ = ["SYNC", "TRANSFERS", "StageTimes", "TransferTimes"]
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["TRANSFERS", "StageTimes", "TransferTimes"]
 
 TRANSFERS = ("SEND", "RECV")
-SYNC = ("push", "pull")
-"""The kinds of what goes between the replicas of a stage."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +68,33 @@ class StageTimes:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
 
-    def is_spare(self, replica: int) -> bool:
-        return self.num_replicas is not None and replica >= self.num_replicas
+    def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
+        """As the core takes them. wakings_ms: what items of each kind take besides, by waking."""
+        from pipedream import _core
 
-    def of_exchange(self, kind: str, owner: int) -> float:
-        """Milliseconds of what is pushed to the owner of a shard, or pulled from it; of a norm none."""
-        if kind not in SYNC:
-            return 0.0
-        if self.is_spare(owner):
-            return self.spare_push_ms if kind == "push" else self.spare_shard_ms
-        return self.shard_ms if kind == "pull" or self.push_ms is None else self.push_ms
+        def either(one_ms: float | None, other_ms: float) -> float:
+            return other_ms if one_ms is None else one_ms
 
-    def of(self, opcode: str, microbatch: int = 0, replica: int = 0) -> float:
-        """Milliseconds of one instruction."""
-        if opcode == "FORWARD":
-            later_ms = self.later_forward_ms if microbatch else None
-            return self.forward_ms if later_ms is None else later_ms
-        if opcode == "RECOMPUTE":
-            return self.forward_ms if self.recompute_ms is None else self.recompute_ms
-        if opcode == "BACKWARD":
-            later_ms = self.later_backward_ms if microbatch else None
-            return self.backward_ms if later_ms is None else later_ms
-        if opcode == "UPDATE":
-            return self.spare_update_ms if self.is_spare(replica) else self.update_ms
-        if opcode in TRANSFERS:  # they keep the link, not the worker
-            return 0.0
-        raise ValueError(
-            f"opcode is {opcode!r}: known are FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND and RECV"
+        return _core.StageDurations(
+            forward_ms=self.forward_ms,
+            later_forward_ms=either(self.later_forward_ms, self.forward_ms),
+            backward_ms=self.backward_ms,
+            later_backward_ms=either(self.later_backward_ms, self.backward_ms),
+            recompute_ms=either(self.recompute_ms, self.forward_ms),
+            update_ms=self.update_ms,
+            push_ms=either(self.push_ms, self.shard_ms),
+            pull_ms=self.shard_ms,
+            sync_latency_ms=self.sync_latency_ms,
+            num_chunks=self.num_chunks,
+            push_leads_ms=[*self.push_leads_ms],
+            updates_whole=self.updates_whole,
+            wakings_ms=[
+                (ms.get("FORWARD", 0.0), ms.get("BACKWARD", 0.0), ms.get("UPDATE", 0.0)) for ms in wakings_ms
+            ],
+            num_replicas=self.num_replicas,
+            spare_push_ms=self.spare_push_ms,
+            spare_pull_ms=self.spare_shard_ms,
+            spare_update_ms=self.spare_update_ms,
         )
 
 
@@ -110,6 +112,8 @@ class TransferTimes:
         for name in ("activation_ms", "gradient_ms", "latency_ms"):
             check_number(name, getattr(self, name))
 
-    def of(self, kind: str) -> float:
-        """Milliseconds of one item of an edge of that kind."""
-        return {"activation": self.activation_ms, "gradient": self.gradient_ms}.get(kind, 0.0)
+    def durations(self) -> _core.BoundaryDurations:
+        """As the core takes them."""
+        from pipedream import _core
+
+        return _core.BoundaryDurations(self.activation_ms, self.gradient_ms, self.latency_ms)

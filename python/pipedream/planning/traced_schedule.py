@@ -19,7 +19,7 @@ from pipedream.planning.program_text import parse_programs, print_programs
 if TYPE_CHECKING:
     from pipedream import _core
     from pipedream.planning.schedule_drawing import PhaseSpan
-    from pipedream.planning.simulator import Simulation, StageTimes, StepEdge
+    from pipedream.planning.simulator import Simulation, StageTimes
 
 __all__ = [
     "TraceRequest",
@@ -361,7 +361,7 @@ def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
     ]
 
 
-def _edge_fields(edge: StepEdge) -> dict[str, Any]:
+def _edge_fields(edge: _core.Edge) -> dict[str, Any]:
     ends = {"from_stage": edge.from_stage, "to_stage": edge.to_stage}
     return {"kind": edge.kind, **ends, "from_replica": edge.from_replica, "to_replica": edge.to_replica}
 

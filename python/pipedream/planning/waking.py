@@ -15,7 +15,7 @@ from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object
 
-__all__ = ["StageWaking", "Waits", "Waking", "waking_share", "wakings_from"]
+__all__ = ["StageWaking", "Waking", "waking_share", "wakings_from"]
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
@@ -74,29 +74,3 @@ class StageWaking:
             waking.after_ms > 0 and any(of_stage[index] for of_stage in self.by_stage_ms)
             for index, waking in enumerate(self.wakings)
         )
-
-    def of(self, stage: int, kind: str, waited_ms: float) -> float:
-        """Milliseconds."""
-        in_all_ms = 0.0
-        for waking, by_kind_ms in zip(self.wakings, self.by_stage_ms[stage], strict=True):
-            in_all_ms += by_kind_ms.get(kind, 0.0) * waking.part(waited_ms)
-        return in_all_ms
-
-
-class Waits:
-    """Of the workers of one replay."""
-
-    def __init__(self, waking: StageWaking, num_workers: int) -> None:
-        self._waking = waking
-        self._waited_ms = [0.0] * num_workers
-        self._waited_then_ms: dict[tuple[int, int, str], float] = {}  # when the last such item began
-
-    def add(self, worker: int, for_ms: float) -> None:
-        self._waited_ms[worker] += for_ms
-
-    def waking_ms(self, worker: int, stage: int, kind: str) -> float:
-        """Of an item that begins now; to be asked once of each."""
-        waited_ms, key = self._waited_ms[worker], (worker, stage, kind)
-        since_ms = waited_ms - self._waited_then_ms.get(key, waited_ms)
-        self._waited_then_ms[key] = waited_ms
-        return self._waking.of(stage, kind, since_ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.shared_cores import SharedHost
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 
 
@@ -20,7 +20,7 @@ def _programs(
 def _shared(
     programs: list[list[_core.Instruction]], times: StageTimes, cores: int, alone_speed: float = 1.0
 ) -> Simulation:
-    return simulate_shared(programs, times, 0.0, SharedHost(len(programs), cores, alone_speed))
+    return simulate(programs, times, 0.0, host=SharedHost(len(programs), cores, alone_speed))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "flush", "gpipe", "2bw", "model_parallel"])
@@ -29,7 +29,7 @@ def test_a_core_for_each_worker_changes_nothing(schedule: str, replicas: list[in
     programs = _programs(schedule, replicas, 24, 1 if schedule in ("pipedream", "model_parallel") else 4)
     times = StageTimes(1.0, 2.0, 0.5, shard_ms=0.25)
     transfers = [TransferTimes(0.125, 0.25, 0.0625)] * (len(replicas) - 1)
-    shared = simulate_shared(programs, times, transfers, SharedHost(3, 3))
+    shared = simulate(programs, times, transfers, host=SharedHost(3, 3))
     alone = simulate(programs, times, transfers)
     for mine, theirs in zip(shared.timeline, alone.timeline, strict=True):
         assert [step.instruction for step in mine] == [step.instruction for step in theirs]
@@ -74,9 +74,9 @@ def test_a_worker_is_never_slower_alone(num_workers: int, num_cores: int) -> Non
 
 def test_workers_of_two_machines_do_not_share() -> None:
     programs = _programs("pipedream", [1, 1, 1, 1], 40)
-    apart = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(1, 2, 1.5))
+    apart = simulate(programs, StageTimes(1.0, 2.0), 0.0, host=SharedHost(1, 2, 1.5))
     assert apart.ms_per_minibatch == pytest.approx(3.0 / 1.5)
-    pairs = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(2, 2, 1.5))
+    pairs = simulate(programs, StageTimes(1.0, 2.0), 0.0, host=SharedHost(2, 2, 1.5))
     assert pairs.ms_per_minibatch == pytest.approx(3.0, rel=0.01)  # a stage alone begins the window
 
 

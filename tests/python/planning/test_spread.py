@@ -21,15 +21,14 @@ def test_stalls_are_kept_and_the_mean_is_one() -> None:
 
 def test_too_few_items_say_nothing() -> None:
     assert Spread.measured({"FORWARD": [[1.0, 2.0]], "UPDATE": []}) == EVEN
-    assert EVEN.draws(0).next("FORWARD") == 1.0
 
 
 def test_every_deck_has_all_factors_and_workers_draw_in_an_order_of_their_own() -> None:
     factors = tuple(index / 10 for index in range(20))
     drawn = []
     for worker in range(2):
-        draws = Spread({"FORWARD": factors}).draws(worker)
-        decks = [[draws.next("FORWARD") for _ in factors] for _ in range(2)]
+        shuffled = Spread({"FORWARD": factors}).shuffler()
+        decks = [shuffled(worker, "FORWARD") for _ in range(2)]
         assert all(sorted(deck) == list(factors) for deck in decks)
         drawn += decks
     assert len(set(map(tuple, drawn))) == 4

@@ -1,4 +1,4 @@
-"""The core's time per minibatch is the simulator's, to the bit, of any schedule."""
+"""What a search asks of a plan is what simulate() says of its lists, to the bit, of any schedule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost, simulate_shared
-from pipedream.planning.simulator import StageTimes, TransferTimes, simulate
+from pipedream.planning.shared_cores import SharedHost
+from pipedream.planning.simulator import StageTimes, TransferTimes, ms_per_minibatch, simulate, steady_ms
 from pipedream.planning.spread import Spread
-from pipedream.planning.steady_time import ms_per_minibatch, steady_ms
 from pipedream.planning.waking import StageWaking, Waking
 
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel")
@@ -76,66 +75,41 @@ def _drawn_waking(data: st.DataObject, num_stages: int) -> StageWaking:
     return StageWaking(wakings, by_stage_ms)
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_it_is_the_simulator_s_to_the_bit(data: st.DataObject) -> None:
-    options = _drawn_options(data)
-    times = _drawn_times(data, options.num_stages)
-    num_minibatches, waking = data.draw(st.integers(1, 30)), _drawn_waking(data, options.num_stages)
-    one_link = data.draw(st.booleans())
-    simulation = simulate(_programs(options, num_minibatches), *times, waking=waking, one_link=one_link)
-    replayed_ms = steady_ms(options, num_minibatches, *times, waking=waking, one_link=one_link)
-    assert replayed_ms == ms_per_minibatch(simulation)
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_it_is_the_simulator_s_where_workers_share_cores(data: st.DataObject) -> None:
+def test_it_is_what_the_simulation_of_the_lists_says_to_the_bit(data: st.DataObject) -> None:
     options = _drawn_options(data)
     times = _drawn_times(data, options.num_stages)
-    num_minibatches, waking = data.draw(st.integers(1, 12)), _drawn_waking(data, options.num_stages)
-    num_cores = data.draw(st.integers(1, 4))
-    host = SharedHost(data.draw(st.integers(1, 4)), num_cores, data.draw(st.sampled_from([1.0, 1.25])))
-    how = {"waking": waking, "one_link": data.draw(st.booleans())}
-    simulation = simulate_shared(_programs(options, num_minibatches), *times, host, **how)
-    replayed_ms = steady_ms(options, num_minibatches, *times, host=host, **how)
-    assert replayed_ms == ms_per_minibatch(simulation)
-
-
-def test_what_the_core_does_not_replay_is_simulated() -> None:
-    spread = Spread({"FORWARD": (0.5, 1.5)})
-    replicated = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([2]))
-    spared = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([3], [1]))
-    served = _core.ScheduleOptions(
-        schedule="data_parallel", placement=_core.Placement.in_order([2]), asynchronous=True
-    )
-    times = [StageTimes(1.0, 2.0, update_ms=0.5, shard_ms=2.0)]
-    for options, how in ((replicated, spread), (spared, Spread()), (served, Spread())):
-        simulation = simulate(_programs(options, 12), times, [], how)
-        assert steady_ms(options, 12, times, [], spread=how) == ms_per_minibatch(simulation)
-    # The stage in the middle sends 4 ms both ways by one link.
-    straight, sending = _core.ScheduleOptions(in_flight=[6, 4, 1]), [TransferTimes(4.0, 4.0)] * 2
-    for host in (None, SharedHost(3, 3)):
-        replayed_ms = steady_ms(straight, 40, times * 3, sending, host=host, spread=spread, one_link=True)
-        assert replayed_ms == pytest.approx(8.0)
-    for options in (spared, served):
-        with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
-            _core.steady_ms(options, 12, [(*(1.0,) * 10, [], False, [])], [])
+    num_minibatches = data.draw(st.integers(1, 20))
+    hosts = [None, SharedHost(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), 1.25)]
+    how: dict[str, Any] = {
+        "waking": _drawn_waking(data, options.num_stages),
+        "one_link": data.draw(st.booleans()),
+        "host": data.draw(st.sampled_from(hosts)),
+        "spread": data.draw(st.sampled_from([Spread(), Spread({"FORWARD": (0.5, 1.5)})])),
+    }
+    simulation = simulate(_programs(options, num_minibatches), *times, **how)
+    assert steady_ms(options, num_minibatches, *times, **how) == ms_per_minibatch(simulation)
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
-    with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
-        _core.steady_ms(options, 4, [(*(1.0,) * 10, [], False, [])], [])
-    replicated = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([2]))
-    with pytest.raises(ValueError, match="stage 0 has 1 push leads for 2 replicas: give one for each"):
-        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [(0.0, 0.0)], False, [])], [])
+    times, boundary = StageTimes(1.0, 2.0), TransferTimes(1.0, 1.0)
+    with pytest.raises(ValueError, match="stage_times has 1 entries for 2 stages: give one per stage"):
+        steady_ms(options, 4, [times], [boundary])
+    with pytest.raises(ValueError, match="transfer_ms has 0 entries for 1 boundaries: give one per boundary"):
+        steady_ms(options, 4, [times] * 2, [])
+    how: dict[str, Any] = {"one_link": False, "factors": {}, "shuffled": None}
+    durations, crossing = times.durations(), boundary.durations()
     with pytest.raises(ValueError, match="stage 0 has 0 wakings for 1 times: give one for each"):
-        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [], False, [])], [], waking_after_ms=[1.0])
-    with pytest.raises(ValueError, match=r"stage 0 has shards of 0\.0+ chunks: give at least 1"):
-        _core.steady_ms(replicated, 4, [(*(1.0,) * 9, 0.0, [], False, [])], [])
+        _core.steady_ms(options, 4, [durations] * 2, [crossing], host=None, waking_after_ms=[1.0], **how)
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
-        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 10, [], False, [])], [], (0, [1.0]))
+        _core.steady_ms(options, 4, [durations] * 2, [crossing], host=(0, [1.0]), waking_after_ms=[], **how)
+    empty = _core.StageDurations(
+        forward_ms=1, later_forward_ms=1, backward_ms=1, later_backward_ms=1, num_chunks=0
+    )
+    with pytest.raises(ValueError, match=r"stage 0 has shards of 0\.0+ chunks: give at least 1"):
+        _core.steady_ms(options, 4, [empty] * 2, [crossing], host=None, waking_after_ms=[], **how)
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.shared_cores import SharedHost
 from pipedream.planning.simulator import Simulation, StageTimes, simulate
 from pipedream.planning.waking import StageWaking, Waking, waking_share, wakings_from
 
@@ -23,7 +23,7 @@ def _simulations(schedule: str, waking: StageWaking | None) -> list[Simulation]:
     programs, times = _programs(schedule), StageTimes(1.0, 2.0)
     return [
         simulate(programs, times, 0.0, waking=waking),
-        simulate_shared(programs, times, 0.0, SharedHost(2, 2), waking=waking),
+        simulate(programs, times, 0.0, host=SharedHost(2, 2), waking=waking),
     ]
 
 
@@ -48,13 +48,14 @@ def test_a_worker_that_never_waits_never_wakes() -> None:
 def test_nobody_pays_for_a_wait_twice() -> None:
     programs, times = _programs("model_parallel"), StageTimes(1.0, 2.0, 0.5)
     kinds = {"FORWARD": 0.25, "BACKWARD": 0.5, "UPDATE": 0.125}
+    alone_ms = {"FORWARD": 1.0, "BACKWARD": 2.0, "UPDATE": 0.5}
     simulation = simulate(programs, times, 0.0, waking=StageWaking([_WAKING], [[kinds]] * 2))
     for row in simulation.timeline:
         extra: dict[str, list[float]] = {}
         for timed in row:
             if timed.instruction.edge is None:
                 opcode = timed.instruction.opcode
-                extra.setdefault(opcode, []).append(timed.end_ms - timed.begin_ms - times.of(opcode))
+                extra.setdefault(opcode, []).append(timed.end_ms - timed.begin_ms - alone_ms[opcode])
         # The first of each kind has no wait behind it that another of its kind has not seen.
         for opcode, more_ms in extra.items():
             assert more_ms == pytest.approx([0.0] + [kinds[opcode]] * (_MINIBATCHES - 1))
@@ -78,8 +79,10 @@ def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
     wakings = [_WAKING, Waking(8.0, {"FORWARD": 0.5})]
     assert waking_share(wakings, "FORWARD", 4.0) == pytest.approx(0.25 + 0.25)
     assert waking_share(wakings, "BACKWARD", 4.0) == 0
-    in_ms = StageWaking(wakings, [[{"FORWARD": 1.0}, {"FORWARD": 2.0}]])
-    assert [in_ms.of(0, "FORWARD", waited_ms) for waited_ms in (1.0, 2.0, 8.0)] == [0.75, 1.5, 3.0]
+    # A stage waits for 3 + x ms before each forward, which is longer by x = 1 + 2 (3 + x) / 8 = 7 / 3.
+    in_ms = StageWaking(wakings, [[{"FORWARD": 1.0}, {"FORWARD": 2.0}]] * 2)
+    for simulation in _simulations("model_parallel", in_ms):
+        assert simulation.ms_per_minibatch == pytest.approx(6 + 2 * 7 / 3, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
-"""By what a simulation's items travel, in closed forms."""
+"""What replicas exchange in a simulation, in closed forms; tests/cpp/planner/lanes_test.cc has the lines."""
 
 from __future__ import annotations
 
 import pytest
 from pipedream import _core
-from pipedream.planning.lanes import LineIn, LineOut, Made
-from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate
-from pipedream.planning.steady_time import steady_ms
+from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate, steady_ms
 
 _REPLICATED = _core.ScheduleOptions(
     schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([2])
@@ -25,43 +23,6 @@ def _carried(simulation: Simulation, what: str, from_worker: int, minibatch: int
         for transfer in simulation.transfers
         if (transfer.what, transfer.from_worker, transfer.minibatch) == (what, from_worker, minibatch)
     )
-
-
-def _carried_by(line: LineOut, now_ms: float, *sent: float | Made) -> list[tuple[float, float]]:
-    """sent: milliseconds of what is made now, or what was made before."""
-    made = [one if isinstance(one, Made) else Made(now_ms, now_ms, one, one) for one in sent]
-    return [tuple(span) for span in line.carry(now_ms, made)]
-
-
-def test_what_is_sent_at_once_shares_the_line_evenly_and_what_is_sent_later_waits() -> None:
-    line = LineOut()
-    assert _carried_by(line, 5.0, 3.0, 10.0) == [(5.0, 11.0), (5.0, 18.0)]
-    assert _carried_by(line, 6.0, 2.0) == [(18.0, 20.0)]
-    assert _carried_by(line, 30.0, 4.0, 4.0, 4.0) == [(30.0, 42.0)] * 3
-    assert _carried_by(line, 50.0, 0.0, 4.0) == [(50.0, 50.0), (50.0, 54.0)]
-
-
-def test_chunks_that_were_there_earlier_take_what_the_line_idled_before() -> None:
-    line = LineOut()
-    assert _carried_by(line, 5.0, 3.0, Made(2.0, 2.0, 10.0, 10.0)) == [(5.0, 11.0), (2.0, 15.0)]
-    assert _carried_by(line, 20.0, Made(13.0, 16.0, 2.0, 1.0)) == [(15.0, 17.0)]  # all of it
-    assert _carried_by(line, 20.0, 1.0) == [(20.0, 21.0)]
-    assert _carried_by(line, 22.0, Made(10.0, 10.0, 4.0, 4.0)) == [(21.0, 25.0)]
-    # Of four chunks the last is made half a millisecond before it is sent: half of it is to leave then.
-    assert _carried_by(line, 40.0, Made(30.0, 39.5, 4.0, 1.0)) == [(30.0, 40.5)]
-    assert _carried_by(line, 40.0, 1.0) == [(40.5, 41.5)]
-
-
-def test_line_in_takes_of_an_exchange_what_other_stages_send_meanwhile() -> None:
-    line = LineIn()
-    assert line.begin("push", 1.0, 10.0) == 1.0
-    assert line.begin("push", 2.0, 10.0) == 2.0  # which replicas share evenly
-    assert line.begin("gradient", 4.0, 3.0) == 4.0
-    assert line.begin("gradient", 5.0, 6.0) == 7.0  # until 13, a millisecond after the exchange
-    assert line.begin("pull", 15.0, 10.0) == 12.0 + 3.0 + 5.0
-    assert line.begin("pull", 15.0, 10.0) == 15.0
-    assert line.begin("gradient", 16.0, 3.0) == 16.0
-    assert line.begin("pull", 40.0, 10.0) == 40.0  # in the pause before it there was time for that
 
 
 @pytest.mark.parametrize(("num_chunks", "round_ms"), [(1, 21.0), (2, 19.0), (4, 19.0)])

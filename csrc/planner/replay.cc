@@ -1,0 +1,544 @@
+#include "planner/replay.h"
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <queue>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "base/failure.h"
+#include "schedule/transfers.h"
+
+namespace pipedream {
+namespace {
+
+using Places = std::map<StageReplica, std::size_t>;  // the worker of every replica, and of every spare
+
+// An instruction, with all that is known of it before the replay.
+struct Step {
+  Opcode opcode = Opcode::kForward;
+  std::uint32_t lane = 0;    // of SEND and RECV
+  std::uint32_t waking = 0;  // of work: which of the worker's
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  double work_ms = 0;
+};
+
+// What a kind of a stage's work pays after waits.
+struct Waking {
+  StageIndex stage{0};
+  Opcode opcode = Opcode::kForward;
+  std::vector<double> costs_ms = {};
+  std::optional<double> waited_then_ms = std::nullopt;  // when the last such item began
+};
+
+struct Worker {
+  std::vector<Step> steps = {};
+  std::vector<TimedStep> done = {};
+  double waited_ms = 0;
+  std::vector<Waking> wakings = {};
+  std::map<Opcode, std::vector<double>> decks = {};
+  // Where workers slow each other: what is left of the work at hand, at speed 1.
+  std::optional<double> left_ms = std::nullopt;
+
+  [[nodiscard]] bool is_done() const { return done.size() == steps.size(); }
+  [[nodiscard]] const Step& next() const { return steps[done.size()]; }
+  [[nodiscard]] double now_ms() const { return done.empty() ? 0 : done.back().end_ms; }
+  void finish(double begin_ms, double end_ms) {
+    done.push_back({next().opcode, next().minibatch.value(), begin_ms, end_ms});
+  }
+};
+
+LaneChunks chunks_of(const Edge& edge, const StageDurations& stage, std::size_t owner) {
+  const bool is_push = edge.kind == EdgeKind::kPush;
+  if (stage.num_chunks == 1 && stage.push_leads_ms.empty()) return {};
+  if (!is_push && stage.updates_whole) return {};
+  LaneChunks chunks;
+  chunks.number = stage.num_chunks;
+  chunks.update_ms = stage.updates_whole ? 0 : stage.update_ms / stage.num_chunks;
+  if (is_push && !stage.push_leads_ms.empty()) {
+    std::tie(chunks.first_lead_ms, chunks.last_lead_ms) = stage.push_leads_ms[owner];
+  }
+  return chunks;
+}
+
+double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owner) {
+  if (!is_exchange(kind)) return 0;  // a norm
+  const bool is_push = kind == EdgeKind::kPush;
+  if (stage.is_spare(owner)) return is_push ? stage.spare_push_ms : stage.spare_pull_ms;
+  return is_push ? stage.push_ms : stage.pull_ms;
+}
+
+double work_ms_of(const Instruction& step, const StageDurations& stage) {
+  const bool is_first = step.microbatch.value() == 0;
+  switch (step.opcode) {
+    case Opcode::kForward:
+      return is_first ? stage.forward_ms : stage.later_forward_ms;
+    case Opcode::kRecompute:
+      return stage.recompute_ms;
+    case Opcode::kBackward:
+      return is_first ? stage.backward_ms : stage.later_backward_ms;
+    case Opcode::kUpdate:
+      return stage.is_spare(step.replica) ? stage.spare_update_ms : stage.update_ms;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
+  }
+  return 0;  // they keep the link, not the worker
+}
+
+double waking_ms_of(Opcode opcode, const WakingDurations& waking) {
+  switch (opcode) {
+    case Opcode::kForward:
+      return waking.forward_ms;
+    case Opcode::kBackward:
+      return waking.backward_ms;
+    case Opcode::kUpdate:
+      return waking.update_ms;
+    case Opcode::kRecompute:
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
+  }
+  return 0;  // a recomputation comes right before its backward
+}
+
+std::string describe(const Instruction& instruction) {
+  std::string text = opcode_name(instruction.opcode);
+  text += " " + (travels(instruction.opcode) ? to_string(instruction.edge)
+                                             : to_string({instruction.stage, instruction.replica}));
+  text += " minibatch " + std::to_string(instruction.minibatch.value());
+  if (instruction.opcode == Opcode::kUpdate) return text;
+  return text + " microbatch " + std::to_string(instruction.microbatch.value());
+}
+
+Places places_of(const std::vector<std::vector<Instruction>>& programs) {
+  Places places;
+  for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+    for (const Instruction& instruction : programs[worker]) {
+      const StageReplica place{instruction.stage, instruction.replica};
+      const auto [known, is_new] = places.try_emplace(place, worker);
+      if (known->second == worker) continue;
+      throw UserError(to_string(place) + " is at worker " + std::to_string(known->second) +
+                      " and at worker " + std::to_string(worker));
+    }
+  }
+  const std::int64_t last = places.empty() ? -1 : places.rbegin()->first.stage.value();
+  for (StageIndex stage; stage.value() < last; stage = stage.next()) {
+    if (places.contains({stage, ReplicaIndex(0)})) continue;
+    throw UserError("stage " + std::to_string(stage.value()) + " has no instructions, but stage " +
+                    std::to_string(last) + " has");
+  }
+  return places;
+}
+
+Places places_of(const Placement& placement) {
+  Places places;
+  for (const Place& place : placement.places()) {
+    places.try_emplace({place.stage, place.replica}, static_cast<std::size_t>(place.rank.value()));
+  }
+  return places;
+}
+
+struct DoneHash {
+  std::size_t operator()(const Instruction& done) const {
+    std::size_t hash = EdgeHash{}(done.edge);
+    for (const std::int64_t part : {static_cast<std::int64_t>(done.opcode), done.stage.value(),
+                                    done.replica.value(), done.minibatch.value(), done.microbatch.value()}) {
+      hash = hash * 0x9E3779B97F4A7C15ULL + static_cast<std::size_t>(part);
+    }
+    return hash;
+  }
+};
+
+// All instructions of a replica are in one list, so this sees what is there twice, or before its forward.
+void check_list(const std::vector<Instruction>& program) {
+  std::unordered_set<Instruction, DoneHash> seen;
+  for (const Instruction& instruction : program) {
+    Instruction done = instruction;
+    done.version = {};
+    if (instruction.opcode == Opcode::kRecompute || instruction.opcode == Opcode::kBackward) {
+      done.opcode = Opcode::kForward;
+      if (!seen.contains(done)) throw UserError(describe(instruction) + " comes before its forward");
+      done.opcode = instruction.opcode;
+    }
+    if (!seen.insert(done).second) throw UserError(describe(instruction) + " is in the lists twice");
+  }
+}
+
+// A worker's times depend on what it receives alone, so the order in which the workers are visited changes
+// nothing but where senders share a receiver's line: there they send in the order of time.
+class Replay {
+ public:
+  Replay(Places places, std::size_t num_workers, const Timing& timing, std::vector<Transfer>* transfers)
+      : places_(std::move(places)), timing_(timing), workers_(num_workers), network_(num_workers, transfers) {
+    check_timing(timing,
+                 places_.empty() ? 0 : static_cast<std::size_t>(places_.rbegin()->first.stage.value() + 1));
+  }
+
+  void add(std::size_t index, const std::vector<Instruction>& program) {
+    Worker& worker = workers_[index];
+    worker.steps.reserve(program.size());
+    worker.done.reserve(program.size());
+    for (const Instruction& made : program) {
+      Step step{made.opcode, 0, 0, made.minibatch, made.microbatch, 0};
+      if (travels(made.opcode)) {
+        step.lane = lane_of(made.edge);
+        if (made.opcode == Opcode::kRecv) lanes_[step.lane].is_received = true;
+      } else {
+        step.work_ms = work_ms_of(made, stage_at(made.stage));
+        if (step.work_ms > 0) step.work_ms *= draw(worker, index, made.opcode);
+        step.waking = waking_of(worker, made);
+      }
+      worker.steps.push_back(step);
+    }
+  }
+
+  Timeline run() {
+    find_answers();
+    if (timing_.shared) {
+      pass_through(*timing_.shared);
+    } else {
+      follow_items();
+    }
+    Timeline timeline;
+    for (Worker& worker : workers_) timeline.push_back(std::move(worker.done));
+    return timeline;
+  }
+
+ private:
+  struct ReplayedLane : Lane {
+    bool is_received = false;  // by a list
+  };
+
+  [[nodiscard]] const StageDurations& stage_at(StageIndex stage) const {
+    return timing_.stages[static_cast<std::size_t>(stage.value())];
+  }
+
+  [[nodiscard]] std::size_t worker_at(const StageReplica& place) const {
+    const auto found = places_.find(place);
+    if (found == places_.end())
+      throw UserError(to_string(place) + " has no instructions, but items travel there");
+    return found->second;
+  }
+
+  // By how much the worker's next item of the kind is longer than its mean.
+  double draw(Worker& worker, std::size_t index, Opcode opcode) const {
+    const auto found = timing_.spread.factors.find(opcode);
+    if (found == timing_.spread.factors.end() || found->second.empty()) return 1;
+    std::vector<double>& deck = worker.decks[opcode];
+    if (deck.empty()) deck = timing_.spread.shuffled(index, opcode);
+    const double factor = deck.back();
+    deck.pop_back();
+    return factor;
+  }
+
+  [[nodiscard]] std::uint32_t waking_of(Worker& worker, const Instruction& made) const {
+    const auto found = std::ranges::find_if(worker.wakings, [&](const Waking& waking) {
+      return waking.stage == made.stage && waking.opcode == made.opcode;
+    });
+    const auto index = static_cast<std::uint32_t>(found - worker.wakings.begin());
+    if (found == worker.wakings.end()) {
+      std::vector<double>& costs_ms = worker.wakings.emplace_back(Waking{made.stage, made.opcode}).costs_ms;
+      for (const WakingDurations& waking : stage_at(made.stage).wakings) {
+        costs_ms.push_back(waking_ms_of(made.opcode, waking));
+      }
+    }
+    return index;
+  }
+
+  std::uint32_t lane_of(const Edge& edge) {
+    const auto [found, is_new] = lane_by_edge_.try_emplace(edge, static_cast<std::uint32_t>(lanes_.size()));
+    if (!is_new) return found->second;
+    ReplayedLane lane;
+    lane.edge = edge;
+    lane.sender = worker_at(edge.from);
+    lane.receiver = worker_at(edge.to);
+    // Only the sender uses this direction of the link, and does its list in order: so first sent is first
+    // carried.
+    if (lane.sender != lane.receiver) {
+      const bool is_shared = timing_.one_link || is_exchange(edge.kind);
+      const auto [line, is_new_line] =
+          lines_.try_emplace({lane.sender, is_shared ? kNoLine : lane.receiver}, 0);
+      if (is_new_line) line->second = network_.add_line();
+      lane.line = line->second;
+      lane.queues_in = timing_.one_link;
+    }
+    if (edge.from.stage == edge.to.stage) {
+      take_exchange_times(lane);
+    } else {
+      const StageIndex above = std::min(edge.from.stage, edge.to.stage);
+      const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
+      // What tied parameters and norms send takes no time beside that.
+      if (edge.kind == EdgeKind::kActivation) lane.transfer_ms = boundary.activation_ms;
+      if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
+      lane.latency_ms = boundary.latency_ms;
+    }
+    lanes_.push_back(std::move(lane));
+    return found->second;
+  }
+
+  // Between the replicas of a stage.
+  void take_exchange_times(Lane& lane) const {
+    const Edge& edge = lane.edge;
+    const StageDurations& stage = stage_at(edge.from.stage);
+    const ReplicaIndex owner = edge.kind == EdgeKind::kPush ? edge.to.replica : edge.from.replica;
+    lane.transfer_ms = exchange_ms(edge.kind, stage, owner);
+    lane.latency_ms = stage.sync_latency_ms;
+    if (!is_exchange(edge.kind)) return;
+    const auto owner_index = static_cast<std::size_t>(owner.value());
+    if (!stage.push_leads_ms.empty() && owner_index >= stage.push_leads_ms.size()) {
+      throw UserError("stage " + std::to_string(edge.from.stage.value()) + " has " +
+                      std::to_string(stage.push_leads_ms.size()) + " push leads and an owner " +
+                      std::to_string(owner.value()) + ": give one for each");
+    }
+    lane.chunks = chunks_of(edge, stage, owner_index);
+  }
+
+  // Pushes that no list receives are to asynchronous shards, which answer beside the lists. What one is
+  // answered queues behind what it pushes: each line carries as many answers as pushes, whoever's they are.
+  void find_answers() {
+    for (const auto& [edge, index] : lane_by_edge_) {
+      ReplayedLane& push = lanes_[index];
+      if (edge.kind != EdgeKind::kPush || push.is_received) continue;
+      const auto pull = lane_by_edge_.find({EdgeKind::kPull, edge.to, edge.from});
+      if (pull == lane_by_edge_.end()) continue;
+      push.answer = pull->second;
+      lanes_[pull->second].line = push.line;
+      lanes_[pull->second].queues_in = false;
+    }
+  }
+
+  void follow_items() {
+    std::deque<std::size_t> ready(workers_.size());
+    std::iota(ready.begin(), ready.end(), std::size_t{0});
+    while (!ready.empty() || !about_to_send_.empty()) {
+      if (!ready.empty()) {
+        const std::size_t worker = ready.front();
+        ready.pop_front();
+        advance(worker, ready, false);
+      } else {  // all others send later, or wait for what is sent later
+        const std::size_t worker = about_to_send_.top().second;
+        about_to_send_.pop();
+        advance(worker, ready, true);
+      }
+    }
+    if (!are_done()) throw UserError(describe_deadlock());
+  }
+
+  // Does all that the worker can do now, and adds those that waited for it to the ready ones.
+  void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
+    Worker& worker = workers_[index];
+    while (!worker.is_done()) {
+      const Step& step = worker.next();
+      const double now_ms = worker.now_ms();
+      if (step.opcode == Opcode::kSend) {
+        if (timing_.one_link && !is_first_to_send) {
+          about_to_send_.emplace(now_ms, index);
+          return;
+        }
+        is_first_to_send = false;
+        send(worker, now_ms);
+        for (const SentItem& item : sending_) {
+          if (std::exchange(item.lane->is_awaited, false)) ready.push_back(item.lane->receiver);
+        }
+      } else if (step.opcode == Opcode::kRecv) {
+        Lane& lane = lanes_[step.lane];
+        if (!lane.has_next()) {
+          lane.is_awaited = true;
+          return;
+        }
+        receive(worker, lane, std::max(now_ms, lane.next_ms()));
+      } else {
+        worker.finish(now_ms, now_ms + work_ms(worker, step));
+      }
+    }
+  }
+
+  // In the order of time, as who is at work now says how fast all are.
+  void pass_through(const SharedCores& shared) {
+    double now_ms = 0;
+    std::vector<double> began_ms(workers_.size());
+    while (!are_done()) {
+      bool has_begun = true;
+      while (has_begun) {  // what one sends another may be waiting for
+        has_begun = false;
+        for (std::size_t index = 0; index < workers_.size(); ++index) {
+          has_begun = begin_work(workers_[index], now_ms, began_ms[index]) || has_begun;
+        }
+      }
+      if (!pass_time(shared, now_ms, began_ms) && !are_done()) throw UserError(describe_deadlock());
+    }
+  }
+
+  // Does what takes no time until there is work or a wait; whether anything was done.
+  bool begin_work(Worker& worker, double now_ms, double& began_ms) {
+    const std::size_t before = worker.done.size();
+    while (!worker.left_ms && !worker.is_done()) {
+      const Step& step = worker.next();
+      if (step.opcode == Opcode::kSend) {
+        send(worker, now_ms);
+      } else if (step.opcode == Opcode::kRecv) {
+        Lane& lane = lanes_[step.lane];
+        if (!lane.has_next() || lane.next_ms() > now_ms) break;
+        receive(worker, lane, now_ms);
+      } else {
+        began_ms = now_ms;
+        worker.left_ms = work_ms(worker, step);
+      }
+    }
+    return worker.done.size() > before;
+  }
+
+  // Until someone is done with their work, or something arrives that someone waits for; false: neither will
+  // be.
+  bool pass_time(const SharedCores& shared, double& now_ms, const std::vector<double>& began_ms) {
+    const std::vector<std::pair<std::size_t, double>> speeds = speeds_now(shared);
+    double passing_ms = std::numeric_limits<double>::infinity();
+    for (const auto& [index, speed] : speeds)
+      passing_ms = std::min(passing_ms, *workers_[index].left_ms / speed);
+    for (const Worker& worker : workers_) {
+      if (worker.left_ms || worker.is_done()) continue;
+      const Lane& lane = lanes_[worker.next().lane];  // for which it waits
+      if (lane.has_next()) passing_ms = std::min(passing_ms, lane.next_ms() - now_ms);
+    }
+    if (passing_ms == std::numeric_limits<double>::infinity()) return false;
+    now_ms += passing_ms;
+    for (const auto& [index, speed] : speeds) {
+      Worker& worker = workers_[index];
+      if (*worker.left_ms / speed > passing_ms) {
+        *worker.left_ms -= passing_ms * speed;
+        continue;
+      }
+      worker.left_ms.reset();
+      worker.finish(began_ms[index], now_ms);
+    }
+    return true;
+  }
+
+  // Of the workers that are at work.
+  [[nodiscard]] std::vector<std::pair<std::size_t, double>> speeds_now(const SharedCores& shared) const {
+    std::vector<std::size_t> at_work((workers_.size() + shared.num_workers - 1) / shared.num_workers);
+    for (std::size_t index = 0; index < workers_.size(); ++index) {
+      at_work[index / shared.num_workers] += workers_[index].left_ms ? 1 : 0;
+    }
+    std::vector<std::pair<std::size_t, double>> speeds;
+    for (std::size_t index = 0; index < workers_.size(); ++index) {
+      const std::size_t beside = std::min(at_work[index / shared.num_workers], shared.speeds.size());
+      if (workers_[index].left_ms) speeds.emplace_back(index, shared.speeds[beside - 1]);
+    }
+    return speeds;
+  }
+
+  // Of an item that begins now; to be asked once of each.
+  [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
+    if (timing_.waking_after_ms.empty()) return step.work_ms;
+    Waking& waking = worker.wakings[step.waking];
+    const double since_ms = worker.waited_ms - waking.waited_then_ms.value_or(worker.waited_ms);
+    waking.waited_then_ms = worker.waited_ms;
+    double waking_ms = 0;
+    for (std::size_t index = 0; index < waking.costs_ms.size(); ++index) {
+      const double after_ms = timing_.waking_after_ms[index];
+      waking_ms += waking.costs_ms[index] * (after_ms > 0 ? std::min(1.0, since_ms / after_ms) : 0.0);
+    }
+    return step.work_ms + waking_ms;
+  }
+
+  // Takes what the worker's next step is for.
+  void receive(Worker& worker, Lane& lane, double at_ms) {
+    const Step* const before = worker.done.empty() ? nullptr : &worker.steps[worker.done.size() - 1];
+    const bool has_lane = before != nullptr && travels(before->opcode);
+    network_.receive(lane, has_lane ? &lanes_[before->lane] : nullptr, worker.now_ms());
+    worker.waited_ms += at_ms - worker.now_ms();
+    worker.finish(at_ms, at_ms);
+  }
+
+  // Does the worker's next step, and with one link those after it that send too.
+  void send(Worker& worker, double now_ms) {
+    sending_.clear();
+    do {
+      const Step& step = worker.next();
+      sending_.push_back({&lanes_[step.lane], step.minibatch, step.microbatch});
+      worker.finish(now_ms, now_ms);
+    } while (timing_.one_link && !worker.is_done() && worker.next().opcode == Opcode::kSend);
+    network_.send(sending_, now_ms);
+    for (const SentItem& item : sending_) {
+      if (!item.lane->answer) continue;
+      // An asynchronous shard updates what has come, and sends it back.
+      const double update_ms = stage_at(item.lane->edge.from.stage).update_ms;
+      std::vector<SentItem> answer = {{&lanes_[*item.lane->answer], item.minibatch, item.microbatch}};
+      network_.send(answer, item.arrives_ms + update_ms);
+    }
+  }
+
+  [[nodiscard]] bool are_done() const {
+    return std::ranges::all_of(workers_, [](const Worker& worker) { return worker.is_done(); });
+  }
+
+  [[nodiscard]] std::string describe_deadlock() const {
+    std::string waits;
+    for (std::size_t index = 0; index < workers_.size(); ++index) {
+      const Worker& worker = workers_[index];
+      if (worker.is_done()) continue;
+      const Step& step = worker.next();
+      const Lane& lane = lanes_[step.lane];
+      waits += (waits.empty() ? "worker " : "; worker ") + std::to_string(index) + " at position " +
+               std::to_string(worker.done.size()) + " (" + opcode_name(step.opcode) + " " +
+               to_string(lane.edge) + " minibatch " + std::to_string(step.minibatch.value()) +
+               " microbatch " + std::to_string(step.microbatch.value()) + ") waits for " +
+               to_string(lane.edge.from) + " at worker " + std::to_string(lane.sender);
+    }
+    return "the lists deadlock: " + waits;
+  }
+
+  Places places_;
+  const Timing& timing_;
+  std::vector<Worker> workers_;
+  std::vector<ReplayedLane> lanes_;
+  std::map<Edge, std::uint32_t> lane_by_edge_;
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> lines_;  // (sender, receiver or kNoLine)
+  Network network_;
+  std::vector<SentItem> sending_;  // what was sent last
+  // Who is next to send, and when, where that is in the order of time.
+  using Sending = std::pair<double, std::size_t>;
+  std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;
+};
+
+}  // namespace
+
+SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs, const Timing& timing) {
+  SimulatedRun simulated;
+  Replay replay(places_of(programs), programs.size(), timing, &simulated.transfers);
+  for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+    check_list(programs[worker]);
+    replay.add(worker, programs[worker]);
+  }
+  simulated.timeline = replay.run();
+  return simulated;
+}
+
+std::size_t num_stages_of(const std::vector<std::vector<Instruction>>& programs) {
+  std::int64_t last = -1;
+  for (const std::vector<Instruction>& program : programs) {
+    for (const Instruction& instruction : program) last = std::max(last, instruction.stage.value());
+  }
+  return static_cast<std::size_t>(last + 1);
+}
+
+double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches, const Timing& timing) {
+  const auto workers = static_cast<std::size_t>(num_workers(options));
+  Replay replay(places_of(placement_of(options)), workers, timing, nullptr);
+  for (std::size_t worker = 0; worker < workers; ++worker) {
+    replay.add(worker, make_program(options, Rank(static_cast<std::int64_t>(worker)), num_minibatches));
+  }
+  return summarize(replay.run()).ms_per_minibatch();
+}
+
+}  // namespace pipedream
