@@ -9,21 +9,23 @@ plan_search.py finds the plan; here are its arguments, and what is said beside t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipedream.common.units import parse_bandwidth
-from pipedream.planning.alternatives import with_alternatives
 from pipedream.planning.factor_rule import check_planned_codec
 from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.limits import Limits, make_limits
+from pipedream.planning.limits import Limits, NothingFitsError, make_limits
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import AUTO, CUT_SCHEDULES, DELAY_MAX, check_partition_arguments
-from pipedream.planning.plan import Plan, schedule_name
+from pipedream.planning.plan import Plan, Stage, schedule_name
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.plan_schedule import schedule_of
 from pipedream.planning.plan_search import best_plan, compared_with_factors
+from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.schedule_choice import best_of_schedules
 from pipedream.planning.search_progress import SearchProgress
 from pipedream.planning.spares import with_spares
@@ -171,7 +173,7 @@ def partition(
         plan = _with_links_hidden(plan, problem)
     if hides_links and not problem.is_simulated and memory is None:
         plan = compared_with_factors(plan, problem, asked)
-    plan = with_alternatives(plan, problem)
+    plan = _with_alternatives(plan, problem)
     return with_spares(plan, spare_workers, problem.formula_figures_of, problem.simulated_ms)
 
 
@@ -193,6 +195,53 @@ def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
         more = problem.limits.memory_with(raised.stages, problem.profile, options)
         raised = replace(raised, predicted=raised.predicted | more)
     return raised
+
+
+def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
+    """The plan, which says how long a minibatch takes with what could be run instead, and what was given."""
+    layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
+    speeds = problem.limits.speeds
+    free = replace(problem, limits=Limits(speeds=speeds), schedule="pipedream", microbatches=None)
+    fastest_first = Limits(speeds=tuple(sorted(speeds, reverse=True)))
+    straight = free.solve(layers_ms, problem.num_workers, True)[0]
+    with contextlib.suppress(NothingFitsError):
+        limits = replace(problem.limits, last_layers=(), num_replicas=())
+        straight = replace(problem, limits=limits).solve(layers_ms, problem.num_workers, True)[0]
+
+    def minibatch_ms(stages: Stages) -> float:
+        is_alone = sum(stage.num_replicas for stage in stages) == 1
+        chosen = replace(free, limits=fastest_first) if is_alone else free
+        one = chosen.simulated_plan(stages) if free.is_simulated else chosen.formula_plan(stages)
+        return one.bottleneck_ms or 0.0
+
+    def one_at_a_time_ms(stages: Stages) -> float:
+        if not free.is_simulated:
+            boundary_ms = free.formula_plan(stages).predicted["boundary_ms"]
+            return _model_parallel_ms(free.limits.slowed(free.profile, stages), boundary_ms)
+        return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
+
+    whole = Stage(0, problem.profile.num_layers - 1)
+    others = {
+        "one_worker": (whole,),
+        "data_parallel": (replace(whole, num_replicas=problem.num_workers),),
+        "straight": straight,
+    }
+    times = {name: minibatch_ms(stages) for name, stages in others.items()}
+    # Model parallelism runs the straight plan, one minibatch at a time.
+    figures: dict[str, Any] = {"alternatives_ms": times | {"model_parallel": one_at_a_time_ms(straight)}}
+    if speeds:
+        figures["speeds"] = list(speeds[: plan.workers_used])
+    given = {"boundaries": problem.limits.last_layers, "replicas": problem.limits.num_replicas}
+    if any(given.values()):
+        figures["given"] = [name for name, value in given.items() if value]
+    if problem.limits.memory_bytes:
+        figures["without_room"] = [name for name, stages in others.items() if not problem.has_room(stages)]
+    return replace(plan, predicted=plan.predicted | figures)
+
+
+def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
+    """By the paper's figures: all layers one after the other, and every boundary both ways."""
+    return profile.compute_ms + sum(boundary_ms)
 
 
 def make_plan(

@@ -18,7 +18,6 @@ from pipedream.planning.factor_rule import FACTOR_CODEC
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import NothingFitsError, nothing_fits
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.measured_starts import measured_starts
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.runtime_costs import layer_cost_ms
@@ -28,6 +27,7 @@ __all__ = ["best_plan", "compared_with_factors"]
 
 _SEARCHED_PLANS = 400
 _COUNTS_MAX = 64
+_SPEEDS_SOLVED_MAX = 8
 _MEMORY_SOUGHT_MAX = 1_000  # layers times workers
 _ALL_BYTES = 2.0**60
 
@@ -93,9 +93,38 @@ def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan
     def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
         return replace(problem, bytes_per_s=bytes_per_s).solve(layers_ms, num_workers, straight)[0]
 
-    starts = measured_starts(links, problem.num_workers, optimum_at, straight=problem.straight)
+    starts = _measured_starts(links, problem.num_workers, optimum_at, straight=problem.straight)
     allowed = [stages for stages in starts if problem.is_allowed(stages)] or starts[:1]
     return _found_from(problem, allowed, problem.formula_plan, problem.formula_plan, on_plan)
+
+
+def _measured_starts(
+    links: LinkProfile,
+    num_workers: int,
+    optimum_at: Callable[[float, int, bool], Stages],
+    *,
+    straight: bool,
+) -> list[Stages]:
+    """The optima for some of the links' bandwidths, each exact for its own alone; and plans with as many
+    replicas at every stage, which fit machines of equal size.
+
+    optimum_at: (bytes per second, workers, one replica per stage) -> the formulas' optimum. Raises what it
+    raises where nothing fits at all.
+    """
+    speeds = links.speeds_of_first(num_workers)
+    starts = [optimum_at(bytes_per_s, num_workers, straight) for bytes_per_s in _some_of(speeds)]
+    for count in range(1, num_workers + 1) if not straight else ():
+        if num_workers % count == 0:
+            with contextlib.suppress(NothingFitsError):
+                stages = optimum_at(speeds[0], count, True)
+                starts.append(tuple(replace(stage, num_replicas=num_workers // count) for stage in stages))
+    return starts
+
+
+def _some_of(ascending: list[float]) -> list[float]:
+    """The slowest, the fastest, and what is evenly between in their order."""
+    last, count = len(ascending) - 1, min(len(ascending), _SPEEDS_SOLVED_MAX)
+    return [ascending[index * last // max(count - 1, 1)] for index in range(count)]
 
 
 def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:

@@ -30,7 +30,14 @@ from pipedream.planning.plan_schedule import minibatches_of_round
 from pipedream.planning.prediction import boundary_links, simulate_programs
 from pipedream.planning.runtime_costs import costed_for, costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
-from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate
+from pipedream.planning.simulator import (
+    Simulation,
+    StageTimes,
+    Transfer,
+    TransferTimes,
+    ms_per_minibatch,
+    simulate,
+)
 from pipedream.planning.stage_links import StageLinks
 from pipedream.planning.synced_bytes import (
     SyncedBytes,
@@ -92,8 +99,7 @@ class PlanSimulation:
     @property
     def ms_per_minibatch(self) -> float:
         """In the steady state; where there are too few minibatches to have one, of all of them."""
-        steady = self.simulation.ms_per_minibatch
-        return self.simulation.makespan_ms / self.traced.num_minibatches if steady is None else steady
+        return ms_per_minibatch(self.simulation)
 
     @property
     def samples_per_s(self) -> float | None:
