@@ -531,6 +531,8 @@ void bind_worker(py::module_& module) {
     }
   }
   module.attr("DTYPES") = dtypes;
+  module.attr("SHARED_MEMORY") = kSharedMemory;
+  module.attr("CUDA_IPC") = kCudaIpc;
   module.attr("STAGING_TERM") = kStagingTerm;
   module.attr("RESIDUAL_TERM") = kResidualTerm;
   module.attr("ENCODED_TERM") = kEncodedTerm;

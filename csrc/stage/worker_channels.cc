@@ -167,7 +167,7 @@ std::map<std::string, std::string> Worker::channel_transports() const {
   std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");
   const auto text = [&](const ChannelSpec& spec, bool placed) -> std::string {
     if (!placed) return by_link;
-    return spec.places_on_device ? "cuda ipc" : "shared memory";
+    return spec.places_on_device ? kCudaIpc : kSharedMemory;
   };
   std::map<std::string, std::string> transports;
   for (const auto& [name, sender] : senders_) {

@@ -47,6 +47,9 @@ struct WorkerOptions {
 };
 
 // A channel of this worker. Both ends give the same name, channel_id and spec.
+// How a channel's tensors travel where both ends map the receiver's memory (Worker::channel_transports()).
+inline constexpr const char* kSharedMemory = "shared memory";
+inline constexpr const char* kCudaIpc = "cuda ipc";  // of memory of a device
 // Before the name of the channel: what its terms of the pool are called, besides received items.
 inline constexpr const char* kStagingTerm = "staging, ";
 inline constexpr const char* kResidualTerm = "residual, ";

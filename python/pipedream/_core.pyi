@@ -392,6 +392,8 @@ def open_segment_arena(address: int, num_bytes: int, device: str = "host") -> bo
 def segment_arena_bytes() -> tuple[int, int]: ...
 
 DTYPES: list[str]  # of the wire, by torch's names
+SHARED_MEMORY: str  # how a channel's tensors travel where both ends map the receiver's memory
+CUDA_IPC: str  # of memory of a device
 STAGING_TERM: str  # before a channel's name, of the pool's terms
 RESIDUAL_TERM: str
 ENCODED_TERM: str

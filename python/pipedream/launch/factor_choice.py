@@ -26,8 +26,8 @@ from pipedream.stage.gradients import updated_parameters
 
 __all__ = ["FactorChoice"]
 
-# Of a stage: two tensors of each travel in one item, which has 1024 at most (csrc/channel/tensor.h).
-_NUM_LAYERS_MAX = 511
+# Of a stage: two tensors of each travel in one item, beside one that says which of them are there.
+_NUM_LAYERS_MAX = (_core.NUM_TENSORS_MAX - 1) // 2
 _SEED = 20170712
 
 _Said = list[tuple[str, int, int]]

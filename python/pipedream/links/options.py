@@ -29,8 +29,6 @@ from pipedream.planning.trace import read_clock
 __all__ = ["TRANSPORTS", "LinkOptions", "make_link_options"]
 
 TRANSPORTS = ("auto", "tcp", "zmq", "shm", "ipc")
-SHARED_MEMORY = "shared memory"  # as the core names it (csrc/stage/worker.h)
-CUDA_IPC = "cuda ipc"
 
 _log = logging.getLogger("pipedream")
 
@@ -107,10 +105,12 @@ class LinkOptions:
     def check_transports(self, peers: Mapping[str, str], transports: Mapping[str, str]) -> None:
         """With transport="shm" refuses channels that do not share memory. peers: channel -> who is at its
         two ends; transports: channel -> how it travels."""
+        from pipedream import _core
+
         if self.transport != "shm":
             return
         for channel, ends in peers.items():
-            if transports[channel] != SHARED_MEMORY:
+            if transports[channel] != _core.SHARED_MEMORY:
                 raise ValueError(
                     f"transport is 'shm', but {ends} cannot share memory, so that {channel} would travel by"
                     f" {transports[channel]}: use 'auto', or start both on one host, as one user"
@@ -119,12 +119,14 @@ class LinkOptions:
     def check_reach(self, ends: str, why: str) -> None:
         """Of a pair of neighbouring stages: says how their tensors travel where that is by CUDA IPC or might
         have been; with transport="ipc" refuses what keeps them from it. why: empty where nothing does."""
+        from pipedream import _core
+
         if self.transport == "ipc" and why:
             raise ValueError(
                 f"transport is 'ipc', but the tensors of {ends} cannot go from device to device: {why}; use"
                 " 'auto'"
             )
-        _log.info("%s: %s", ends, f"not by {CUDA_IPC}: {why}" if why else CUDA_IPC)
+        _log.info("%s: %s", ends, f"not by {_core.CUDA_IPC}: {why}" if why else _core.CUDA_IPC)
 
 
 def wants_checksums() -> bool:
