@@ -66,7 +66,7 @@ class Training:
     """Of each stage; () is one of each."""
     spares: tuple[int, ...] = ()
     """Spare shards of each stage; () is none."""
-    schedule: str = "pipedream"
+    schedule: str | pipedream.Program = "pipedream"
     microbatches: int = 1
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     recompute: bool | tuple[int, ...] | None = None
@@ -234,7 +234,7 @@ def expected_versions(
     plan: Plan,
     num_minibatches: int,
     *,
-    schedule: str = "pipedream",
+    schedule: str | pipedream.Program = "pipedream",
     staleness: int = 0,
     microbatches: int = 1,
 ) -> list[list[tuple[int, int]]]:

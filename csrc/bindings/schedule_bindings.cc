@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,6 +13,7 @@
 
 #include "base/failure.h"
 #include "bindings/bindings.h"
+#include "schedule/listed_program.h"
 #include "schedule/transfers.h"
 #include "schedule/validator.h"
 
@@ -271,18 +273,53 @@ void bind_rounds(py::module_& module) {
           "The rounds in which the replica has a microbatch, those before the run's first included.");
 }
 
+void bind_listed_program(py::module_& module) {
+  py::class_<ListedProgram, std::shared_ptr<ListedProgram>>(
+      module, "ListedProgram", "A schedule that is written down: what every worker computes.")
+      .def(py::init([](const std::string& text) {
+             const py::gil_scoped_release release;
+             return std::make_shared<ListedProgram>(ListedProgram::parse(text));
+           }),
+           py::arg("text"), "ValueError names the line, or what a run of it would come to.")
+      .def_static(
+          "of",
+          [](const ScheduleOptions& options) {
+            const py::gil_scoped_release release;
+            return std::make_shared<ListedProgram>(ListedProgram::of(options));
+          },
+          py::arg("options"), "What the schedule of the options computes.")
+      .def_property_readonly("text", &ListedProgram::to_text)
+      .def_property_readonly("num_stages", &ListedProgram::num_stages)
+      .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches, "Of every minibatch.")
+      .def_property_readonly("minibatches_per_body", &ListedProgram::minibatches_per_body)
+      .def_property_readonly(
+          "in_flight",
+          [](const ListedProgram& program) {
+            std::vector<std::int64_t> in_flight;
+            for (StageIndex stage; stage.value() < program.num_stages(); stage = stage.next()) {
+              in_flight.push_back(program.num_in_flight(stage));
+            }
+            return in_flight;
+          },
+          "Per stage: the most microbatches that are forwarded and not yet backwarded.")
+      .def(
+          "__eq__", [](const ListedProgram& program, const ListedProgram& other) { return program == other; },
+          py::is_operator());
+}
+
 void bind_options(py::module_& module) {
   py::class_<ScheduleOptions>(module, "ScheduleOptions",
                               "What a plan and the arguments of a run say about the schedule, checked.")
-      .def(py::init([](std::string schedule, std::vector<std::int64_t> in_flight,
+      .def(py::init([](const std::string& schedule, std::vector<std::int64_t> in_flight,
                        std::int64_t num_microbatches, std::optional<Placement> placement,
                        std::vector<bool> recompute,
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
                        std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
-                       std::int64_t staleness, bool uses_allreduce, bool asynchronous) {
-             if (schedule == "naive") schedule = "unstashed";  // its name before
-             ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
+                       std::int64_t staleness, bool uses_allreduce, bool asynchronous,
+                       std::shared_ptr<ListedProgram> program) {
+             ScheduleOptions options{schedule, std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
+             if (schedule == "naive") options.schedule = "unstashed";  // its name before
              for (const auto& [owner, user] : ties) {
                options.ties.push_back({StageIndex(owner), StageIndex(user)});
              }
@@ -292,6 +329,7 @@ void bind_options(py::module_& module) {
              options.staleness = staleness;
              options.uses_allreduce = uses_allreduce;
              options.asynchronous = asynchronous;
+             options.program = std::move(program);
              check_schedule_options(options);
              return options;
            }),
@@ -301,7 +339,8 @@ void bind_options(py::module_& module) {
            py::arg("ties") = std::vector<std::pair<std::int64_t, std::int64_t>>(),
            py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
            py::arg("oldest_version") = py::none(), py::arg("staleness") = 0,
-           py::arg("uses_allreduce") = false, py::arg("asynchronous") = false)
+           py::arg("uses_allreduce") = false, py::arg("asynchronous") = false,
+           py::arg("program") = py::none())
       .def(
           "with_recompute",
           [](ScheduleOptions options, std::vector<bool> recompute) {
@@ -329,6 +368,11 @@ void bind_options(py::module_& module) {
       .def_readonly("staleness", &ScheduleOptions::staleness)
       .def_readonly("uses_allreduce", &ScheduleOptions::uses_allreduce)
       .def_readonly("asynchronous", &ScheduleOptions::asynchronous)
+      .def_property_readonly(
+          "program",
+          [](const ScheduleOptions& options) {
+            return std::const_pointer_cast<ListedProgram>(options.program);  // bound without setters
+          })
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -404,8 +448,6 @@ void bind_schedules(py::module_& module) {
   module.def("schedule_names", &schedule_names, "The names that `schedule` may have.");
   module.def("drains_every_minibatch", &drains_every_minibatch, py::arg("options"),
              "Whether every minibatch is finished at all stages before the next one starts at any.");
-  module.def("stashes_versions", &stashes_versions, py::arg("options"),
-             "Whether a backward reads the version that its forward read.");
 }
 
 void bind_programs(py::module_& module) {
@@ -455,6 +497,7 @@ void bind_schedule(py::module_& module) {
   bind_instruction(module);
   bind_placement(module);
   bind_rounds(module);
+  bind_listed_program(module);
   bind_options(module);
   bind_schedules(module);
   bind_stages(module);

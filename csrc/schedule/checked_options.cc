@@ -33,6 +33,7 @@ std::optional<ScheduleKind> find_schedule_kind(std::string_view schedule) {
 }
 
 ScheduleKind kind_of(const ScheduleOptions& options) {
+  if (options.program != nullptr) return ScheduleKind::kListed;
   const std::optional<ScheduleKind> kind = find_schedule_kind(options.schedule);
   PD_CHECK(kind.has_value(), options.schedule);
   return *kind;
@@ -91,6 +92,7 @@ bool drains(ScheduleKind kind) {
     case ScheduleKind::kVerticalSync:
     case ScheduleKind::kUnstashed:
     case ScheduleKind::k2bw:
+    case ScheduleKind::kListed:
       return false;
     case ScheduleKind::kFlush:
     case ScheduleKind::kGpipe:

@@ -24,6 +24,7 @@ enum class ScheduleKind {
   kModelParallel,
   kDataParallel,
   kInterleaved,
+  kListed,  // has no name to be found by
 };
 
 [[nodiscard]] std::optional<ScheduleKind> find_schedule_kind(std::string_view schedule);

@@ -35,6 +35,7 @@ class StageChecker {
   [[nodiscard]] Fault check_forward(const Instruction& instruction) const;
   [[nodiscard]] Fault check_recompute(const Instruction& instruction) const;
   [[nodiscard]] Fault check_backward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_stashed(const Instruction& instruction) const;
   [[nodiscard]] Fault check_next_backward(const Instruction& instruction) const;
   [[nodiscard]] Fault check_update(const Instruction& instruction) const;
   [[nodiscard]] Fault check_read(WeightVersion version, WeightVersion rule) const;
@@ -88,7 +89,7 @@ StageChecker::StageChecker(const ScheduleOptions& options, StageReplica here, st
       num_kept_(num_versions_kept(options, stage_)),
       num_gradients_kept_(num_gradients_kept(options, stage_)),
       drains_(drains_every_minibatch(options)),
-      stashes_(stashes_versions(options)),
+      stashes_(stashes_versions(options, stage_)),
       recomputes_(!options.recompute.empty() && options.recompute[index_of(stage_)]),
       newest_(rounds_.first_version().value()) {}
 
@@ -168,8 +169,18 @@ Fault StageChecker::check_recompute(const Instruction& instruction) const {
 Fault StageChecker::check_backward(const Instruction& instruction) const {
   if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
   if (recomputes_ && !recomputed_) return "the options ask for a recompute first";
-  return check_read(instruction.version,
-                    backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
+  Fault fault = check_read(instruction.version,
+                           backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
+  return fault.empty() ? check_stashed(instruction) : fault;
+}
+
+// What the forward kept for it lies in its version's slot.
+Fault StageChecker::check_stashed(const Instruction& instruction) const {
+  const WeightVersion forwarded =
+      forward_version(options_, stage_, instruction.minibatch, instruction.microbatch);
+  if (instruction.version == forwarded || num_kept_ == 1) return {};
+  return "its forward has read version " + std::to_string(forwarded.value()) + ", and the stage keeps " +
+         std::to_string(num_kept_) + ": where several are kept a backward reads its forward's";
 }
 
 // What backward and recompute have in common. Only the next one is recomputed: the activations of more

@@ -7,6 +7,7 @@
 
 #include "base/failure.h"
 #include "schedule/checked_options.h"
+#include "schedule/listed_program.h"
 #include "schedule/position_checks.h"
 
 namespace pipedream {
@@ -14,11 +15,35 @@ namespace {
 
 void check_schedule(const std::string& schedule) {
   if (find_schedule_kind(schedule)) return;
+  if (schedule == kListedSchedule) throw UserError("schedule \"program\" has no program; give one");
   std::ostringstream message;
   message << "unknown schedule \"" << schedule << "\"; known are:";
   for (const std::string& name : schedule_names())
     message << (name == schedule_names().front() ? " \"" : ", \"") << name << '"';
   throw UserError(message.str());
+}
+
+void check_listed(const ScheduleOptions& options) {
+  const ListedProgram& program = *options.program;
+  if (options.schedule != kListedSchedule) {
+    throw UserError("schedule is \"" + options.schedule + "\", and there is a program; give one of the two");
+  }
+  if (program.num_stages() != count_stages(options)) {
+    throw UserError("the program has " + std::to_string(program.num_stages()) + " stages, and the plan " +
+                    std::to_string(count_stages(options)) + "; give a plan of as many");
+  }
+  if (program.num_microbatches() != options.num_microbatches) {
+    throw UserError("num_microbatches is " + std::to_string(options.num_microbatches) +
+                    ", and the program has " + std::to_string(program.num_microbatches()) +
+                    "; leave the number to the program");
+  }
+  const char* what = nullptr;
+  if (!options.ties.empty()) what = "parameters that stages share";
+  if (is_replicated(options)) what = "replicas";
+  if (options.oldest_version) what = "an oldest version";
+  if (what == nullptr) return;
+  throw UserError(std::string("there are ") + what +
+                  " with a program of your own, which has none; use a schedule by its name");
 }
 
 void check_counts(const ScheduleOptions& options) {
@@ -250,7 +275,7 @@ void check_start(const ScheduleOptions& options) {
 }  // namespace
 
 void check_schedule_options(const ScheduleOptions& options) {
-  check_schedule(options.schedule);
+  if (options.program == nullptr) check_schedule(options.schedule);
   check_counts(options);
   check_length("recompute", options.recompute.size(), options);
   check_placement(options);
@@ -260,6 +285,7 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_ties(options);
   check_staleness(options);
   if (options.asynchronous) check_asynchronous(options);
+  if (options.program != nullptr) check_listed(options);
   check_spares(options);
   check_start(options);
   check_replicated(options);

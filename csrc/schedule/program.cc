@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/failure.h"
 #include "schedule/checked_options.h"
+#include "schedule/listed_program.h"
 #include "schedule/position_checks.h"
 
 namespace pipedream {
@@ -42,6 +43,8 @@ std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
     case ScheduleKind::kDataParallel:
     case ScheduleKind::kInterleaved:
       return 0;
+    case ScheduleKind::kListed:
+      break;  // no formula has it
   }
   PD_CHECK(false, options.schedule);
 }
@@ -71,12 +74,22 @@ StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
   return kind_of(options) == ScheduleKind::kVerticalSync ? StageIndex(0) : stage;
 }
 
+VersionRule listed_rule(const ScheduleOptions& options, const ListedReads& reads) {
+  VersionRule rule;
+  rule.lowest = options.first_minibatch.value();
+  rule.listed = &reads;
+  rule.first_number = options.first_minibatch.value() * options.num_microbatches;
+  return rule;
+}
+
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
+  if (options.program != nullptr) return listed_rule(options, options.program->forward_reads(stage));
   return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage),
                    backward_delay(options, stage));
 }
 
 VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
+  if (options.program != nullptr) return listed_rule(options, options.program->backward_reads(stage));
   const std::int64_t delay = backward_delay(options, stage);
   return make_rule(options, stage, counted_at(options, stage), delay, delay);
 }
@@ -96,6 +109,7 @@ VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
     case ScheduleKind::kModelParallel:
     case ScheduleKind::kDataParallel:
     case ScheduleKind::kInterleaved:
+    case ScheduleKind::kListed:
       return forward_rule(options, owner);
   }
   PD_CHECK(false, options.schedule);
@@ -143,6 +157,8 @@ std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
     case ScheduleKind::kModelParallel:
     case ScheduleKind::kDataParallel:
       return 1;
+    case ScheduleKind::kListed:
+      return options.program->num_in_flight(first_stage);
     case ScheduleKind::kInterleaved: {
       const MicrobatchOrder order = order_of(options);
       if (order.num_chunks == 1) return std::min(num_in_round, num_downstream + 1);
@@ -150,6 +166,22 @@ std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
     }
   }
   PD_CHECK(false, options.schedule);
+}
+
+Phase listed_phase_of(const ScheduleOptions& options, Instruction instruction,
+                      std::optional<std::int64_t> num_minibatches) {
+  const std::int64_t first = options.first_minibatch.value();
+  instruction.minibatch = MinibatchId(instruction.minibatch.value() - first);
+  if (num_minibatches) *num_minibatches -= first;
+  switch (options.program->section_of(instruction, num_minibatches)) {
+    case ListedProgram::Section::kWarmUp:
+      return Phase::kWarmUp;
+    case ListedProgram::Section::kBody:
+      return Phase::kSteady;
+    case ListedProgram::Section::kCoolDown:
+      return Phase::kCoolDown;
+  }
+  PD_CHECK(false, to_string(instruction));
 }
 
 // The most of one stage among what the worker's window holds.
@@ -219,13 +251,15 @@ bool drains_every_minibatch(const ScheduleOptions& options) {
   return drains(kind_of(options));
 }
 
-bool stashes_versions(const ScheduleOptions& options) {
-  check_schedule_options(options);
+bool stashes_versions(const ScheduleOptions& options, StageIndex stage) {
+  check_stage(options, stage);
+  if (options.program != nullptr) return options.program->stashes(stage);
   return kind_of(options) != ScheduleKind::kUnstashed;
 }
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
+  if (options.program != nullptr) return options.program->num_versions_kept(stage);
   return backward_rule(options, stage).num_versions_kept();
 }
 
@@ -316,6 +350,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   check_stage(options, instruction.stage);
   check_minibatch(instruction.minibatch);
   check_microbatch(options, instruction.microbatch);
+  if (options.program != nullptr) return listed_phase_of(options, instruction, num_minibatches);
   const Rounds rounds = make_rounds(options, instruction.stage);
   if (is_at_spare(options, instruction.stage, instruction.replica)) return Phase::kSteady;
   check_replica(rounds, instruction.replica);
@@ -373,6 +408,7 @@ ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std:
 }
 
 std::optional<Instruction> ComputeCursor::current() const {
+  if (options_.program != nullptr) return listed();
   if (is_update_due()) return update();
   if (may_forward()) return forward();
   if (num_backwarded_ < num_forwarded_) return recompute_or_backward();
@@ -401,7 +437,7 @@ void ComputeCursor::advance() {
     case Opcode::kRecv:
       PD_CHECK(false, to_string(*instruction) << " is not computed");
   }
-  pass_over_absent();
+  options_.program != nullptr ? advance_listed() : pass_over_absent();
 }
 
 void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
@@ -412,12 +448,40 @@ void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
                    << num_forwarded_ << " microbatches already forwarded since minibatch "
                    << options_.first_minibatch.value());
   num_minibatches_ = num_minibatches;
+  if (options_.program != nullptr) pass_over_absent_of_list();
 }
 
 bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const {
   return !num_minibatches_ && num_minibatches >= options_.first_minibatch.value() &&
          num_minibatches <= kNumMinibatchesMax &&
          positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
+}
+
+// The run's next instruction of the list, with recomputing in front of a backward.
+std::optional<Instruction> ComputeCursor::listed() const {
+  const std::int64_t first = options_.first_minibatch.value();
+  if (num_minibatches_ && num_updates_ == *num_minibatches_ - first) return std::nullopt;
+  Instruction instruction = options_.program->at(rank_, position_);
+  instruction.minibatch = MinibatchId(instruction.minibatch.value() + first);
+  instruction.version = WeightVersion(instruction.version.value() + first);
+  if (instruction.opcode == Opcode::kBackward && must_recompute(instruction.stage) && !recomputed_) {
+    instruction.opcode = Opcode::kRecompute;
+  }
+  return instruction;
+}
+
+void ComputeCursor::advance_listed() {
+  if (recomputed_) return;  // its backward is at the same position
+  ++position_;
+  pass_over_absent_of_list();
+}
+
+// Bounded: the updates of all minibatches that there are come before the list is over.
+void ComputeCursor::pass_over_absent_of_list() {
+  for (auto next = listed(); num_minibatches_ && next && next->minibatch.value() >= *num_minibatches_;
+       next = listed()) {
+    ++position_;
+  }
 }
 
 std::int64_t ComputeCursor::num_own() const {

@@ -89,6 +89,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -111,6 +112,11 @@ struct TiedStages {
   friend auto operator<=>(const TiedStages&, const TiedStages&) = default;
 };
 
+class ListedProgram;
+
+// The `schedule` of options with a program of their own.
+inline constexpr const char* kListedSchedule = "program";
+
 // What a plan and the arguments of a run say about the schedule; the same at every worker.
 struct ScheduleOptions {
   std::string schedule = "pipedream";
@@ -131,6 +137,8 @@ struct ScheduleOptions {
   bool uses_allreduce = false;
   // Whether a shard makes an update of every replica's gradient by itself, when it comes.
   bool asynchronous = false;
+  // What kListedSchedule computes (listed_program.h); in_flight and num_microbatches are its own.
+  std::shared_ptr<const ListedProgram> program{};
 };
 
 // Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
@@ -143,7 +151,8 @@ struct ScheduleOptions {
 // minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
 // than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
 // ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
-// and spares with ties, norms, collectives or asynchronous shards.
+// and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
+// than the plan, or with replicas, ties, an oldest version or a schedule's name.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -174,8 +183,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // next one starts at any: flush, gpipe, interleaved, model_parallel, data_parallel. Then a norm over all
 // stages can be taken before the updates.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
-// Whether a backward reads what its forward read: all but unstashed.
-[[nodiscard]] bool stashes_versions(const ScheduleOptions& options);
+// Whether a backward reads what its forward read: at every stage of all but unstashed and listed programs.
+[[nodiscard]] bool stashes_versions(const ScheduleOptions& options, StageIndex stage);
 
 // How many weight slots the stage needs: the table's last column.
 [[nodiscard]] std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage);
@@ -210,8 +219,8 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
 // The phase that an instruction belongs to. Schedules that drain go through all three in every round; the
-// others once in a run, and while the number of minibatches is unknown nothing cools down. A spare's are all
-// steady.
+// others, and listed programs, once in a run, and while the number of minibatches is unknown nothing cools
+// down. A spare's are all steady.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
@@ -245,6 +254,9 @@ class ComputeCursor {
   [[nodiscard]] StageIndex stage_of(std::int64_t chunk) const;
   [[nodiscard]] bool must_recompute(StageIndex stage) const;
   void pass_over_absent();
+  [[nodiscard]] std::optional<Instruction> listed() const;
+  void advance_listed();
+  void pass_over_absent_of_list();
 
   ScheduleOptions options_;
   Rank rank_;
@@ -268,6 +280,7 @@ class ComputeCursor {
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here
   bool recomputed_ = false;       // the next to go backward
+  std::int64_t position_ = 0;     // in a listed program
 };
 
 // What one worker computes, up to minibatch num_minibatches - 1. Throws UserError as check_num_minibatches

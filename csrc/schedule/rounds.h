@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <vector>
 
 #include "base/ids.h"
 
@@ -132,24 +133,52 @@ struct Rounds {
   }
 };
 
+// The versions that a listed program (listed_program.h) reads at a stage, by its microbatches' numbers from
+// the run's start. The last numbers_per_body repeat, each time minibatches_per_body versions newer.
+struct ListedReads {
+  std::vector<std::int64_t> versions;
+  std::vector<std::int64_t> oldest;  // of the number and all after it
+  std::int64_t numbers_per_body = 1;
+  std::int64_t minibatches_per_body = 1;
+
+  [[nodiscard]] std::int64_t version_of(std::int64_t number) const { return repeated(versions, number); }
+  [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const { return repeated(oldest, number); }
+
+ private:
+  [[nodiscard]] std::int64_t repeated(const std::vector<std::int64_t>& listed, std::int64_t number) const {
+    const auto end = static_cast<std::int64_t>(listed.size());
+    const std::int64_t bodies = number < end ? 0 : (number - end) / numbers_per_body + 1;
+    return listed[static_cast<std::size_t>(number - bodies * numbers_per_body)] +
+           bodies * minibatches_per_body;
+  }
+};
+
 // Which version a microbatch reads at a stage whose rounds have M microbatches:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
 // r replicas and c microbatches of each in a round count the delay: the stage's, and r c = M, but those of
-// the input stage under vertical sync.
+// the input stage under vertical sync. Of a program that is listed the list says it.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
   std::int64_t delay = 0;                   // microbatches of a replica
   std::int64_t microbatches_per_round = 1;  // M
   std::int64_t lowest = 0;
-  std::int64_t staleness = 0;  // rounds
+  std::int64_t staleness = 0;           // rounds
+  const ListedReads* listed = nullptr;  // outlives the rule
+  std::int64_t first_number = 0;        // listed: of the run, which begins with version `lowest`
 
   [[nodiscard]] std::int64_t microbatches_counted() const { return num_replicas * own_per_round; }
   [[nodiscard]] WeightVersion version_of(std::int64_t number) const {
+    if (listed != nullptr) return WeightVersion(lowest + listed->version_of(number - first_number));
     const std::int64_t delayed = (number / num_replicas - delay) / own_per_round * microbatches_counted();
     return WeightVersion(std::max(lowest, delayed / microbatches_per_round - staleness));
+  }
+  // Of the microbatch and all after it.
+  [[nodiscard]] WeightVersion oldest_from(std::int64_t number) const {
+    if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
+    return version_of(number);  // reads go in order
   }
   // From the version that the next backward reads to the one that its update writes. The input stage's rounds
   // begin up to r c - gcd(r c, M) microbatches after the stage's.

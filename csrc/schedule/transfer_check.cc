@@ -124,7 +124,7 @@ class TransferChecker {
     }
     // With one slot a backward reads what there is.
     const VersionRule rule = forward_rule_of(options_, instruction.stage);
-    if (stashes_versions(options_)) {
+    if (stashes_versions(options_, instruction.stage)) {
       if (Fault fault = check_overwritten(instruction.stage, newest, rule); !fault.empty()) return fault;
     }
     return check_tied_overwritten(instruction.stage, newest);

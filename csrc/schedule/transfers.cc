@@ -158,7 +158,7 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   replica_ = placement.places_at(rank).front().replica;
   rounds_ = rounds_of_stages(options_);
   drains_ = drains_every_minibatch(options_);
-  stashes_ = stashes_versions(options_);
+  stashes_ = stashes_versions(options_, stages_.front());
   num_owners_ = placement.num_owners(stages_.front());
   exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
   rule_ = forward_rule_of(options_, stages_.front());

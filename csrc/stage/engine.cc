@@ -69,11 +69,7 @@ const char* work_kind_name(WorkKind kind) {
 
 StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
                          std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options, rank),
-      stashes_(stashes_versions(options)),
-      channels_(std::move(channels)),
-      wakeup_(wakeup),
-      spans_(num_spans_max) {
+    : cursor_(options, rank), channels_(std::move(channels)), wakeup_(wakeup), spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
   const std::vector<Place> places = placement_of(options).places_at(rank);
   PD_CHECK(parts.size() == places.size(),
@@ -89,7 +85,8 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
     made.stage_part = given;
     made.replica = places[part].replica;
     made.rounds = rounds_of(options, given.stage);
-    made.rule = forward_rule_of(options, given.stage);
+    made.rule = forward_rule_of(cursor_.options(), given.stage);
+    made.stashes = stashes_versions(options, given.stage);
     PD_CHECK(
         given.slots->newest() == made.rounds.first_version(),
         "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
@@ -294,7 +291,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
   switch (instruction.opcode) {
     case Opcode::kForward:
       // Without stashing the version is not kept for the backward: the update writes over it.
-      work.read_slot = stashes_ ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
+      work.read_slot = part.stashes ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
       part.versions.push_back({instruction.version, instruction.version});
       ++part.num_forwards;
       work.received = std::exchange(part.activation, std::nullopt);
@@ -357,8 +354,8 @@ std::optional<SlotIndex> StageEngine::complete(WorkKind kind, Outgoing made, std
 
 // Of the backward that is being done.
 std::optional<SlotIndex> StageEngine::release_version() {
-  if (!stashes_) return std::nullopt;
   const Part& part = part_of(doing_.stage);
+  if (!part.stashes) return std::nullopt;
   VersionSlots& slots = *part.stage_part.slots;
   slots.release(doing_.version);
   const bool is_read_later = doing_.version == slots.newest() || slots.num_readers(doing_.version) > 0 ||
@@ -372,7 +369,7 @@ bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) co
   const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
   const MinibatchId next = part.rounds.minibatch_of(number);
   if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
-  return version >= part.rule.version_of(number);
+  return version >= part.rule.oldest_from(number);
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches) {
@@ -387,7 +384,7 @@ void StageEngine::end_of_data(std::int64_t num_minibatches) {
     });
     Part& part = part_of(doing_.stage);
     PD_CHECK(part.rounds.is_first_of_minibatch(doing_.microbatch) && !is_told, to_string(doing_));
-    if (stashes_) part.stage_part.slots->release(doing_.version);
+    if (part.stashes) part.stage_part.slots->release(doing_.version);
     part.versions.pop_back();
     --part.num_forwards;
   } else {

@@ -170,6 +170,7 @@ class StageEngine {
     ReplicaIndex replica;
     Rounds rounds;                       // of the stage
     VersionRule rule;                    // of its forwards
+    bool stashes = true;                 // a forward keeps its version until its backward
     std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
     // Received for the next forward and the next backward.
@@ -198,7 +199,6 @@ class StageEngine {
   void record(WorkKind kind, std::int64_t compute_ns);
 
   ProgramCursor cursor_;
-  const bool stashes_;
   std::vector<Part> parts_;
   const std::vector<EdgeChannel> channels_;
   // Into channels_, of which a worker with replicas may have hundreds.

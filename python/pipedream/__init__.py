@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipedream.planning.link_profile import LinkProfile, MeasuredLink
     from pipedream.planning.partitioner import partition
     from pipedream.planning.plan import Plan, Stage
+    from pipedream.planning.program import Program
     from pipedream.report.result import RunResult
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "PipelineError",
     "Plan",
     "Profile",
+    "Program",
     "RunResult",
     "Stage",
     "WorkerLost",
@@ -74,6 +76,7 @@ _MODULES = {
     "PipelineError": "common.errors",
     "Plan": "planning.plan",
     "Profile": "planning.layer_profile",
+    "Program": "planning.program",
     "RunResult": "report.result",
     "Stage": "planning.plan",
     "WorkerLost": "common.errors",

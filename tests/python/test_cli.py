@@ -23,6 +23,7 @@ from pipedream.links.keys import load_keys
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.program import Program
 from pipedream.planning.runtime_costs import FREE
 
 PROFILE = Profile(
@@ -924,6 +925,32 @@ def test_trace_text_can_be_read_back_and_drawn(call: Caller) -> None:
     Path("lists").write_text(outcome.stdout)
     again = call("trace", "--schedule", "interleaved", "--program", "lists", "--text")
     assert again.stdout == outcome.stdout
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "unstashed", "2bw", "flush", "gpipe"])
+def test_trace_text_of_a_straight_schedule_is_a_program_that_runs(call: Caller, schedule: str) -> None:
+    chosen = ("--schedule", schedule, "--stages", "3", "--microbatches", "4")
+    outcome = call("trace", *chosen, "--text")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.count("body every 1 minibatch\n") == 3
+    Path("mine.txt").write_text(outcome.stdout)
+    assert Program.load("mine.txt") == Program.of(schedule, 3, microbatches=4)
+    again = call("trace", "--program", "mine.txt", "--text").stdout
+    assert again.partition("\n")[2] == outcome.stdout.partition("\n")[2]
+    fields = json.loads(call("trace", "--program", "mine.txt", "--minibatches", "5", "--json").stdout)
+    of_name = json.loads(call("trace", *chosen, "--minibatches", "5", "--json").stdout)
+    named = ("schedule", "in_flight")  # a program's in_flight is what the lists come to
+    assert {name: value for name, value in fields.items() if name not in named} == {
+        name: value for name, value in of_name.items() if name not in named
+    }
+
+
+def test_trace_names_what_is_wrong_with_a_program(call: Caller) -> None:
+    text = call("trace", "--schedule", "flush", "--stages", "2", "--text").stdout
+    Path("mine.txt").write_text(text.replace("UPDATE stage 1 minibatch 0", "UPGRADE stage 1 minibatch 0", 1))
+    outcome = call("trace", "--program", "mine.txt")
+    assert outcome.status == 2
+    assert outcome.error().startswith("mine.txt: line ") and "UPGRADE" in outcome.error()
 
 
 def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller) -> None:

@@ -146,7 +146,7 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
     if delay <= 1 or not names:
         return
     name = options.schedule
-    counts = range(1, _MICROBATCHES_TRIED_MAX + 1)
+    counts = range(1, _MICROBATCHES_TRIED_MAX + 1) if options.program is None else ()
     enough = next((m for m in counts if mean_delay(schedule_of(plan, name, m)) <= 1), None)
     in_time = "'flush' is not late"
     if enough is not None:

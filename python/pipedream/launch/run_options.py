@@ -36,6 +36,7 @@ from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
 from pipedream.planning.partition_arguments import AUTO
+from pipedream.planning.program import Program
 from pipedream.planning.trace import check_trace_path
 
 __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
@@ -109,6 +110,16 @@ _OLD_NAME = "naive"  # of schedule "unstashed"
 
 def _choice_of(*choices: str) -> Callable[[str, Any], None]:
     return lambda name, value: check_choice(name, value, choices)
+
+
+def _check_schedule(name: str, value: Any) -> None:
+    if not isinstance(value, Program):
+        check_choice(name, value, (*_core.schedule_names(), _OLD_NAME, AUTO))
+
+
+def _schedule_given(text: str) -> str | Program:
+    """On the command line: a name, or the file of a program."""
+    return Program.load(text) if text.endswith(".txt") else text
 
 
 def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
@@ -208,10 +219,14 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption(
         "schedule",
         'a name of [docs/schedules.md](docs/schedules.md), or `"auto"`: what the plan was made for, with its'
-        " `microbatches`",
+        " `microbatches`; or a `pipedream.Program`",
         "pipedream",
-        _choice_of(*_core.schedule_names(), _OLD_NAME, AUTO),
-        CommandOption("How minibatches and weight versions are ordered; auto: as the plan was made for."),
+        _check_schedule,
+        CommandOption(
+            "How minibatches and weight versions are ordered; auto: as the plan was made for; or a file"
+            " (.txt) with a program.",
+            read=_schedule_given,
+        ),
     ),
     RunOption(
         "microbatches",

@@ -48,6 +48,7 @@ from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
+from pipedream.planning.program import Program
 from pipedream.planning.shapes import largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
@@ -76,7 +77,7 @@ def run(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer],
     epochs: int = 1,
-    schedule: str = "pipedream",
+    schedule: str | Program = "pipedream",
     microbatches: int = 1,
     weight_fn: Callable[[Any], Any] | None = None,
     lr_scheduler: Any = None,
@@ -129,7 +130,9 @@ def run(
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "unstashed" (alias "naive"); docs/schedules.md helps
         choose. "auto" takes the schedule and the microbatches that the plan was made for, as
-        partition(..., schedule="auto") chooses them.
+        partition(..., schedule="auto") chooses them. A pipedream.Program, which you have written or changed,
+        is run as it stands, with its microbatches, on a plan without replicas and a model whose stages share
+        no parameter.
     microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
         are the means over them, weighted by their samples, or by weight_fn.
     weight_fn: (targets) -> what a microbatch counts, with dicts (batch); for a loss that is a mean over
@@ -231,7 +234,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             options.microbatches,
             codec=options.links.codec,
             autocast=options.autocast,
-            schedule=options.schedule,
+            schedule=options.schedule_name,
             rates_by_update=options.lr_scheduler is not None and rates_by_update,
         )
         for caution in (*of_data, *cautions):
@@ -266,6 +269,9 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     check_loss_fn(arguments["loss_fn"])
     _check_epochs(arguments["data"], arguments["epochs"])
     schedule, microbatches = _schedule_of(arguments, plan)
+    if isinstance(schedule, Program):
+        _check_program(autocast)
+        plan = replace(plan, in_flight=tuple(schedule.in_flight))
     check_sizes(arguments["data"], microbatches)
     plan = _fitting(plan, arguments["data"])
     _check_hooks(model)
@@ -300,7 +306,15 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     return options
 
 
-def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str, int]:
+def _check_program(autocast: torch.dtype | None) -> None:
+    if autocast is torch.float16:
+        raise ValueError(
+            "autocast is 'float16', whose loss scale follows from a schedule's name, and schedule is a"
+            " program: use 'bfloat16'"
+        )
+
+
+def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
     """And the microbatches. Where they are the plan's, and the plan is rank 0's, they stay as they were given
     until the ranks have it."""
     schedule, microbatches = arguments["schedule"], arguments["microbatches"]

@@ -6,10 +6,11 @@ import itertools
 import math
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, schedule_name
+from pipedream.planning.program import Program
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -33,10 +34,20 @@ def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.Sched
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
 
 
-def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int]:
-    """The schedule by its own name, and the microbatches: those of the plan, where schedule is "auto".
-    microbatches: 1 or None where they were not given. Raises ValueError where the plan does not say, or says
-    otherwise."""
+@overload
+def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tuple[str, int]: ...
+@overload
+def schedule_to_run(
+    plan: Plan, schedule: str | Program, microbatches: int | None
+) -> tuple[str | Program, int]: ...
+def schedule_to_run(
+    plan: Plan, schedule: str | Program, microbatches: int | None
+) -> tuple[str | Program, int]:
+    """The schedule by its own name, and the microbatches: those of the plan where schedule is "auto", a
+    program's own where it is one. microbatches: 1 or None where they were not given. Raises ValueError where
+    the plan does not say, or does not go with the schedule."""
+    if isinstance(schedule, Program):
+        return schedule, _microbatches_of(schedule, plan, microbatches)
     if schedule != "auto":
         return schedule_name(schedule), microbatches or 1
     for name, value in (("schedule", plan.schedule), ("microbatches", plan.microbatches)):
@@ -52,6 +63,21 @@ def schedule_to_run(plan: Plan, schedule: str, microbatches: int | None) -> tupl
         )
     assert plan.schedule is not None and plan.microbatches is not None
     return plan.schedule, plan.microbatches
+
+
+def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> int:
+    if program.num_stages != plan.num_stages or any(stage.num_replicas > 1 for stage in plan.stages):
+        replicas = "-".join(str(stage.num_replicas) for stage in plan.stages)
+        raise ValueError(
+            f"schedule is a program of {program.num_stages} stages, each at one worker, and the plan is"
+            f" {replicas}: give a plan of as many stages, as of partition(..., straight=True)"
+        )
+    if microbatches not in (None, 1, program.microbatches):
+        raise ValueError(
+            f"microbatches is {microbatches}, and the program of schedule has {program.microbatches}: leave"
+            " microbatches out"
+        )
+    return program.microbatches
 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:
@@ -83,12 +109,14 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
     if options.schedule == "2bw":
         return [1.0] * options.num_stages
     rounds = [_core.rounds_of(options, stage) for stage in range(options.num_stages)]
-    if options.schedule != "vertical_sync":
+    if options.program is None and options.schedule != "vertical_sync":
         pairs = zip(options.in_flight, rounds, strict=True)
         return [(held - 1) / of_stage.own_per_round + options.staleness for held, of_stage in pairs]
-    # The input stage's rounds begin at other microbatches than those of a stage with other replicas.
-    period = math.lcm(*(of_stage.minibatches_per_round for of_stage in rounds))
-    first = period * (options.first_minibatch + 2 + max(versions_kept(options)))
+    # The input stage's rounds begin at other microbatches than those of a stage with other replicas, and a
+    # program's delay may be another in each minibatch of its body.
+    per_body = 1 if options.program is None else options.program.minibatches_per_body
+    period = math.lcm(per_body, *(of_stage.minibatches_per_round for of_stage in rounds))
+    first = period * (options.first_minibatch + 2 + max(*versions_kept(options), *options.in_flight))
     places = list(itertools.product(range(first, first + period), range(options.num_microbatches)))
     return [
         statistics.fmean(

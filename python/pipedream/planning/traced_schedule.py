@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedream.common.checks import check_choice
 from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning.plan_schedule import schedule_to_run
+from pipedream.planning.program import PROGRAM, Program
 from pipedream.planning.program_text import parse_programs, print_programs
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class TracedSchedule(NamedTuple):
     num_minibatches: int
     programs: list[list[_core.Instruction]]
     report: dict[str, Any]
+    shows_program: bool = False
+    """As text, and not the lists."""
 
     def title(self) -> str:
         options, num_stages = self.options, self.options.num_stages
@@ -91,6 +95,13 @@ class TracedSchedule(NamedTuple):
         ]
 
     def text(self) -> str:
+        """A program that run() takes, where the schedule has one and no number of minibatches was asked for;
+        else the whole lists."""
+        from pipedream import _core
+
+        is_straight = len(self.programs) == self.options.num_stages == self.options.placement.num_ranks
+        if self.shows_program and is_straight and self.options.schedule != "interleaved":
+            return _core.ListedProgram.of(self.options).text
         return print_programs(self.programs, self.options.placement)
 
 
@@ -99,6 +110,9 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     from pipedream import _core
 
     given = None if program_file is None else _read_programs(program_file)
+    if isinstance(given, Program):
+        return _trace_program(request, given)
+    shows_program = given is None and request.minibatches is None
     if given is not None:
         request = _complete_request(request, given)
     request = _with_schedule_of_plan(request)
@@ -120,12 +134,33 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
                 f"--in-flight is {request.in_flight!r}: it must not rise downstream; {report['error']}"
             )
         raise RuntimeError(f"the generated lists are wrong: {report['error']}")
-    return TracedSchedule(options, num_minibatches, programs, report)
+    return TracedSchedule(options, num_minibatches, programs, report, shows_program)
 
 
-def _read_programs(path: Path) -> list[list[_core.Instruction]]:
+def _trace_program(request: TraceRequest, program: Program) -> TracedSchedule:
+    """What the program itself says needs no option."""
+    from pipedream import _core
+
+    options = _core.ScheduleOptions(
+        PROGRAM,
+        program.in_flight,
+        program.microbatches,
+        recompute=[request.recompute] * program.num_stages,
+        program=program.listed,
+    )
+    num_minibatches = _choose_minibatches(request, options)
+    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(program.num_stages)]
+    report = _core.replay(options, num_minibatches, programs)
+    return TracedSchedule(options, num_minibatches, programs, report, request.minibatches is None)
+
+
+def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
+    """Whole lists, or what repeats."""
+    text = path.read_text(encoding="utf-8")
+    if re.search(r"^\s*body\b", text, re.MULTILINE):
+        return Program.load(path)
     try:
-        programs = parse_programs(path.read_text(encoding="utf-8"))
+        programs = parse_programs(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not any(programs):

@@ -12,13 +12,16 @@ from pipedream.common.checks import check_choice, check_count
 from pipedream.common.document import check_whole
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.stage_module import Tie
-from pipedream.reference.versions import SCHEDULES
+from pipedream.planning.program import Program
+from pipedream.reference.versions import SCHEDULES, Versions, WrittenVersions
 
 __all__ = [
     "check_asynchronous",
     "check_drained_at",
     "check_max_grad_norm",
     "check_microbatches",
+    "check_program",
+    "check_program_ties",
     "check_replicas",
     "check_sync_every",
     "check_ties",
@@ -49,6 +52,30 @@ def check_microbatches(
                 f"microbatches is {microbatches}, but schedule '2bw' has {held} of them in flight at stage"
                 f" {stage}: use microbatches={(held - 1) * replicas} or more"
             )
+
+
+def check_program(
+    program: Program, num_replicas: Sequence[int], microbatches: int, autocast: Any, staleness: int
+) -> None:
+    if program.num_stages != len(num_replicas) or max(num_replicas) > 1:
+        raise ValueError(
+            f"schedule is a program of {program.num_stages} stages with one replica each, and the plan has"
+            f" replicas {list(num_replicas)}: use a plan of as many stages, by partition(..., straight=True)"
+        )
+    if microbatches not in (1, program.microbatches):
+        raise ValueError(
+            f"microbatches is {microbatches}, and the program has {program.microbatches}: leave it out"
+        )
+    if autocast_dtype(autocast) == torch.float16 or staleness:
+        raise ValueError("schedule is a program, which takes neither autocast='float16' nor a staleness")
+
+
+def check_program_ties(versions: Versions, ties: Sequence[Tie]) -> None:
+    if ties and isinstance(versions, WrittenVersions):
+        raise ValueError(
+            f"parameter {ties[0].names[0]!r} is shared by stages, and schedule is a program, which has no"
+            " versions of it: use a schedule by its name, or a plan with all its uses in one stage"
+        )
 
 
 def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:

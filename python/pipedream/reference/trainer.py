@@ -64,7 +64,10 @@ class Trainer:
         self._leaves: dict[tuple[int, int], Tensor] = {}
         """The minibatch's leaves, by the id of a replica's parameter and its version."""
         self._histories = {
-            id(p): History(p) for stage in stages for updater in stage.updaters for p in updater.parameters
+            id(p): History(p, versions.versions_back)
+            for stage in stages
+            for updater in stage.updaters
+            for p in updater.parameters
         }
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
@@ -262,9 +265,9 @@ class Trainer:
 
     def _overwrite(self, minibatch: int) -> None:
         """Without stashing the backward finds the newest version where its forward found an older one."""
-        if self._versions.stashes:
-            return
         for stage_index, stage in enumerate(self._stages):
+            if self._versions.stashes(stage_index):
+                continue
             newest = self._versions.of_backward(stage_index, minibatch)
             for updater in stage.updaters:
                 for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):

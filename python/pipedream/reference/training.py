@@ -34,6 +34,7 @@ from pipedream.model.seeding import (
 )
 from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
+from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.cuts import CutFunction
@@ -42,6 +43,8 @@ from pipedream.reference.refusals import (
     check_drained_at,
     check_max_grad_norm,
     check_microbatches,
+    check_program,
+    check_program_ties,
     check_replicas,
     check_sync_every,
     check_ties,
@@ -50,7 +53,7 @@ from pipedream.reference.refusals import (
 from pipedream.reference.stages import LossFunction, ReplicaBuffers, Stage
 from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
-from pipedream.reference.versions import Versions
+from pipedream.reference.versions import Versions, WrittenVersions
 
 __all__ = ["ReferenceResult", "run"]
 
@@ -91,7 +94,7 @@ def run(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory,
     epochs: int = 1,
-    schedule: str = "pipedream",
+    schedule: str | Program = "pipedream",
     microbatches: int = 1,
     weight_fn: Callable[[Any], Any] | None = None,
     lr_scheduler: SchedulerFactory | None = None,
@@ -125,8 +128,8 @@ def run(
     design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
-    schedule, microbatches = _checked_schedule(plan, schedule, microbatches, sync, staleness)
-    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, microbatches, drained_at)
+    versions = _versions_of(plan, schedule, microbatches, autocast, sync, staleness, drained_at)
+    microbatches = versions.num_microbatches
     check_drained_at(drained_at, num_replicas, microbatches)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
@@ -137,12 +140,13 @@ def run(
     modules = split(_with_layers(model, plan, data, loss_fn, dtype, seed), plan)
     device = device_of(modules)
     ties = find_ties(modules)
+    check_program_ties(versions, ties)
     if max(num_replicas) > 1 and sync_every > 1:
         check_ties(ties, num_replicas)
     is_asynchronous = sync == "asp" and max(num_replicas) > 1
     if is_asynchronous:
         check_asynchronous(
-            schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
+            versions.schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
         )
     own = {name: p for m in modules for name, p in (*m.trainable_parameters(), *m.frozen_parameters())}
     with (
@@ -154,7 +158,7 @@ def run(
             Stage(
                 module,
                 # Elsewhere a recomputed forward is the first one again, number by number.
-                recomputes_newest=not versions.stashes and stage_index in recomputed,
+                recomputes_newest=stage_index in recomputed and not versions.stashes(stage_index),
                 backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
                 loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
@@ -195,16 +199,25 @@ def run(
     return ReferenceResult(losses, trainer.microbatch_versions)
 
 
-def _checked_schedule(
-    plan: RunnablePlan, schedule: str, microbatches: int, sync: str, staleness: int
-) -> tuple[str, int]:
-    """And the microbatches; the plan's where schedule is "auto"."""
+def _versions_of(
+    plan: RunnablePlan,
+    schedule: str | Program,
+    microbatches: int,
+    autocast: str | torch.dtype | None,
+    sync: str,
+    staleness: int,
+    drained_at: Sequence[int],
+) -> Versions:
+    """With the plan's schedule and microbatches where schedule is "auto"."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
+    if isinstance(schedule, Program):
+        check_program(schedule, num_replicas, microbatches, autocast, staleness)
+        return WrittenVersions(str(schedule), len(num_replicas), drained_at)
     if schedule == "auto":
         schedule, microbatches = of_plan(plan.schedule, plan.microbatches, microbatches)
     check_replicas(schedule, num_replicas, sync, staleness)
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
-    return schedule, microbatches
+    return Versions(schedule, list(plan.in_flight), num_replicas, staleness, microbatches, drained_at)
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:

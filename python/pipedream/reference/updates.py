@@ -22,14 +22,16 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 class History:
     """The versions of one parameter that may still be read; the parameter itself is the newest."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
+        """versions_back: by how many versions a read may be older than one before it."""
         self.parameter = parameter
+        self._versions_back = versions_back
         self._newest = 0
         self._copies = {0: parameter.detach().clone()}
 
     def leaf(self, version: int) -> Tensor:
-        """A new leaf with the content of a version. No earlier one is read afterwards."""
-        for old in [held for held in self._copies if held < version]:
+        """A new leaf with the content of a version."""
+        for old in [held for held in self._copies if held < version - self._versions_back]:
             del self._copies[old]
         return self._copies[version].clone().requires_grad_()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Sequence
 
 from pipedream.common.checks import check_choice
 from pipedream.model.precision import num_steps_in_flight
 
-__all__ = ["SCHEDULES", "Versions"]
+__all__ = ["SCHEDULES", "Versions", "WrittenVersions"]
 
 DRAINING = ("flush", "gpipe", "model_parallel", "data_parallel", "interleaved")
 SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAINING)
@@ -31,7 +33,7 @@ class Versions:
     ) -> None:
         """drained_at: minibatches before which everything had been updated, beside the first."""
         check_choice("schedule", schedule, SCHEDULES)
-        self._schedule = "unstashed" if schedule == "naive" else schedule
+        self.schedule = "unstashed" if schedule == "naive" else schedule
         self._in_flight = in_flight
         self._num_replicas = num_replicas
         self._staleness = staleness
@@ -40,12 +42,16 @@ class Versions:
 
     @property
     def drains(self) -> bool:
-        return self._schedule in DRAINING
+        return self.schedule in DRAINING
 
     @property
-    def stashes(self) -> bool:
-        """Whether a backward reads what its forward has read."""
-        return self._schedule != "unstashed"
+    def versions_back(self) -> int:
+        """By how many versions a read may be older than a read before it."""
+        return 0
+
+    def stashes(self, stage_index: int) -> bool:
+        """Whether each backward reads what its forward has read."""
+        return self.schedule != "unstashed"
 
     def minibatches_per_round(self, stage_index: int) -> int:
         replicas = self._num_replicas if self.drains else self._num_replicas[stage_index : stage_index + 1]
@@ -66,16 +72,16 @@ class Versions:
         if self.drains:
             return rounds
         oldest = self._oldest(stage_index, minibatch)
-        if self._schedule == "2bw":
+        if self.schedule == "2bw":
             return max(oldest, rounds - 1)
         k = self._number(minibatch, microbatch)
-        if self._schedule == "vertical_sync":
+        if self.schedule == "vertical_sync":
             return max(oldest, self._seen_at_input(k) // self._microbatches_per_round(stage_index))
         own = k // self._num_replicas[stage_index] - self._in_flight[stage_index] + 1
         return max(oldest, own // self.own_per_round(stage_index) - self._staleness)
 
     def of_backward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
-        if self._schedule == "unstashed":
+        if self.schedule == "unstashed":
             return minibatch // self.minibatches_per_round(stage_index)
         return self.of_forward(stage_index, minibatch, microbatch)
 
@@ -83,7 +89,7 @@ class Versions:
         """Of a parameter that several stages use: at each of them the same, forward and backward. It counts
         the rounds of its owner, whose update makes it: what vertical sync would read there, the staleness
         older, where stages read different versions, else what the owner reads."""
-        if self.drains or self._schedule == "2bw":
+        if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
         seen = self._seen_at_input(self._number(minibatch, microbatch))
         seen //= self._microbatches_per_round(owner)
@@ -176,3 +182,64 @@ class Versions:
         if replicas > 1:  # where updates wait for half of the staleness
             newest -= (self._staleness + 1) // 2
         return max(self._oldest(stage_index, k // self.num_microbatches) - 1, newest)
+
+
+class WrittenVersions(Versions):
+    """What a program's text has: the versions that it reads line by line. Without replicas."""
+
+    _SECTION = re.compile(r"^(?:worker \d+|warm-up|cool-down|body every (\d+) minibatch(?:es)?)$", re.ASCII)
+    _READ = re.compile(
+        r"^(FORWARD|BACKWARD) stage (\d+) minibatch (\d+) microbatch (\d+) reads version (\d+)$", re.ASCII
+    )
+
+    def __init__(self, text: str, num_stages: int, drained_at: Sequence[int] = ()) -> None:
+        self._reads: dict[tuple[str, int, int, int], int] = {}
+        """Opcode, stage, minibatch and microbatch -> version."""
+        self._per_body = 1
+        section = ""
+        for line in text.splitlines():
+            if found := self._SECTION.match(line):
+                section = line.split()[0]
+                self._per_body = int(found[1] or self._per_body)
+            elif (found := self._READ.match(line)) and section != "cool-down":
+                opcode, *numbers = found.groups()
+                stage, minibatch, microbatch, version = map(int, numbers)
+                self._reads[opcode, stage, minibatch, microbatch] = version
+        num_microbatches = 1 + max(microbatch for *_, microbatch in self._reads)
+        super().__init__(
+            "pipedream", [1] * num_stages, [1] * num_stages, 0, num_microbatches, drained_at=drained_at
+        )
+
+    def mean_delay(self, stage_index: int) -> float:
+        first = self._per_body * (1 + max(minibatch for *_, minibatch, _ in self._reads))
+        delays = [
+            minibatch - self.of_forward(stage_index, minibatch, microbatch)
+            for minibatch in range(first, first + self._per_body)
+            for microbatch in range(self.num_microbatches)
+        ]
+        return sum(delays) / len(delays)
+
+    @property
+    def versions_back(self) -> int:
+        return max(minibatch - version for (_, _, minibatch, _), version in self._reads.items())
+
+    def stashes(self, stage_index: int) -> bool:
+        listed = range(1 + max(minibatch for *_, minibatch, _ in self._reads))
+        return all(
+            self.of_forward(stage_index, *at) == self.of_backward(stage_index, *at)
+            for at in itertools.product(listed, range(self.num_microbatches))
+        )
+
+    def of_forward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
+        return self._of("FORWARD", stage_index, minibatch, microbatch)
+
+    def of_backward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
+        return self._of("BACKWARD", stage_index, minibatch, microbatch)
+
+    def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
+        """Where the pipeline has drained the program begins anew."""
+        begun = max((first for first in self.drained_at if first <= minibatch), default=0)
+        bodies, listed = 0, minibatch - begun
+        while (opcode, stage_index, listed, microbatch) not in self._reads:
+            bodies, listed = bodies + 1, listed - self._per_body
+        return begun + bodies * self._per_body + self._reads[opcode, stage_index, listed, microbatch]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -21,9 +22,16 @@ from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
 from pipedream.planning.plan import Plan
+from pipedream.planning.program import PROGRAM, Program
 from pipedream.report.status import StatusBoard
 
 __all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
+
+
+def _said_of_schedule(schedule: str | Program) -> str:
+    if not isinstance(schedule, Program):
+        return schedule
+    return f"a program with SHA-256 {hashlib.sha256(str(schedule).encode()).hexdigest()[:12]}..."
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class JobOptions:
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
     optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
-    schedule: str
+    schedule: str | Program = field(metadata=compared(said=_said_of_schedule))
+    """A program's in_flight and microbatches are the plan's and the run's."""
     microbatches: int
     weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
     recompute: tuple[bool, ...] | None
@@ -61,6 +70,10 @@ class JobOptions:
     """Of torch, per worker."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
+
+    @property
+    def schedule_name(self) -> str:
+        return PROGRAM if isinstance(self.schedule, Program) else self.schedule
 
     @property
     def measures_gradients(self) -> bool:
@@ -91,7 +104,8 @@ class JobOptions:
         first_minibatch: with which the pipeline begins. Raises ValueError for what plan and schedule cannot
         do."""
         return _core.ScheduleOptions(
-            schedule=self.schedule,
+            schedule=self.schedule_name,
+            program=self.schedule.listed if isinstance(self.schedule, Program) else None,
             in_flight=list(self.plan.in_flight),
             num_microbatches=self.microbatches,
             placement=self.plan.placement,

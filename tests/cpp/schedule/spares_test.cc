@@ -24,14 +24,14 @@ std::string text_of(const Instructions& program) {
   return text;
 }
 
-const std::vector<std::pair<Counts, Counts>> kPlans = {
+const std::vector<std::pair<Counts, Counts>> kSparePlans = {
     {{2, 1}, {1, 0}}, {{1, 2}, {0, 1}}, {{3, 1}, {2, 0}},       {{2, 2}, {1, 2}},
     {{3, 2}, {1, 1}}, {{2, 3}, {0, 3}}, {{2, 1, 1}, {2, 0, 0}}, {{1, 3, 2}, {0, 1, 2}},
 };
 
 // Every schedule that a plan allows.
-std::vector<ScheduleOptions> all_of(const Counts& num_replicas, const Counts& num_spares,
-                                    std::int64_t num_microbatches) {
+std::vector<ScheduleOptions> all_with_spares(const Counts& num_replicas, const Counts& num_spares,
+                                             std::int64_t num_microbatches) {
   std::vector<ScheduleOptions> all;
   for (const std::string& schedule : kStraightSchedules) {
     all.push_back(with_spares(schedule, num_replicas, num_spares, num_microbatches));
@@ -46,9 +46,9 @@ std::vector<ScheduleOptions> all_of(const Counts& num_replicas, const Counts& nu
 std::vector<ScheduleOptions> all_of_all() {
   std::vector<ScheduleOptions> all = {with_spares("data_parallel", {2}, {1}),
                                       with_spares("data_parallel", {3}, {3}, 2)};
-  for (const auto& [num_replicas, num_spares] : kPlans) {
+  for (const auto& [num_replicas, num_spares] : kSparePlans) {
     for (const std::int64_t num_microbatches : {1, 6}) {
-      for (ScheduleOptions& options : all_of(num_replicas, num_spares, num_microbatches)) {
+      for (ScheduleOptions& options : all_with_spares(num_replicas, num_spares, num_microbatches)) {
         all.push_back(std::move(options));
       }
     }
@@ -56,7 +56,7 @@ std::vector<ScheduleOptions> all_of_all() {
   return all;
 }
 
-std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches) {
+std::string spares_name_of(const ScheduleOptions& options, std::int64_t num_minibatches) {
   return options.schedule + ", " + std::to_string(options.placement.num_ranks()) + " ranks, " +
          std::to_string(options.placement.num_spares()) + " spares, staleness " +
          std::to_string(options.staleness) + ", " + std::to_string(options.num_microbatches) +
@@ -92,7 +92,7 @@ TEST(Spares, ChangeNothingOfWhatReplicasCompute) {
     without.placement = Placement::in_order(num_replicas);
     for (std::int64_t rank = 0; rank < num_workers(without); ++rank) {
       ASSERT_EQ(make_compute_program(options, Rank(rank), 19), make_compute_program(without, Rank(rank), 19))
-          << name_of(options, 19) << ", rank " << rank;
+          << spares_name_of(options, 19) << ", rank " << rank;
     }
   }
 }
@@ -101,11 +101,11 @@ TEST(Spares, AreAcceptedByTheValidatorInEveryPlanScheduleAndLength) {
   for (const ScheduleOptions& options : all_of_all()) {
     for (const std::int64_t num_minibatches : {0, 1, 3, 7, 12, 31}) {
       const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
-      ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
+      ASSERT_TRUE(report.ok) << spares_name_of(options, num_minibatches) << ": " << report.error;
       for (const auto& [edge, queued_max] : report.edges) {
         if (edge.kind != EdgeKind::kPush && edge.kind != EdgeKind::kPull) continue;
         ASSERT_LE(queued_max, num_versions_kept(options, edge.from.stage) + (edge.kind == EdgeKind::kPull))
-            << name_of(options, num_minibatches) << ", " << to_string(edge);
+            << spares_name_of(options, num_minibatches) << ", " << to_string(edge);
       }
     }
   }
@@ -134,7 +134,7 @@ TEST(Spares, WalkTheSameListHoweverLateTheyLearnTheNumberOfMinibatches) {
       for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 5, 6, 7, 19}) {
         ASSERT_EQ(walk(options, Rank(rank), num_minibatches),
                   make_program(options, Rank(rank), num_minibatches))
-            << name_of(options, num_minibatches) << ", rank " << rank;
+            << spares_name_of(options, num_minibatches) << ", rank " << rank;
       }
     }
   }

@@ -298,7 +298,7 @@ TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
       const SlotIndex read_slot = work.read_slot;
       const std::optional<SlotIndex> freed = complete(work);
       ASSERT_LT(position, program.size());
-      const bool expected = stashes_versions(options_) && work.kind == WorkKind::kBackward &&
+      const bool expected = stashes_versions(options_, work.stage) && work.kind == WorkKind::kBackward &&
                             is_last_read(position < learned_at ? endless : program, position);
       EXPECT_EQ(freed.has_value(), expected) << to_string(program[position]);
       if (freed) {

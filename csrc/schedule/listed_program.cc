@@ -1,0 +1,394 @@
+#include "schedule/listed_program.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "base/check.h"
+#include "base/failure.h"
+#include "schedule/checked_options.h"
+#include "schedule/program.h"
+#include "schedule/text_lines.h"
+#include "schedule/transfers.h"
+#include "schedule/validator.h"
+
+namespace pipedream {
+namespace {
+
+// Far above any schedule; keeps the check of runs short.
+constexpr std::int64_t kListedNumberMax = std::int64_t{1} << 16;
+
+Rank worker_of(StageIndex stage) { return Rank(stage.value()); }
+
+std::string name_of(Rank rank) { return "worker " + std::to_string(rank.value()); }
+
+std::int64_t count(const std::vector<Instruction>& list, Opcode opcode) {
+  return std::ranges::count(list, opcode, &Instruction::opcode);
+}
+
+Instruction later_by(Instruction instruction, std::int64_t minibatches) {
+  instruction.minibatch = MinibatchId(instruction.minibatch.value() + minibatches);
+  instruction.version = WeightVersion(instruction.version.value() + minibatches);
+  return instruction;
+}
+
+void check_instruction(const Instruction& instruction, Rank rank, std::size_t num_workers) {
+  const std::string name = name_of(rank) + ", " + to_string(instruction) + ": ";
+  if (travels(instruction.opcode) || instruction.opcode == Opcode::kRecompute) {
+    throw UserError(name + "sends, receives and recomputing are added to a program; leave it out");
+  }
+  if (instruction.replica.value() != 0) {
+    throw UserError(name + "a program of your own has one replica of each stage");
+  }
+  if (instruction.stage.value() != rank.value()) {
+    throw UserError(name + "of the " + std::to_string(num_workers) + " workers each has one stage, worker " +
+                    std::to_string(rank.value()) + " stage " + std::to_string(rank.value()));
+  }
+  const std::int64_t largest =
+      std::max({instruction.minibatch.value(), instruction.microbatch.value(), instruction.version.value()});
+  if (largest <= kListedNumberMax) return;
+  throw UserError(name + "numbers of a program are at most " + std::to_string(kListedNumberMax) +
+                  "; the body repeats with larger ones by itself");
+}
+
+std::string print_section(const char* title, const std::vector<Instruction>& list) {
+  std::ostringstream text;
+  text << title << '\n';
+  for (const Instruction& instruction : list) text << to_string(instruction) << '\n';
+  return text.str();
+}
+
+// Reads a program's text, line by line.
+class Parser {
+ public:
+  void read(std::string_view line) {
+    if (line.starts_with("worker")) return begin_worker(line);
+    if (workers_.empty()) {
+      throw UserError("\"" + std::string(line) +
+                      "\" stands before the first worker; write \"worker 0\" above");
+    }
+    if (line == "warm-up") return begin(Section::kWarmUp, line);
+    if (line == "cool-down") return begin(Section::kCoolDown, line);
+    if (line.starts_with("body")) return begin_body(line);
+    list().push_back(parse_instruction(line));
+  }
+
+  [[nodiscard]] ListedProgram made() const {
+    std::vector<ListedProgram::Lists> lists;
+    for (const Worker& worker : workers_) {
+      if (worker.section < Section::kBody) {
+        throw UserError("worker " + std::to_string(lists.size()) +
+                        " has no body; write \"body every 1 minibatch\" above the part that repeats");
+      }
+      lists.push_back(worker.lists);
+    }
+    return {std::move(lists), minibatches_per_body_.value_or(1)};
+  }
+  // The cool-down that the text has of the worker; none where it leaves it out.
+  [[nodiscard]] std::optional<std::vector<Instruction>> cool_down(std::size_t worker) const {
+    if (workers_[worker].section < Section::kCoolDown) return std::nullopt;
+    return workers_[worker].cool_down;
+  }
+
+ private:
+  enum class Section { kNone, kWarmUp, kBody, kCoolDown };
+  struct Worker {
+    Section section = Section::kNone;
+    ListedProgram::Lists lists;
+    std::vector<Instruction> cool_down;
+  };
+
+  void begin_worker(std::string_view line) {
+    const std::string due = "worker " + std::to_string(workers_.size());
+    if (line != due) throw UserError("\"" + std::string(line) + "\" where \"" + due + "\" is due");
+    workers_.emplace_back();
+  }
+
+  void begin(Section section, std::string_view line) {
+    if (workers_.back().section >= section) {
+      throw UserError("\"" + std::string(line) +
+                      "\" is out of place; a worker has \"warm-up\", \"body every N minibatches\" and "
+                      "\"cool-down\", in this order");
+    }
+    workers_.back().section = section;
+  }
+
+  void begin_body(std::string_view line) {
+    begin(Section::kBody, line);
+    std::istringstream words{std::string(line)};
+    std::string body, every, unit, more;
+    std::int64_t minibatches = 0;
+    words >> body >> every >> minibatches >> unit;
+    if (body != "body" || every != "every" || minibatches < 1 || !unit.starts_with("minibatch") ||
+        words >> more) {
+      throw UserError("\"" + std::string(line) +
+                      "\" is no beginning of a body; write \"body every 2 minibatches\"");
+    }
+    if (minibatches_per_body_.value_or(minibatches) != minibatches) {
+      throw UserError("\"" + std::string(line) + "\" where other workers have " +
+                      std::to_string(*minibatches_per_body_) + "; all bodies are of as many minibatches");
+    }
+    minibatches_per_body_ = minibatches;
+  }
+
+  std::vector<Instruction>& list() {
+    Worker& worker = workers_.back();
+    switch (worker.section) {
+      case Section::kNone:
+        throw UserError(
+            "the worker's first section is missing; write \"warm-up\" or \"body every 1 minibatch\"");
+      case Section::kWarmUp:
+        return worker.lists.warm_up;
+      case Section::kBody:
+        return worker.lists.body;
+      case Section::kCoolDown:
+        return worker.cool_down;
+    }
+    PD_CHECK(false, "section " << static_cast<int>(worker.section));
+  }
+
+  std::vector<Worker> workers_;
+  std::optional<std::int64_t> minibatches_per_body_;
+};
+
+// The options of a run of the program. not_owned: it outlives them.
+ScheduleOptions options_of(const ListedProgram& not_owned) {
+  ScheduleOptions options;
+  options.schedule = kListedSchedule;
+  options.program = std::shared_ptr<const ListedProgram>(std::shared_ptr<void>(), &not_owned);
+  options.num_microbatches = not_owned.num_microbatches();
+  options.in_flight.clear();
+  for (StageIndex stage; stage.value() < not_owned.num_stages(); stage = stage.next()) {
+    options.in_flight.push_back(not_owned.num_in_flight(stage));
+  }
+  return options;
+}
+
+// The worker's list of a schedule without an end, up to where it repeats for sure.
+std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t length) {
+  ComputeCursor cursor(options, rank);
+  std::vector<Instruction> list;
+  for (std::int64_t position = 0; position < length; ++position) {
+    list.push_back(*cursor.current());
+    cursor.advance();
+  }
+  return list;
+}
+
+}  // namespace
+
+ListedProgram::ListedProgram(std::vector<Lists> workers, std::int64_t minibatches_per_body)
+    : workers_(std::move(workers)), minibatches_per_body_(minibatches_per_body) {
+  if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
+  for (const Lists& lists : workers_) {
+    for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
+      for (const Instruction& instruction : *list) {
+        num_microbatches_ = std::max(num_microbatches_, instruction.microbatch.value() + 1);
+      }
+    }
+  }
+  check_lists();
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) facts_.push_back(count_facts(rank));
+  check_runs();
+}
+
+ListedProgram ListedProgram::parse(std::string_view text) {
+  Parser parser;
+  for_each_line(text, [&](std::string_view line) { parser.read(line); });
+  ListedProgram program = parser.made();
+  for (Rank rank; rank.value() < program.num_stages(); rank = rank.next()) {
+    const auto given = parser.cool_down(static_cast<std::size_t>(rank.value()));
+    if (!given || *given == program.cool_down(rank)) continue;
+    throw UserError(
+        name_of(rank) +
+        ": the cool-down is not what is left of the body when the data are over; leave \"cool-down\" "
+        "and what follows it out");
+  }
+  return program;
+}
+
+ListedProgram ListedProgram::of(const ScheduleOptions& given) {
+  check_schedule_options(given);
+  if (given.program != nullptr) return *given.program;
+  if (is_replicated(given) || count_workers(given) < count_stages(given) || !given.ties.empty()) {
+    throw UserError(
+        "schedule \"" + given.schedule +
+        "\" as a program of its own has one stage at each worker, one replica of each, and no ties");
+  }
+  const std::int64_t in_flight_max = *std::ranges::max_element(given.in_flight);
+  if (in_flight_max + given.num_microbatches > kListedNumberMax) {
+    throw UserError("in_flight is " + std::to_string(in_flight_max) + " and num_microbatches " +
+                    std::to_string(given.num_microbatches) + "; a program of its own has at most " +
+                    std::to_string(kListedNumberMax) + " of both");
+  }
+  ScheduleOptions options = given;
+  options.recompute.clear();
+  options.first_minibatch = MinibatchId(0);
+  const std::int64_t per_body = 2 * options.num_microbatches + 1;
+  const std::int64_t num_bodies = 6 + 2 * in_flight_max / options.num_microbatches;
+  std::vector<Lists> workers;
+  for (Rank rank; rank.value() < count_workers(options); rank = rank.next()) {
+    const std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * per_body);
+    // It repeats from behind the last instruction that the one a body later does not repeat. A body ends with
+    // an update.
+    std::int64_t begin = (num_bodies - 1) * per_body;
+    while (begin > 0 && list[begin - 1 + per_body] == later_by(list[begin - 1], 1)) --begin;
+    while (begin > 0 && list[begin - 1].opcode != Opcode::kUpdate) ++begin;
+    PD_CHECK(begin <= (num_bodies - 1) * per_body, to_string(list[begin]));
+    const auto body = list.begin() + begin;
+    workers.push_back({{list.begin(), body}, {body, body + per_body}});
+  }
+  return {std::move(workers), 1};
+}
+
+std::string ListedProgram::to_text() const {
+  std::ostringstream text;
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    text << name_of(rank) << '\n';
+    const Lists& lists = lists_of(rank);
+    const std::string every = "body every " + std::to_string(minibatches_per_body_) + " minibatch" +
+                              (minibatches_per_body_ == 1 ? "" : "es");
+    if (!lists.warm_up.empty()) text << print_section("warm-up", lists.warm_up);
+    text << print_section(every.c_str(), lists.body);
+    if (const auto left = cool_down(rank); !left.empty()) text << print_section("cool-down", left);
+  }
+  return text.str();
+}
+
+Instruction ListedProgram::at(Rank rank, std::int64_t position) const {
+  const Lists& lists = lists_of(rank);
+  const auto warm_up = static_cast<std::int64_t>(lists.warm_up.size());
+  if (position < warm_up) return lists.warm_up[static_cast<std::size_t>(position)];
+  const auto length = static_cast<std::int64_t>(lists.body.size());
+  const Instruction& listed = lists.body[static_cast<std::size_t>((position - warm_up) % length)];
+  return later_by(listed, (position - warm_up) / length * minibatches_per_body_);
+}
+
+ListedProgram::Section ListedProgram::section_of(const Instruction& instruction,
+                                                 std::optional<std::int64_t> num_minibatches) const {
+  const auto is_alike = [&](const Instruction& listed) {
+    return listed.opcode == instruction.opcode && listed.microbatch == instruction.microbatch;
+  };
+  const Rank rank = worker_of(instruction.stage);
+  const Lists& lists = lists_of(rank);
+  const bool is_in_warm_up = std::ranges::any_of(lists.warm_up, [&](const Instruction& listed) {
+    return is_alike(listed) && listed.minibatch == instruction.minibatch;
+  });
+  if (is_in_warm_up) return Section::kWarmUp;
+  if (!num_minibatches) return Section::kBody;
+  for (const Instruction& listed : lists.body) {
+    const std::int64_t later = instruction.minibatch.value() - listed.minibatch.value();
+    if (!is_alike(listed) || later % minibatches_per_body_ != 0) continue;
+    return minibatches_of_one_body(rank) + later <= *num_minibatches ? Section::kBody : Section::kCoolDown;
+  }
+  PD_CHECK(false, to_string(instruction));
+}
+
+// What the other checks rest on; the validator has the rest.
+void ListedProgram::check_lists() const {
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    const Lists& lists = lists_of(rank);
+    for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
+      for (const Instruction& instruction : *list) check_instruction(instruction, rank, workers_.size());
+    }
+    for (const Opcode opcode : {Opcode::kForward, Opcode::kBackward, Opcode::kUpdate}) {
+      const std::int64_t due =
+          opcode == Opcode::kUpdate ? minibatches_per_body_ : minibatches_per_body_ * num_microbatches_;
+      const std::int64_t listed = count(lists.body, opcode);
+      if (listed == due) continue;
+      throw UserError(name_of(rank) + ": the body has " + std::to_string(listed) + " of " +
+                      opcode_name(opcode) + "; every " + std::to_string(minibatches_per_body_) +
+                      " minibatches of " + std::to_string(num_microbatches_) + " microbatches have " +
+                      std::to_string(due));
+    }
+  }
+}
+
+// Runs in which every worker's body goes through more than once, of each length that leaves another part of
+// it out. Later bodies wait as these do, and shorter runs leave more out of the same lists.
+void ListedProgram::check_runs() const {
+  std::int64_t shortest = 0;
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    shortest = std::max(shortest, minibatches_of_one_body(rank));
+  }
+  const ScheduleOptions options = options_of(*this);
+  const std::int64_t first = 2 * (shortest + minibatches_per_body_);
+  for (std::int64_t length = first; length < first + minibatches_per_body_; ++length) {
+    std::vector<std::vector<Instruction>> programs;
+    for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+      programs.push_back(make_program(options, rank, length));
+    }
+    const ReplayReport report = replay(options, programs, length);
+    if (!report.ok) throw UserError("a run of " + std::to_string(length) + " minibatches: " + report.error);
+  }
+}
+
+ListedProgram::Facts ListedProgram::count_facts(Rank rank) const {
+  Facts facts;
+  facts.forwards = reads_by(rank, Opcode::kForward);
+  facts.backwards = reads_by(rank, Opcode::kBackward);
+  const auto end =
+      static_cast<std::int64_t>(std::max(facts.forwards.versions.size(), facts.backwards.versions.size()));
+  for (std::int64_t number = 0; number < end + minibatches_per_body_ * num_microbatches_; ++number) {
+    if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) facts.stashes = false;
+  }
+  // Over two bodies: the second is as all after it.
+  const Lists& lists = lists_of(rank);
+  std::int64_t num_forwarded = 0;
+  std::int64_t num_backwarded = 0;
+  const auto length = static_cast<std::int64_t>(lists.warm_up.size() + 2 * lists.body.size());
+  for (std::int64_t position = 0; position < length; ++position) {
+    const Instruction instruction = at(rank, position);
+    if (instruction.opcode == Opcode::kForward) ++num_forwarded;
+    if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
+    facts.num_in_flight = std::max(facts.num_in_flight, num_forwarded - num_backwarded);
+    if (instruction.opcode != Opcode::kUpdate) continue;
+    const std::int64_t oldest =
+        std::min(facts.forwards.oldest_from(num_forwarded), facts.backwards.oldest_from(num_backwarded));
+    facts.num_versions_kept = std::max(facts.num_versions_kept, instruction.version.value() - oldest + 1);
+  }
+  return facts;
+}
+
+ListedReads ListedProgram::reads_by(Rank rank, Opcode opcode) const {
+  ListedReads reads;
+  reads.numbers_per_body = minibatches_per_body_ * num_microbatches_;
+  reads.minibatches_per_body = minibatches_per_body_;
+  const Lists& lists = lists_of(rank);
+  for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
+    for (const Instruction& instruction : *list) {
+      if (instruction.opcode == opcode) reads.versions.push_back(instruction.version.value());
+    }
+  }
+  // The bodies after the first read versions that are newer by as much.
+  std::int64_t oldest =
+      *std::min_element(reads.versions.end() - reads.numbers_per_body, reads.versions.end()) +
+      minibatches_per_body_;
+  reads.oldest = reads.versions;
+  for (auto version = reads.oldest.rbegin(); version != reads.oldest.rend(); ++version) {
+    oldest = *version = std::min(oldest, *version);
+  }
+  return reads;
+}
+
+std::int64_t ListedProgram::minibatches_of_one_body(Rank rank) const {
+  const Lists& lists = lists_of(rank);
+  std::int64_t minibatches = 0;
+  for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
+    for (const Instruction& instruction : *list) {
+      minibatches = std::max(minibatches, instruction.minibatch.value() + 1);
+    }
+  }
+  return minibatches;
+}
+
+std::vector<Instruction> ListedProgram::cool_down(Rank rank) const {
+  const std::vector<Instruction> whole =
+      make_compute_program(options_of(*this), rank, minibatches_of_one_body(rank));
+  const Lists& lists = lists_of(rank);
+  return {whole.begin() + static_cast<std::ptrdiff_t>(lists.warm_up.size() + lists.body.size()), whole.end()};
+}
+
+}  // namespace pipedream

@@ -1,0 +1,34 @@
+// The lines of a text that is read by people, too. Pure; any thread.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "base/failure.h"
+
+namespace pipedream {
+
+// Calls read(line) for each line that has more than blanks and a comment, which '#' starts, without these.
+// Throws UserErrors of it with the line's number in front.
+template <typename Read>
+void for_each_line(std::string_view text, Read read) {
+  constexpr std::string_view kBlanks = " \t\r\v\f";
+  for (std::int64_t number = 1; !text.empty(); ++number) {
+    const std::size_t line_bytes = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, line_bytes);
+    text.remove_prefix(std::min(line_bytes + 1, text.size()));
+    line = line.substr(0, line.find('#'));
+    line.remove_prefix(std::min(line.find_first_not_of(kBlanks), line.size()));
+    line = line.substr(0, line.find_last_not_of(kBlanks) + 1);
+    if (line.empty()) continue;
+    try {
+      read(line);
+    } catch (const UserError& error) {
+      throw UserError("line " + std::to_string(number) + ": " + error.what());
+    }
+  }
+}
+
+}  // namespace pipedream

@@ -1,0 +1,118 @@
+"""A schedule as a value that can be written, changed and run. Pure but for the files; any thread; needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipedream.common.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["PROGRAM", "Program"]
+
+PROGRAM = "program"
+"""The name of the schedule of a run that has a program."""
+
+
+class Program:
+    """What every worker computes: FORWARD, BACKWARD and UPDATE on microbatches, each with the weight version
+    that it reads or writes. run(schedule=program) runs it, reference.run(schedule=program) is its oracle.
+
+        program = pipedream.Program.of("pipedream", num_stages=2, microbatches=4)
+        program.save("mine.txt")      # to be changed by hand
+        pipedream.run(model, plan, schedule=pipedream.Program.load("mine.txt"), ...)
+
+    Its text has one instruction a line, and for each worker, which has one stage,
+
+        worker 0
+        warm-up                       # once; may be left out
+        FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+        body every 1 minibatch        # again and again, each time with numbers larger by 1
+        FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+        BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+        UPDATE stage 0 minibatch 0 writes version 1
+        cool-down                     # what is left of the body when the data are over; may be left out
+
+    Version v is the state after v updates, one a minibatch. Sends, receives and recomputing are added.
+    Forwards and backwards of a stage go in the order of their microbatches. A read may name any version that
+    is written by then: the stage keeps those that are read later. A backward reads what its forward has read;
+    at a stage that keeps one version it reads the newest.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError, one line, for text that is no program, and for one that cannot run: it names the
+        worker and the instruction, as of a deadlock."""
+        from pipedream import _core
+
+        self._listed = _core.ListedProgram(text)
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        num_stages: int | None = None,
+        *,
+        microbatches: int = 1,
+        in_flight: Sequence[int] | None = None,
+    ) -> Program:
+        """What a schedule that has a name computes, without replicas, with one stage at each worker.
+        in_flight: the microbatches in flight at each stage; None: num_stages, ..., 2, 1. Raises ValueError
+        for a schedule that has no such program, as "interleaved"."""
+        from pipedream import _core
+
+        if in_flight is None:
+            if num_stages is None:
+                raise ValueError("num_stages is None: give it, or in_flight, which has a number per stage")
+            in_flight = range(num_stages, 0, -1)
+        options = _core.ScheduleOptions(schedule, list(in_flight), microbatches)
+        return cls(_core.ListedProgram.of(options).text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Program:
+        """Raises FileFormatError naming the file and the line, and OSError where it cannot be read."""
+        try:
+            return cls(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise FileFormatError(f"{os.fspath(path)}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(str(self), encoding="utf-8")
+
+    @property
+    def num_stages(self) -> int:
+        return self._listed.num_stages
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces that every minibatch is cut into."""
+        return self._listed.num_microbatches
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Per stage: the most microbatches that are forwarded and not yet backwarded."""
+        return self._listed.in_flight
+
+    @property
+    def listed(self) -> _core.ListedProgram:
+        return self._listed
+
+    def __str__(self) -> str:
+        return self._listed.text
+
+    def __repr__(self) -> str:
+        return f"<Program of {self.num_stages} stages, microbatches={self.microbatches}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __reduce__(self) -> tuple[type[Program], tuple[str]]:
+        return Program, (str(self),)

@@ -1,0 +1,165 @@
+"""A program that somebody has written trains with the oracle's numbers, whatever its order and versions."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from covering import parametrize_pairs
+from farm import Farm
+from models import CASES, Batch
+from oracle import assert_memory_as_predicted, assert_same_numbers
+from pipedream import Program, RunResult, reference
+from programs import BY_PAIRS, DRAINS_AFTER_THREE, drawn_program
+from torch import nn
+from training import (
+    Training,
+    model_of_oracle,
+    state_of,
+    tolerance,
+    train_by_reference,
+    train_in_pipeline,
+)
+
+_WRITTEN = {"by pairs": BY_PAIRS, "drains after three": DRAINS_AFTER_THREE}
+_NAMED = ("pipedream", "vertical_sync", "unstashed", "2bw", "flush", "gpipe", "model_parallel")
+
+
+def _assert_equals_reference(farm: Farm, training: Training, **options: Any) -> RunResult:
+    program = training.schedule
+    assert isinstance(program, Program)
+    result, state = farm.results(train_in_pipeline, training, num_ranks=program.num_stages, **options)[0]
+    expected, expected_state = train_by_reference(training)
+    relative = tolerance(training.dtype)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, relative)
+    assert result.microbatch_versions == expected.microbatch_versions
+    assert_memory_as_predicted(result)
+    return result
+
+
+@parametrize_pairs(
+    name=tuple(_WRITTEN),
+    case_name=("cnn", "transformer", "dropout", "lstm", "tied"),
+    how=({}, {"recompute": True}, {"recompute": (1,)}, {"max_grad_norm": 0.5}),
+    num_minibatches=(1, 5, 12),
+)
+def test_a_written_program_gives_the_references_result(
+    farm: Farm, name: str, case_name: str, how: dict[str, Any], num_minibatches: int
+) -> None:
+    training = Training(case_name, 3, schedule=_WRITTEN[name], num_minibatches=num_minibatches, **how)
+    _assert_equals_reference(farm, training)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_drawn_program_gives_the_references_result(farm: Farm, seed: int) -> None:
+    program = drawn_program(seed)
+    training = Training("mlp", program.num_stages, schedule=program, num_minibatches=9)
+    _assert_equals_reference(farm, training)
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_the_program_of_a_name_trains_as_the_name_does(farm: Farm, name: str) -> None:
+    program = Program.of(name, 3, microbatches=3)
+    training = Training("cnn", 3, schedule=program, num_minibatches=5)
+    result = _assert_equals_reference(farm, training)
+    by_name, _ = train_by_reference(Training("cnn", 3, schedule=name, microbatches=3, num_minibatches=5))
+    assert result.losses == pytest.approx(by_name.losses, rel=1e-12)
+    assert result.microbatch_versions == by_name.microbatch_versions
+
+
+class _Growing:
+    """Minibatches that nobody can look at before they come, the fifth twice as large."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(0)
+        for size in (4, 4, 4, 4, 8, 4, 4, 8):
+            yield CASES["mlp"].make_batch(generator, torch.float64, size)
+
+
+def test_where_the_pipeline_drains_for_a_larger_minibatch_the_program_begins_anew(farm: Farm) -> None:
+    training = Training("mlp", 3, schedule=DRAINS_AFTER_THREE)
+    result, state = farm.results(train_in_pipeline, training, num_ranks=3, data=_Growing())[0]
+    assert result.drained_at == [4]
+    model = model_of_oracle(training)
+    options = training.options() | {"data": _Growing(), "drained_at": result.drained_at}
+    expected = reference.run(model, training.plan, **options)
+    assert_same_numbers(result.losses, state, expected.losses, state_of(model), tolerance(training.dtype))
+    assert result.microbatch_versions == expected.microbatch_versions
+
+
+def test_its_versions_are_those_that_it_lists(farm: Farm) -> None:
+    training = Training("mlp", 3, schedule=BY_PAIRS, num_minibatches=4)
+    result = _assert_equals_reference(farm, training)
+    assert result.versions == [[(0, 0), (0, 0), (2, 2), (2, 2)]] * 3
+
+
+def test_a_plan_of_other_stages_or_with_replicas_is_refused() -> None:
+    training = Training("mlp", 2)
+    with pytest.raises(ValueError, match="a program of 3 stages, each at one worker, and the plan is 1-1"):
+        pipedream.run(training.model(), training.plan, **training.options(), schedule=BY_PAIRS)
+    replicated = Training("mlp", 3, replicas=(2, 1, 1))
+    with pytest.raises(ValueError, match="and the plan is 2-1-1"):
+        pipedream.run(replicated.model(), replicated.plan, **replicated.options(), schedule=BY_PAIRS)
+    with pytest.raises(ValueError, match=r"with one replica each, and the plan has replicas \[2, 1, 1\]"):
+        reference.run(replicated.model(), replicated.plan, **replicated.options(), schedule=BY_PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"microbatches": 4}, "microbatches is 4, and the program of schedule has 1"),
+        ({"autocast": "float16"}, "use 'bfloat16'"),
+    ],
+)
+def test_what_does_not_go_with_a_program_is_refused(how: dict[str, Any], said: str) -> None:
+    training = Training("mlp", 3)
+    with pytest.raises(ValueError, match=said):
+        pipedream.run(training.model(), training.plan, **training.options() | how, schedule=BY_PAIRS)
+
+
+def test_stages_that_share_a_parameter_are_refused() -> None:
+    training = Training("tied_apart", 3)
+    with pytest.raises(ValueError, match="parameters that stages share with a program of your own"):
+        pipedream.run(
+            training.model(), training.plan, **training.options(), schedule=BY_PAIRS, progress=False
+        )
+    with pytest.raises(ValueError, match="is shared by stages, and schedule is a program"):
+        reference.run(training.model(), training.plan, **training.options(), schedule=BY_PAIRS)
+
+
+def test_the_program_of_the_documents_runs() -> None:
+    documents = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+    (block,) = re.findall(r"```text\n(worker 0\n.*?)```", documents.read_text(encoding="utf-8"), re.DOTALL)
+    assert Program(block).in_flight == [2, 1]
+
+
+def test_a_program_is_a_value(tmp_path: Any) -> None:
+    path = tmp_path / "mine.txt"
+    BY_PAIRS.save(path)
+    assert Program.load(path) == BY_PAIRS == pickle.loads(pickle.dumps(BY_PAIRS))
+    assert BY_PAIRS != DRAINS_AFTER_THREE and hash(Program(str(BY_PAIRS))) == hash(BY_PAIRS)
+    assert (BY_PAIRS.num_stages, BY_PAIRS.microbatches, BY_PAIRS.in_flight) == (3, 1, [2, 2, 2])
+    path.write_text("worker 0\nbody every 1 minibatch\nFORWARD stage 0\n")
+    with pytest.raises(pipedream.FileFormatError, match=r"mine\.txt: line 3"):
+        Program.load(path)
+
+
+def test_an_optimizer_is_told_the_mean_delay_over_a_body() -> None:
+    told: list[float] = []
+
+    def optimizer(parameters: Any, delay: float) -> torch.optim.Optimizer:
+        told.append(delay)
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plan = pipedream.Plan(tuple(pipedream.Stage(i, i, 1) for i in range(3)))
+    data = [(torch.randn(2, 4), torch.randn(2, 4))]
+    arguments: dict[str, Any] = {"data": data, "loss_fn": nn.functional.mse_loss, "optimizer": optimizer}
+    reference.run(model, plan, **arguments, schedule=DRAINS_AFTER_THREE)
+    assert told == pytest.approx([1.0, 2 / 3, 0.0])
