@@ -16,7 +16,7 @@ py::list version_rows(const std::vector<VersionsRead>& versions) {
 py::list span_rows(const std::vector<Span>& spans) {
   py::list rows;
   for (const Span& span : spans) {
-    rows.append(py::make_tuple(work_kind_name(span.kind), span.stage.value(), span.minibatch.value(),
+    rows.append(py::make_tuple(opcode_name(span.opcode), span.stage.value(), span.minibatch.value(),
                                span.microbatch.value(), span.asked_ns, span.ready_ns, span.completed_ns,
                                span.wait_ns, span.compute_ns));
   }

@@ -97,10 +97,10 @@ class WorkItemType {
                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
     type_ = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));  // NOLINT(*-reinterpret-cast)
     if (type_ == nullptr) throw py::error_already_set();
-    for (const WorkKind kind : {WorkKind::kForward, WorkKind::kRecompute, WorkKind::kBackward,
-                                WorkKind::kUpdate, WorkKind::kSend, WorkKind::kRecv, WorkKind::kDone}) {
-      kinds_.at(static_cast<std::size_t>(kind)) = PyUnicode_InternFromString(work_kind_name(kind));
+    for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+      kinds_.at(opcode) = PyUnicode_InternFromString(kOpcodeTraits.at(opcode).name);
     }
+    kinds_.back() = PyUnicode_InternFromString("DONE");
   }
 
   [[nodiscard]] py::object make(const WorkItem& work, const ItemFields& fields, const py::list& tensors,
@@ -108,9 +108,9 @@ class WorkItemType {
     auto made = py::reinterpret_steal<py::object>(type_->tp_alloc(type_, 0));
     if (!made) throw py::error_already_set();
     auto* const item = reinterpret_cast<PyWorkItem*>(made.ptr());  // NOLINT(*-reinterpret-cast)
-    const bool travels = work.kind == WorkKind::kSend || work.kind == WorkKind::kRecv;
-    item->kind = Py_NewRef(kinds_.at(static_cast<std::size_t>(work.kind)));
-    item->edge = travels ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None);
+    item->kind = Py_NewRef(work.opcode ? kinds_.at(static_cast<std::size_t>(*work.opcode)) : kinds_.back());
+    item->edge =
+        work.opcode && travels(*work.opcode) ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None);
     item->tensors = Py_NewRef(tensors.ptr());
     item->stage = work.stage.value();
     item->minibatch = work.minibatch.value();
@@ -126,8 +126,8 @@ class WorkItemType {
   [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
-  PyTypeObject* type_;                // as long as the process, as are the kinds
-  std::array<PyObject*, 7> kinds_{};  // by WorkKind
+  PyTypeObject* type_;                                       // as long as the process, as are the kinds
+  std::array<PyObject*, kOpcodeTraits.size() + 1> kinds_{};  // by Opcode, and of the end
 };
 
 const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported

@@ -364,8 +364,9 @@ class PyWorker {
   }
 
   py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
-    worker_->engine().collect_released();  // with the GIL
-    doing_ = work.kind;
+    worker_->engine().collect_released();   // with the GIL
+    doing_ = work.opcode.value_or(doing_);  // where all is done nothing is completed
+
     on_device_ = work.on_device;
     ItemFields fields;
     py::list tensors;
@@ -424,7 +425,7 @@ class PyWorker {
 
   std::shared_ptr<CurrentStream> current_stream_;
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
-  WorkKind doing_ = WorkKind::kDone;
+  Opcode doing_ = Opcode::kForward;
   bool on_device_ = true;                // what it sends or has received
   std::set<std::string> staging_terms_;  // in pinned host memory
 };

@@ -1,11 +1,8 @@
-// What options say by stage, worker and kind of schedule, for the sources of this folder. Pure; any thread.
-// All but find_schedule_kind() expects options that check_schedule_options() has passed, and positions inside
-// the plan.
+// What options say by stage and worker, for the sources of this folder. Pure; any thread. Expects options
+// that check_schedule_options() has passed, and positions inside the plan.
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <string_view>
 #include <vector>
 
 #include "base/ids.h"
@@ -13,24 +10,6 @@
 #include "schedule/program.h"
 
 namespace pipedream {
-
-enum class ScheduleKind {
-  kPipedream,
-  kVerticalSync,
-  kUnstashed,
-  k2bw,
-  kFlush,
-  kGpipe,
-  kModelParallel,
-  kDataParallel,
-  kInterleaved,
-  kListed,  // has no name to be found by
-};
-
-[[nodiscard]] std::optional<ScheduleKind> find_schedule_kind(std::string_view schedule);
-[[nodiscard]] ScheduleKind kind_of(const ScheduleOptions& options);
-// Whether every round is finished at all stages before the next one starts at any.
-[[nodiscard]] bool drains(ScheduleKind kind);
 
 [[nodiscard]] std::int64_t count_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t count_workers(const ScheduleOptions& options);

@@ -2,20 +2,16 @@
 #include "schedule/instruction.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cstdint>
 #include <sstream>
 #include <system_error>
 
-#include "base/check.h"
 #include "base/failure.h"
 
 namespace pipedream {
 namespace {
 
-constexpr std::array<Opcode, 6> kOpcodes = {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward,
-                                            Opcode::kUpdate,  Opcode::kSend,      Opcode::kRecv};
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
 
 // Takes an instruction's text apart, word by word.
@@ -25,8 +21,8 @@ class Reader {
 
   Opcode read_opcode() {
     const std::string_view word = next_word();
-    for (const Opcode opcode : kOpcodes) {
-      if (word == opcode_name(opcode)) return opcode;
+    for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+      if (word == kOpcodeTraits.at(opcode).name) return static_cast<Opcode>(opcode);
     }
     fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND or RECV is expected");
   }
@@ -99,24 +95,6 @@ class Reader {
 
 }  // namespace
 
-const char* opcode_name(Opcode opcode) {
-  switch (opcode) {
-    case Opcode::kForward:
-      return "FORWARD";
-    case Opcode::kRecompute:
-      return "RECOMPUTE";
-    case Opcode::kBackward:
-      return "BACKWARD";
-    case Opcode::kUpdate:
-      return "UPDATE";
-    case Opcode::kSend:
-      return "SEND";
-    case Opcode::kRecv:
-      return "RECV";
-  }
-  PD_CHECK(false, "opcode " << static_cast<int>(opcode));
-}
-
 namespace {
 
 // Of the items of such an edge each is a microbatch's.
@@ -152,13 +130,13 @@ Instruction parse_transfer(Opcode opcode, Reader& reader) {
 
 std::string to_string(const Instruction& instruction) {
   if (travels(instruction.opcode)) return transfer_to_string(instruction);
-  const bool is_update = instruction.opcode == Opcode::kUpdate;
+  const OpcodeTraits& traits = traits_of(instruction.opcode);
   std::ostringstream text;
   text << opcode_name(instruction.opcode) << ' '
        << to_string(StageReplica{instruction.stage, instruction.replica}) << " minibatch "
        << instruction.minibatch.value();
-  if (!is_update) text << " microbatch " << instruction.microbatch.value();
-  text << (is_update ? " writes" : " reads") << " version " << instruction.version.value();
+  if (traits.is_of_microbatch) text << " microbatch " << instruction.microbatch.value();
+  text << (traits.writes_version ? " writes" : " reads") << " version " << instruction.version.value();
   return text.str();
 }
 
@@ -168,13 +146,13 @@ Instruction parse_instruction(std::string_view text) {
   if (travels(opcode)) return parse_transfer(opcode, reader);
   Instruction instruction;
   instruction.opcode = opcode;
-  const bool is_update = instruction.opcode == Opcode::kUpdate;
+  const OpcodeTraits& traits = traits_of(opcode);
   const StageReplica here = reader.read_end();
   instruction.stage = here.stage;
   instruction.replica = here.replica;
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
-  if (!is_update) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
-  reader.read_word(is_update ? "writes" : "reads");
+  if (traits.is_of_microbatch) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
+  reader.read_word(traits.writes_version ? "writes" : "reads");
   instruction.version = WeightVersion(reader.read_number("version"));
   reader.read_end_of_text();
   return instruction;

@@ -5,6 +5,8 @@
 //   travels        SEND, RECV: one item over an edge (edge.h)
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -26,10 +28,27 @@ enum class Opcode {
   kRecv,  // waits for the edge's next item
 };
 
-[[nodiscard]] const char* opcode_name(Opcode opcode);  // "FORWARD", "RECOMPUTE", ..., "SEND", "RECV"
-[[nodiscard]] constexpr bool travels(Opcode opcode) {
-  return opcode == Opcode::kSend || opcode == Opcode::kRecv;
+struct OpcodeTraits {
+  const char* name;
+  bool travels = false;
+  bool is_of_microbatch = true;  // else of a minibatch, by which its round is named
+  bool writes_version = false;   // else, where it computes, it reads one
+};
+
+inline constexpr std::array<OpcodeTraits, 6> kOpcodeTraits = {{
+    {.name = "FORWARD"},
+    {.name = "RECOMPUTE"},
+    {.name = "BACKWARD"},
+    {.name = "UPDATE", .is_of_microbatch = false, .writes_version = true},
+    {.name = "SEND", .travels = true},  // as its edge's items are
+    {.name = "RECV", .travels = true},
+}};
+
+[[nodiscard]] constexpr const OpcodeTraits& traits_of(Opcode opcode) {
+  return kOpcodeTraits.at(static_cast<std::size_t>(opcode));
 }
+[[nodiscard]] constexpr const char* opcode_name(Opcode opcode) { return traits_of(opcode).name; }
+[[nodiscard]] constexpr bool travels(Opcode opcode) { return traits_of(opcode).travels; }
 
 struct Instruction {
   Opcode opcode = Opcode::kForward;

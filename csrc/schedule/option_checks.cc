@@ -9,12 +9,13 @@
 #include "schedule/checked_options.h"
 #include "schedule/listed_program.h"
 #include "schedule/position_checks.h"
+#include "schedule/schedule_rules.h"
 
 namespace pipedream {
 namespace {
 
 void check_schedule(const std::string& schedule) {
-  if (find_schedule_kind(schedule)) return;
+  if (find_rules(schedule) != nullptr) return;
   if (schedule == kListedSchedule) throw UserError("schedule \"program\" has no program; give one");
   std::ostringstream message;
   message << "unknown schedule \"" << schedule << "\"; known are:";
@@ -132,10 +133,10 @@ void check_placement(const ScheduleOptions& options) {
   if (placement.empty()) return;
   check_length("placement", static_cast<std::size_t>(placement.num_stages()), options);
   check_whole_replicas(placement);
-  if (kind_of(options) == ScheduleKind::kInterleaved) {
-    check_interleaved(placement);
-  } else {
+  if (rules_of(options).has_stage_per_worker) {
     check_one_stage_per_worker(placement);
+  } else {
+    check_interleaved(placement);
   }
 }
 
@@ -184,7 +185,7 @@ void check_2bw(const ScheduleOptions& options) {
 }
 
 void check_rounds(const ScheduleOptions& options) {
-  if (!drains(kind_of(options)) || common_round(options) <= kMinibatchesPerRoundMax) return;
+  if (!rules_of(options).drains() || common_round(options) <= kMinibatchesPerRoundMax) return;
   throw UserError(
       "schedule \"" + options.schedule + "\" would update once in more than " +
       std::to_string(kMinibatchesPerRoundMax) +
@@ -214,14 +215,13 @@ void check_staleness(const ScheduleOptions& options) {
     throw UserError("staleness is " + std::to_string(options.staleness) + "; it must be between 0 and " +
                     std::to_string(kStalenessMax));
   }
-  if (options.staleness == 0 || kind_of(options) == ScheduleKind::kPipedream) return;
+  if (options.staleness == 0 || rules_of(options).may_be_stale) return;
   throw UserError("staleness is " + std::to_string(options.staleness) + " with schedule \"" +
                   options.schedule + "\"; only schedule \"pipedream\" reads older versions for it");
 }
 
 void check_asynchronous(const ScheduleOptions& options) {
-  const ScheduleKind kind = kind_of(options);
-  if (kind != ScheduleKind::kPipedream && kind != ScheduleKind::kDataParallel) {
+  if (!rules_of(options).may_be_asynchronous) {
     throw UserError(
         "schedule is \"" + options.schedule +
         "\" with asynchronous shards, whose replicas have rounds of their own; use \"pipedream\" or "
@@ -279,8 +279,8 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_counts(options);
   check_length("recompute", options.recompute.size(), options);
   check_placement(options);
-  if (kind_of(options) == ScheduleKind::k2bw) check_2bw(options);
-  if (kind_of(options) == ScheduleKind::kDataParallel) check_data_parallel(options);
+  if (rules_of(options).delay == ReadDelay::kRound) check_2bw(options);
+  if (rules_of(options).has_one_stage) check_data_parallel(options);
   check_rounds(options);
   check_ties(options);
   check_staleness(options);

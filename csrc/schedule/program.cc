@@ -1,5 +1,5 @@
-// Every schedule as a window over an order of microbatches, and a delay of weight versions. See program.h
-// for the table that the switches below spell out.
+// Every schedule as a window over an order of microbatches, and a delay of weight versions: program.h has the
+// table, schedule_rules.h what a schedule's name stands for.
 #include "schedule/program.h"
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include "schedule/checked_options.h"
 #include "schedule/listed_program.h"
 #include "schedule/position_checks.h"
+#include "schedule/schedule_rules.h"
 
 namespace pipedream {
 namespace {
@@ -22,35 +23,30 @@ Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
   const std::int64_t num_replicas = num_replicas_of(options, stage);
   const std::int64_t m = options.num_microbatches;
   return {options.first_minibatch.value(), num_replicas,
-          drains(kind_of(options)) ? common_round(options) : std::lcm(m, num_replicas) / m,
+          rules_of(options).drains() ? common_round(options) : std::lcm(m, num_replicas) / m,
           options.asynchronous, m};
 }
 
 // By how many microbatches of a replica, of the stage or under vertical sync of the input stage, a forward's
 // version is older than the newest that there could be.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
-  switch (kind_of(options)) {
-    case ScheduleKind::kPipedream:
-    case ScheduleKind::kUnstashed:
-      return in_flight_at(options, stage) - 1;
-    case ScheduleKind::kVerticalSync:
-      return options.in_flight.front() - 1;
-    case ScheduleKind::k2bw:
-      return make_rounds(options, stage).own_per_round();
-    case ScheduleKind::kFlush:
-    case ScheduleKind::kGpipe:
-    case ScheduleKind::kModelParallel:
-    case ScheduleKind::kDataParallel:
-    case ScheduleKind::kInterleaved:
+  switch (rules_of(options).delay) {
+    case ReadDelay::kNone:
       return 0;
-    case ScheduleKind::kListed:
+    case ReadDelay::kOfStage:
+      return in_flight_at(options, stage) - 1;
+    case ReadDelay::kOfInput:
+      return options.in_flight.front() - 1;
+    case ReadDelay::kRound:
+      return make_rounds(options, stage).own_per_round();
+    case ReadDelay::kListed:
       break;  // no formula has it
   }
   PD_CHECK(false, options.schedule);
 }
 
 std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
-  return kind_of(options) == ScheduleKind::kUnstashed ? 0 : forward_delay(options, stage);
+  return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
 // counted: the stage whose replicas and rounds count the delay. delay_max: of all reads of these weights,
@@ -71,7 +67,7 @@ VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageInd
 }
 
 StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
-  return kind_of(options) == ScheduleKind::kVerticalSync ? StageIndex(0) : stage;
+  return rules_of(options).delay == ReadDelay::kOfInput ? StageIndex(0) : stage;
 }
 
 VersionRule listed_rule(const ScheduleOptions& options, const ListedReads& reads) {
@@ -96,23 +92,9 @@ VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
 
 // In the owner's rounds. Where the stages read different versions, as vertical sync would there.
 VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
-  switch (kind_of(options)) {
-    case ScheduleKind::kPipedream:
-    case ScheduleKind::kVerticalSync:
-    case ScheduleKind::kUnstashed: {
-      const std::int64_t delay = options.in_flight.front() - 1;
-      return make_rule(options, owner, StageIndex(0), delay, delay);
-    }
-    case ScheduleKind::k2bw:
-    case ScheduleKind::kFlush:
-    case ScheduleKind::kGpipe:
-    case ScheduleKind::kModelParallel:
-    case ScheduleKind::kDataParallel:
-    case ScheduleKind::kInterleaved:
-    case ScheduleKind::kListed:
-      return forward_rule(options, owner);
-  }
-  PD_CHECK(false, options.schedule);
+  if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule(options, owner);
+  const std::int64_t delay = options.in_flight.front() - 1;
+  return make_rule(options, owner, StageIndex(0), delay, delay);
 }
 
 // By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
@@ -144,22 +126,18 @@ std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
   const std::int64_t num_in_round = make_rounds(options, first_stage).own_per_round();
   const std::int64_t in_flight = in_flight_at(options, first_stage);
   const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
-  switch (kind_of(options)) {
-    case ScheduleKind::kPipedream:
-    case ScheduleKind::kVerticalSync:
-    case ScheduleKind::kUnstashed:
-    case ScheduleKind::k2bw:
+  switch (rules_of(options).in_flight) {
+    case InFlight::kAsPlanned:
       return in_flight;
-    case ScheduleKind::kFlush:
+    case InFlight::kAsPlannedOfRound:
       return std::min(num_in_round, in_flight);
-    case ScheduleKind::kGpipe:
+    case InFlight::kRound:
       return num_in_round;
-    case ScheduleKind::kModelParallel:
-    case ScheduleKind::kDataParallel:
+    case InFlight::kOne:
       return 1;
-    case ScheduleKind::kListed:
+    case InFlight::kListed:
       return options.program->num_in_flight(first_stage);
-    case ScheduleKind::kInterleaved: {
+    case InFlight::kOverChunks: {
       const MicrobatchOrder order = order_of(options);
       if (order.num_chunks == 1) return std::min(num_in_round, num_downstream + 1);
       return 2 * num_downstream + (order.num_chunks - 1) * order.group_size + 1;
@@ -206,6 +184,15 @@ WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage) {
   return options.oldest_version.value_or(make_rounds(options, stage).first_version());
 }
 
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> made;
+    for (const ScheduleRules& rules : named_schedules()) made.emplace_back(rules.name);
+    return made;
+  }();
+  return names;
+}
+
 std::int64_t num_stages(const ScheduleOptions& options) {
   check_schedule_options(options);
   return static_cast<std::int64_t>(options.in_flight.size());
@@ -248,13 +235,13 @@ std::int64_t minibatches_between_drains(const ScheduleOptions& options) {
 
 bool drains_every_minibatch(const ScheduleOptions& options) {
   check_schedule_options(options);
-  return drains(kind_of(options));
+  return rules_of(options).drains();
 }
 
 bool stashes_versions(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
   if (options.program != nullptr) return options.program->stashes(stage);
-  return kind_of(options) != ScheduleKind::kUnstashed;
+  return rules_of(options).stashes;
 }
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
@@ -362,7 +349,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
   // A schedule that drains starts anew in every round, the others go on counting.
   const Rounds positions = positions_of(options, instruction.stage);
-  const bool starts_anew = drains(kind_of(options));
+  const bool starts_anew = rules_of(options).drains();
   const std::int64_t num_own =
       positions.num_own(instruction.replica, num_minibatches.value_or(kNumMinibatchesMax));
   const std::int64_t round = positions.round_of(instruction.minibatch) - positions.first_version().value();
@@ -403,7 +390,7 @@ ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std:
   forward_rule_ = forward_rule(options_, first_stage);
   backward_rule_ = backward_rule(options_, first_stage);
   window_ = window_of(options_, rank_);
-  drains_ = drains(kind_of(options_));
+  drains_ = rules_of(options_).drains();
   num_delayed_ = num_rounds_delayed(options_, first_stage);
 }
 

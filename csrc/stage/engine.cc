@@ -10,24 +10,6 @@ namespace {
 // Beyond, the record grows by doubling.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-WorkKind work_kind_of(Opcode opcode) {
-  switch (opcode) {
-    case Opcode::kForward:
-      return WorkKind::kForward;
-    case Opcode::kRecompute:
-      return WorkKind::kRecompute;
-    case Opcode::kBackward:
-      return WorkKind::kBackward;
-    case Opcode::kUpdate:
-      return WorkKind::kUpdate;
-    case Opcode::kSend:
-      return WorkKind::kSend;
-    case Opcode::kRecv:
-      return WorkKind::kRecv;
-  }
-  PD_CHECK(false, "opcode " << static_cast<int>(opcode));
-}
-
 // What is made and needed by FORWARD and BACKWARD, and so comes and leaves with them.
 bool goes_with_work(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
 
@@ -46,26 +28,6 @@ std::string describe(const Instruction& instruction) {
 }
 
 }  // namespace
-
-const char* work_kind_name(WorkKind kind) {
-  switch (kind) {
-    case WorkKind::kForward:
-      return "FORWARD";
-    case WorkKind::kRecompute:
-      return "RECOMPUTE";
-    case WorkKind::kBackward:
-      return "BACKWARD";
-    case WorkKind::kUpdate:
-      return "UPDATE";
-    case WorkKind::kSend:
-      return "SEND";
-    case WorkKind::kRecv:
-      return "RECV";
-    case WorkKind::kDone:
-      return "DONE";
-  }
-  PD_CHECK(false, "work kind " << static_cast<int>(kind));
-}
 
 StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
                          std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
@@ -193,7 +155,7 @@ void StageEngine::keep(ReceivedItem item) {
 
 Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<ReceivedItem> received) {
   WorkItem work;
-  work.kind = work_kind_of(doing_.opcode);
+  work.opcode = doing_.opcode;
   work.stage = doing_.stage;
   work.minibatch = doing_.minibatch;
   work.edge = doing_.edge;
@@ -235,7 +197,7 @@ std::optional<WorkItem> StageEngine::upcoming() const {
     return std::nullopt;
   }
   WorkItem work;
-  work.kind = work_kind_of(following->opcode);
+  work.opcode = following->opcode;
   work.stage = following->stage;
   work.minibatch = following->minibatch;
   work.microbatch = following->microbatch;
@@ -283,7 +245,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
   Part& part = part_of(instruction.stage);
   VersionSlots& slots = *part.stage_part.slots;
   WorkItem work;
-  work.kind = work_kind_of(instruction.opcode);
+  work.opcode = instruction.opcode;
   work.stage = instruction.stage;
   work.minibatch = instruction.minibatch;
   work.microbatch = instruction.microbatch;
@@ -320,33 +282,31 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
   return work;
 }
 
-std::optional<SlotIndex> StageEngine::complete(WorkKind kind, Outgoing made, std::int64_t compute_ns) {
-  PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
-           work_kind_name(kind) << " completed while doing " << to_string(doing_));
+std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std::int64_t compute_ns) {
+  PD_CHECK(handed_out_ && doing_.opcode == opcode, opcode_name(opcode)
+                                                       << " completed while doing " << to_string(doing_));
   std::optional<SlotIndex> freed;
-  switch (kind) {
-    case WorkKind::kForward:
+  switch (opcode) {
+    case Opcode::kForward:
       send_with_work(std::move(made));
       break;
-    case WorkKind::kBackward:
+    case Opcode::kBackward:
       send_with_work(std::move(made));
       freed = release_version();
       break;
-    case WorkKind::kUpdate: {
+    case Opcode::kUpdate: {
       VersionSlots& slots = *part_of(doing_.stage).stage_part.slots;
       slots.publish(slots.begin_update());
       break;
     }
-    case WorkKind::kSend:
+    case Opcode::kSend:
       send(doing_, std::move(made));
       break;
-    case WorkKind::kRecompute:
-    case WorkKind::kRecv:
+    case Opcode::kRecompute:
+    case Opcode::kRecv:
       break;
-    case WorkKind::kDone:
-      PD_CHECK(false, "nothing is being done");
   }
-  if (!travels(doing_.opcode)) record(kind, compute_ns);
+  if (!travels(doing_.opcode)) record(opcode, compute_ns);
   cursor_.advance();
   end_item();
   return freed;
@@ -423,11 +383,11 @@ void StageEngine::send(const Instruction& instruction, Outgoing made) {
                std::move(made.ready), std::move(made.keep_alive));
 }
 
-void StageEngine::record(WorkKind kind, std::int64_t compute_ns) {
+void StageEngine::record(Opcode opcode, std::int64_t compute_ns) {
   const std::int64_t completed_ns = now_ns();
   const bool is_later = compute_ns == kComputedLater;
   PD_CHECK(is_later || num_told_ == 0, "compute_ns " << compute_ns << " after some that came later");
-  spans_.add({kind, doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_, ready_ns_, completed_ns,
+  spans_.add({opcode, doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_, ready_ns_, completed_ns,
               wait_ns_, is_later ? 0 : compute_ns});
   ++totals_.num_work_items;
   num_completed_.fetch_add(1);

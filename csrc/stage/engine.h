@@ -38,12 +38,8 @@
 
 namespace pipedream {
 
-enum class WorkKind { kForward, kRecompute, kBackward, kUpdate, kSend, kRecv, kDone };
-
-[[nodiscard]] const char* work_kind_name(WorkKind kind);  // "FORWARD", "RECOMPUTE", ...
-
 struct WorkItem {
-  WorkKind kind = WorkKind::kDone;
+  std::optional<Opcode> opcode;  // none: all is done
   StageIndex stage;
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
@@ -56,7 +52,7 @@ struct WorkItem {
   // kForward: activations from upstream, absent at the first stage. kBackward: gradients from
   // downstream, absent at the last. kRecv: the edge's item, absent where it goes from hand to hand.
   std::optional<ReceivedItem> received;
-  std::int64_t num_minibatches = 0;  // kDone
+  std::int64_t num_minibatches = 0;  // where all is done
 };
 
 // One stage of this worker. The slots outlive the engine.
@@ -86,7 +82,7 @@ struct Outgoing {
 // Where the device works on after a completion, as the device saw it once add_compute() has told: asked when
 // it had nothing left to do, ready when it began and completed when it ended.
 struct Span {
-  WorkKind kind = WorkKind::kForward;
+  Opcode opcode = Opcode::kForward;
   StageIndex stage;
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
@@ -124,12 +120,12 @@ class StageEngine {
   // stage and minibatch. Aborts when the item handed out before was not completed.
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
 
-  // The item handed out last, of this kind, is done. made: what it sends on. compute_ns: time spent in user
-  // code for it, as the caller measured it, or kComputedLater for all; SEND and RECV have none, and what they
-  // take is in the span of the item after them.
-  // Of a BACKWARD: the slot of the stage whose version nobody will read again because of it, if there is
-  // one: no later item reads it, and it is not the newest, which the next update reads.
-  std::optional<SlotIndex> complete(WorkKind kind, Outgoing made, std::int64_t compute_ns);
+  // The item handed out last, with this opcode, is done. made: what it sends on. compute_ns: time spent in
+  // user code for it, as the caller measured it, or kComputedLater for all; SEND and RECV have none, and what
+  // they take is in the span of the item after them. Of a BACKWARD: the slot of the stage whose version
+  // nobody will read again because of it, if there is one: no later item reads it, and it is not the newest,
+  // which the next update reads.
+  std::optional<SlotIndex> complete(Opcode opcode, Outgoing made, std::int64_t compute_ns);
   // Destroys the keep_alives of what has left. Between items, where they may die: whatever lock they take.
   void collect_released();
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
@@ -196,7 +192,7 @@ class StageEngine {
   [[nodiscard]] std::optional<SlotIndex> release_version();
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
   void learn_num_minibatches(std::int64_t num_minibatches);
-  void record(WorkKind kind, std::int64_t compute_ns);
+  void record(Opcode opcode, std::int64_t compute_ns);
 
   ProgramCursor cursor_;
   std::vector<Part> parts_;

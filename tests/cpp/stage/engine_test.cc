@@ -20,27 +20,6 @@ namespace {
 constexpr auto kPatience = std::chrono::seconds(60);
 constexpr std::int64_t kPoison = -1;
 
-Opcode opcode_of(WorkKind kind) {
-  switch (kind) {
-    case WorkKind::kForward:
-      return Opcode::kForward;
-    case WorkKind::kRecompute:
-      return Opcode::kRecompute;
-    case WorkKind::kBackward:
-      return Opcode::kBackward;
-    case WorkKind::kUpdate:
-      return Opcode::kUpdate;
-    case WorkKind::kSend:
-      return Opcode::kSend;
-    case WorkKind::kRecv:
-      return Opcode::kRecv;
-    case WorkKind::kDone:
-      break;
-  }
-  ADD_FAILURE() << "done is no instruction";
-  return Opcode::kForward;
-}
-
 // Every schedule that the planner or a user can ask for, small.
 std::vector<ScheduleOptions> every_schedule() {
   std::vector<ScheduleOptions> cases;
@@ -107,24 +86,23 @@ class Engine : public testing::Test {
     return std::move(*work.value());
   }
   std::optional<SlotIndex> complete(const WorkItem& work, std::int64_t compute_ns = 0) {
-    if (work.kind == WorkKind::kDone) return std::nullopt;
-    return engine_->complete(work.kind, {}, compute_ns);
+    if (!work.opcode) return std::nullopt;
+    return engine_->complete(*work.opcode, {}, compute_ns);
   }
   // The next work item of a run of so many minibatches; DONE at its end. What follows the last minibatch is
   // taken back on the way.
   WorkItem next_of(std::int64_t num_minibatches) {
     WorkItem work = next();
-    if (work.kind != WorkKind::kForward || work.minibatch.value() < num_minibatches) return work;
+    if (work.opcode != Opcode::kForward || work.minibatch.value() < num_minibatches) return work;
     engine_->end_of_data(work.minibatch.value());
     return next();
   }
   // Runs so many minibatches to the end; what was handed out, in order.
   Instructions run(std::int64_t num_minibatches, std::int64_t compute_ns = 0) {
     Instructions done;
-    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
-         work = next_of(num_minibatches)) {
-      const bool updates = work.kind == WorkKind::kUpdate;
-      done.push_back({opcode_of(work.kind), work.stage, work.minibatch, work.microbatch,
+    for (WorkItem work = next_of(num_minibatches); work.opcode.has_value(); work = next_of(num_minibatches)) {
+      const bool updates = work.opcode == Opcode::kUpdate;
+      done.push_back({*work.opcode, work.stage, work.minibatch, work.microbatch,
                       updates ? work.write_version : work.read_version, work.edge});
       complete(work, compute_ns);
     }
@@ -157,7 +135,7 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     EXPECT_EQ(run(num_minibatches), make_compute_program(options_, worker, num_minibatches));
     const WorkItem done = next();  // asking again changes nothing
-    EXPECT_EQ(done.kind, WorkKind::kDone);
+    EXPECT_EQ(done.opcode, std::nullopt);
     EXPECT_EQ(done.num_minibatches, num_minibatches);
     for (const auto& [stage, slots] : slots_) {
       const std::vector<VersionsRead>& versions = engine_->versions(stage);
@@ -234,10 +212,9 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
     const auto content = [&](const WorkItem& work, SlotIndex slot) -> std::int64_t& {
       return contents.at(work.stage).at(static_cast<std::size_t>(slot.value()));
     };
-    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
-         work = next_of(num_minibatches)) {
+    for (WorkItem work = next_of(num_minibatches); work.opcode.has_value(); work = next_of(num_minibatches)) {
       EXPECT_EQ(content(work, work.read_slot), work.read_version.value()) << engine_->position();
-      if (work.kind == WorkKind::kUpdate) {
+      if (work.opcode == Opcode::kUpdate) {
         EXPECT_EQ(work.write_version, work.read_version.next());
         EXPECT_EQ(work.write_slot == work.read_slot, contents.at(work.stage).size() == 1);  // in place
         content(work, work.write_slot) = work.write_version.value();
@@ -257,10 +234,10 @@ TEST_F(Engine, APushIsReceivedWithTheSlotOfTheUpdateThatTakesIt) {
       SCOPED_TRACE(describe(options, worker, 13));
       make(options, worker);
       std::vector<SlotIndex> told;  // since the last update
-      for (WorkItem work = next_of(13); work.kind != WorkKind::kDone; work = next_of(13)) {
-        if (work.kind == WorkKind::kRecv && work.edge.kind == EdgeKind::kPush)
+      for (WorkItem work = next_of(13); work.opcode.has_value(); work = next_of(13)) {
+        if (work.opcode == Opcode::kRecv && work.edge.kind == EdgeKind::kPush)
           told.push_back(work.write_slot);
-        if (work.kind == WorkKind::kUpdate) {
+        if (work.opcode == Opcode::kUpdate) {
           for (const SlotIndex slot : told) EXPECT_EQ(slot, work.write_slot);
           told.clear();
         }
@@ -293,12 +270,12 @@ TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
     const auto learned_at = static_cast<std::size_t>(
         std::mismatch(program.begin(), program.end(), endless.begin()).first - program.begin());
     std::size_t position = 0;
-    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
+    for (WorkItem work = next_of(num_minibatches); work.opcode.has_value();
          work = next_of(num_minibatches), ++position) {
       const SlotIndex read_slot = work.read_slot;
       const std::optional<SlotIndex> freed = complete(work);
       ASSERT_LT(position, program.size());
-      const bool expected = stashes_versions(options_, work.stage) && work.kind == WorkKind::kBackward &&
+      const bool expected = stashes_versions(options_, work.stage) && work.opcode == Opcode::kBackward &&
                             is_last_read(position < learned_at ? endless : program, position);
       EXPECT_EQ(freed.has_value(), expected) << to_string(program[position]);
       if (freed) {
@@ -313,7 +290,7 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
   const auto count = [&](const ScheduleOptions& options, std::int64_t worker) {
     make(options, worker);
     std::int64_t num_freed = 0;
-    for (WorkItem work = next_of(20); work.kind != WorkKind::kDone; work = next_of(20)) {
+    for (WorkItem work = next_of(20); work.opcode.has_value(); work = next_of(20)) {
       if (complete(work)) ++num_freed;
     }
     return num_freed;
@@ -336,7 +313,7 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
   std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
-  for (WorkItem work = next_of(6); work.kind != WorkKind::kDone; work = next_of(6)) {
+  for (WorkItem work = next_of(6); work.opcode.has_value(); work = next_of(6)) {
     const std::int64_t minibatch = work.minibatch.value();
     const std::int64_t microbatch = work.microbatch.value();
     if (complete(work) && minibatch == 2) freed_after.push_back(microbatch);
@@ -347,13 +324,13 @@ TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
 TEST_F(Engine, NaiveHoldsNoVersionAndUpdatesInPlace) {
   make(make_options("naive", {3, 2, 1}, 2));
   const VersionSlots& slots = *slots_.at(StageIndex(0));
-  for (WorkItem work = next_of(9); work.kind != WorkKind::kDone; work = next_of(9)) {
+  for (WorkItem work = next_of(9); work.opcode.has_value(); work = next_of(9)) {
     EXPECT_EQ(slots.num_readers(slots.newest()), 0);
     EXPECT_EQ(work.read_slot, SlotIndex(0));
-    if (work.kind == WorkKind::kUpdate) {
+    if (work.opcode == Opcode::kUpdate) {
       EXPECT_EQ(work.write_slot, SlotIndex(0));
     }
-    if (work.kind == WorkKind::kBackward) {
+    if (work.opcode == Opcode::kBackward) {
       EXPECT_EQ(work.read_version, slots.newest());
     }
     EXPECT_FALSE(complete(work).has_value());
@@ -365,10 +342,10 @@ TEST_F(Engine, ForwardHoldsItsVersionUntilItsBackwardMicrobatchByMicrobatch) {
   make(make_options("pipedream", {2, 1}, 3));
   const VersionSlots& slots = *slots_.at(StageIndex(0));
   std::map<WeightVersion, std::int64_t> num_readers;
-  for (WorkItem work = next_of(9); work.kind != WorkKind::kDone; work = next_of(9)) {
-    if (work.kind == WorkKind::kForward) ++num_readers[work.read_version];
+  for (WorkItem work = next_of(9); work.opcode.has_value(); work = next_of(9)) {
+    if (work.opcode == Opcode::kForward) ++num_readers[work.read_version];
     EXPECT_EQ(slots.num_readers(work.read_version), num_readers[work.read_version]);
-    if (work.kind == WorkKind::kBackward) --num_readers[work.read_version];
+    if (work.opcode == Opcode::kBackward) --num_readers[work.read_version];
     complete(work);
   }
 }
@@ -377,21 +354,21 @@ TEST_F(Engine, EndOfDataTakesTheForwardBack) {
   make(make_options("2bw", {2, 1}, 2));
   complete(next());
   complete(next());
-  EXPECT_EQ(next().kind, WorkKind::kBackward);
+  EXPECT_EQ(next().opcode, Opcode::kBackward);
   complete([] {
     WorkItem work;
-    work.kind = WorkKind::kBackward;
+    work.opcode = Opcode::kBackward;
     return work;
   }());
   const WorkItem forward = next();
-  EXPECT_EQ(forward.kind, WorkKind::kForward);
+  EXPECT_EQ(forward.opcode, Opcode::kForward);
   EXPECT_EQ(forward.minibatch, MinibatchId(1));
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 2);
   EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 3U);
   engine_->end_of_data(1);
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 1);
   EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 2U);
-  EXPECT_EQ(next().kind, WorkKind::kBackward);
+  EXPECT_EQ(next().opcode, Opcode::kBackward);
 }
 
 TEST_F(Engine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
@@ -399,7 +376,7 @@ TEST_F(Engine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
     renew(wakeup_);
     make(make_replicated("pipedream", {2}));
     WorkItem work = next();
-    while (work.kind != WorkKind::kRecv || work.edge.kind != EdgeKind::kPush) {
+    while (work.opcode != Opcode::kRecv || work.edge.kind != EdgeKind::kPush) {
       complete(work);
       work = next();
     }
@@ -422,7 +399,7 @@ TEST_F(Engine, SpansKeepTheLatestOldestFirst) {
     ASSERT_EQ(spans.size(), num_spans);
     for (std::size_t index = 0; index < spans.size(); ++index) {
       const Instruction& expected = done[done.size() - num_spans + index];
-      EXPECT_EQ(opcode_of(spans[index].kind), expected.opcode);
+      EXPECT_EQ(spans[index].opcode, expected.opcode);
       EXPECT_EQ(spans[index].stage, expected.stage);
       EXPECT_EQ(spans[index].minibatch, expected.minibatch);
       EXPECT_EQ(spans[index].microbatch, expected.microbatch);
@@ -536,14 +513,14 @@ TEST_F(Engine, AbortIsPassedOnAsThePeerSaidIt) {
 TEST_F(EngineDeathTest, MisuseAborts) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   make(make_options("gpipe", {1}, 2));
-  EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "UPDATE completed while doing");
-  EXPECT_DEATH(engine_->complete(WorkKind::kRecompute, {}, 0), "RECOMPUTE completed while doing");
+  EXPECT_DEATH(engine_->complete(Opcode::kUpdate, {}, 0), "UPDATE completed while doing");
+  EXPECT_DEATH(engine_->complete(Opcode::kRecompute, {}, 0), "RECOMPUTE completed while doing");
   EXPECT_DEATH(engine_->end_of_data(0), "check failed");
   EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at rank 0");
   static_cast<void>(next());
   EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD stage 0 minibatch 0");
-  EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "check failed");
-  engine_->complete(WorkKind::kForward, {}, 0);
+  EXPECT_DEATH(engine_->complete(Opcode::kUpdate, {}, 0), "check failed");
+  engine_->complete(Opcode::kForward, {}, 0);
   static_cast<void>(next());
   EXPECT_DEATH(engine_->end_of_data(0), "FORWARD stage 0 minibatch 0 microbatch 1");
 }

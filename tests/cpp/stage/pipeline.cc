@@ -457,25 +457,26 @@ class PipelineWorker {
       return false;
     }
     WorkItem work = std::move(*result.value());
-    switch (work.kind) {
-      case WorkKind::kForward:
+    if (!work.opcode) {
+      report_.num_minibatches = work.num_minibatches;
+      if (pipeline_.takes_every_end) take_later_ends();
+      return false;
+    }
+    switch (*work.opcode) {
+      case Opcode::kForward:
         return forward(std::move(work));
-      case WorkKind::kRecompute:
+      case Opcode::kRecompute:
         recompute(work);
         return true;
-      case WorkKind::kBackward:
+      case Opcode::kBackward:
         backward(std::move(work));
         return true;
-      case WorkKind::kUpdate:
+      case Opcode::kUpdate:
         update(work);
         return true;
-      case WorkKind::kSend:
-      case WorkKind::kRecv:
+      case Opcode::kSend:
+      case Opcode::kRecv:
         ADD_FAILURE() << "nothing is tied: " << worker_->engine().position();
-        return false;
-      case WorkKind::kDone:
-        report_.num_minibatches = work.num_minibatches;
-        if (pipeline_.takes_every_end) take_later_ends();
         return false;
     }
     return false;
@@ -506,7 +507,7 @@ class PipelineWorker {
     stash.received = std::move(work.received);
     if (!replay_.recomputes(work.stage.value())) stash.output = output;
     const bool is_last = work.stage.value() + 1 == num_stages(pipeline_.schedule);
-    worker_->engine().complete(WorkKind::kForward, is_last ? Outgoing{} : outgoing(output, work),
+    worker_->engine().complete(Opcode::kForward, is_last ? Outgoing{} : outgoing(output, work),
                                now_ns() - began_ns);
     return true;
   }
@@ -518,7 +519,7 @@ class PipelineWorker {
     Stash& stash = stage.stashes.at(key_of(work));
     EXPECT_FALSE(stash.output.has_value());
     stash.output = output_of(input_value(work, stash.received), read(stage, work));
-    worker_->engine().complete(WorkKind::kRecompute, {}, now_ns() - began_ns);
+    worker_->engine().complete(Opcode::kRecompute, {}, now_ns() - began_ns);
   }
 
   void backward(WorkItem work) {
@@ -540,7 +541,7 @@ class PipelineWorker {
     stash.received.reset();
     const bool is_first = work.stage.value() == 0;
     const auto freed = worker_->engine().complete(
-        WorkKind::kBackward, is_first ? Outgoing{} : outgoing(input_gradient, work), now_ns() - began_ns);
+        Opcode::kBackward, is_first ? Outgoing{} : outgoing(input_gradient, work), now_ns() - began_ns);
     if (freed) fill(stage, *freed, kPoison);
   }
 
@@ -557,7 +558,7 @@ class PipelineWorker {
     fill(stage, work.write_slot, weight);
     stage.weight_gradient = 0;
     stage.num_backwards = 0;
-    worker_->engine().complete(WorkKind::kUpdate, {}, now_ns() - began_ns);
+    worker_->engine().complete(Opcode::kUpdate, {}, now_ns() - began_ns);
   }
 
   // Of the stages after the worker's first: their programs are over without them.
@@ -707,7 +708,7 @@ void expect_complete(const std::vector<WorkerReport>& reports, const PipelineOpt
     for (std::size_t index = 0; index < report.spans.size(); ++index) {
       const Instruction& expected = *(first + static_cast<std::ptrdiff_t>(index));
       const Span& span = report.spans[index];
-      EXPECT_STREQ(work_kind_name(span.kind), opcode_name(expected.opcode));
+      EXPECT_EQ(span.opcode, expected.opcode);
       EXPECT_EQ(span.stage, expected.stage);
       EXPECT_EQ(span.minibatch, expected.minibatch);
       EXPECT_EQ(span.microbatch, expected.microbatch);

@@ -71,9 +71,9 @@ class SteadyWorker {
       ASSERT_TRUE(work.ok()) << work.failure().message;
       ASSERT_TRUE(work.value().has_value()) << worker_->engine().position();
       WorkItem& item = *work.value();
-      if (item.kind == WorkKind::kDone) return;
+      if (!item.opcode) return;
       do_work(item);
-      const bool ends_minibatch = item.kind == WorkKind::kUpdate && item.stage == parts_.back().stage;
+      const bool ends_minibatch = item.opcode == Opcode::kUpdate && item.stage == parts_.back().stage;
       const std::int64_t num_done = item.minibatch.value() + 1;
       if (ends_minibatch && (num_done == kNumWarmupMinibatches || is_last(num_done))) {
         gate.arrive_and_wait();  // the counter is made, or read
@@ -87,23 +87,21 @@ class SteadyWorker {
   void do_work(WorkItem& work) {
     StageEngine& engine = worker_->engine();
     Outgoing made;
-    switch (work.kind) {
-      case WorkKind::kForward:
+    switch (*work.opcode) {
+      case Opcode::kForward:
         if (work.stage.value() == 0 && is_last(work.minibatch.value()))
           return engine.end_of_data(work.minibatch.value());
         stash_of(work) = std::move(work.received);
         made = outgoing(work.stage.value() + 1 < num_stages_);
         break;
-      case WorkKind::kBackward:
+      case Opcode::kBackward:
         stash_of(work).reset();
         made = outgoing(work.stage.value() > 0);
         break;
-      case WorkKind::kDone:
-        return;
       default:
         break;
     }
-    engine.complete(work.kind, std::move(made), 0);
+    engine.complete(*work.opcode, std::move(made), 0);
   }
   // Microbatches of a stage go backward in the order of their forwards, so a ring has the places.
   std::optional<ReceivedItem>& stash_of(const WorkItem& work) {

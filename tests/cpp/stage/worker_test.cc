@@ -176,16 +176,16 @@ TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
     EXPECT_FALSE(nothing.value().has_value());
   }
   b_->engine().add_wait(1'000'000'000);  // between two asks the caller did something else
-  EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-  a_->engine().complete(WorkKind::kForward, outgoing(1), 0);
+  EXPECT_EQ(next(*a_).opcode, Opcode::kForward);
+  a_->engine().complete(Opcode::kForward, outgoing(1), 0);
   {
     const WorkItem work = next(*b_);
-    EXPECT_EQ(work.kind, WorkKind::kForward);
+    EXPECT_EQ(work.opcode, Opcode::kForward);
     EXPECT_EQ(work.minibatch, MinibatchId(0));
     ASSERT_TRUE(work.received.has_value());
     EXPECT_EQ(std::memcmp(work.received->tensors[0].data, patterned_bytes(1000, 1).data(), 1000), 0);
   }
-  b_->engine().complete(WorkKind::kForward, {}, 0);
+  b_->engine().complete(Opcode::kForward, {}, 0);
   const Span span = b_->engine().spans().at(0);
   const std::int64_t wait_ns = span.wait_ns - 1'000'000'000;
   EXPECT_GE(wait_ns, 6'000'000);  // all three attempts count
@@ -197,8 +197,8 @@ TEST_P(Faults, EndOnAGradientChannelIsRefused) {
   make_pair();
   start_pair();
   for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
-    EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-    a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
+    EXPECT_EQ(next(*a_).opcode, Opcode::kForward);
+    a_->engine().complete(Opcode::kForward, outgoing(minibatch), 0);
   }
   b_->send_end(gradients_name(1));
   const Failure failure = next_failure(*a_);
@@ -216,15 +216,15 @@ TEST_P(Faults, CompletionThatDoesNotFitThePlanCanBeRepeated) {
     outgoing.tensors = {view(*bytes)};
     return outgoing;
   };
-  EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-  EXPECT_THROW(a_->engine().complete(WorkKind::kForward, too_large(), 0), UserError);
-  a_->engine().complete(WorkKind::kForward, outgoing(3), 0);
+  EXPECT_EQ(next(*a_).opcode, Opcode::kForward);
+  EXPECT_THROW(a_->engine().complete(Opcode::kForward, too_large(), 0), UserError);
+  a_->engine().complete(Opcode::kForward, outgoing(3), 0);
   EXPECT_EQ(next(*b_).minibatch, MinibatchId(0));
-  b_->engine().complete(WorkKind::kForward, {}, 0);
-  EXPECT_EQ(next(*b_).kind, WorkKind::kBackward);
-  EXPECT_THROW(static_cast<void>(b_->engine().complete(WorkKind::kBackward, too_large(), 0)), UserError);
-  static_cast<void>(b_->engine().complete(WorkKind::kBackward, outgoing(4), 0));
-  EXPECT_EQ(next(*b_).kind, WorkKind::kUpdate);
+  b_->engine().complete(Opcode::kForward, {}, 0);
+  EXPECT_EQ(next(*b_).opcode, Opcode::kBackward);
+  EXPECT_THROW(static_cast<void>(b_->engine().complete(Opcode::kBackward, too_large(), 0)), UserError);
+  static_cast<void>(b_->engine().complete(Opcode::kBackward, outgoing(4), 0));
+  EXPECT_EQ(next(*b_).opcode, Opcode::kUpdate);
 }
 
 // ---- Items outside the schedule ----
@@ -390,9 +390,9 @@ TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
   });
   start_pair();
   for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
-    EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
+    EXPECT_EQ(next(*a_).opcode, Opcode::kForward);
     EXPECT_EQ(a_->engine().num_completed(), minibatch);
-    a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
+    a_->engine().complete(Opcode::kForward, outgoing(minibatch), 0);
   }
   EXPECT_EQ(a_->engine().num_completed(), 2U);
   a_->close(0);
@@ -408,7 +408,7 @@ TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
     for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
       auto work = a_->next_work(patience());
       if (!work.ok()) return work.failure();
-      a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
+      a_->engine().complete(Opcode::kForward, outgoing(minibatch), 0);
     }
     return next_failure(*a_);
   }();
