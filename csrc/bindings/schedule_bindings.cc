@@ -292,6 +292,17 @@ void bind_listed_program(py::module_& module) {
       .def_property_readonly("num_stages", &ListedProgram::num_stages)
       .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches, "Of every minibatch.")
       .def_property_readonly("minibatches_per_body", &ListedProgram::minibatches_per_body)
+      .def_property_readonly("num_minibatches_listed", &ListedProgram::num_minibatches_listed,
+                             "Later ones repeat the last of them.")
+      .def_property_readonly("versions_kept",
+                             [](const ListedProgram& program) {
+                               std::vector<std::int64_t> kept;
+                               for (StageIndex stage; stage.value() < program.num_stages();
+                                    stage = stage.next()) {
+                                 kept.push_back(program.num_versions_kept(stage));
+                               }
+                               return kept;
+                             })
       .def_property_readonly(
           "in_flight",
           [](const ListedProgram& program) {

@@ -83,8 +83,8 @@ py::tuple summary_fields(const TimelineSummary& summary) {
 
 py::tuple simulate_programs(const Programs& programs, OneOrEach<StageDurations> stages,
                             OneOrEach<BoundaryDurations> boundaries, const Host& host,
-                            Figures waking_after_ms, bool one_link, const Factors& factors,
-                            Shuffled shuffled) {
+                            Figures waking_after_ms, bool one_link, const Factors& factors, Shuffled shuffled,
+                            std::int64_t minibatches_per_body) {
   const std::size_t num_stages = num_stages_of(programs);
   const Timing timing = make_timing(each_of(std::move(stages), num_stages),
                                     each_of(std::move(boundaries), num_stages > 0 ? num_stages - 1 : 0), host,
@@ -94,7 +94,7 @@ py::tuple simulate_programs(const Programs& programs, OneOrEach<StageDurations> 
   {
     const py::gil_scoped_release released;
     simulated = simulate(programs, timing);
-    summary = summarize(simulated.timeline);
+    summary = summarize(simulated.timeline, minibatches_per_body);
   }
   py::list timeline;
   for (const std::vector<TimedStep>& row : simulated.timeline) {
@@ -188,7 +188,7 @@ void bind_simulation(py::module_& module) {
   module.def(
       "simulate", &simulate_programs, py::arg("programs"), py::arg("stages"), py::arg("boundaries"),
       py::kw_only(), py::arg("host"), py::arg("waking_after_ms"), py::arg("one_link"), py::arg("factors"),
-      py::arg("shuffled"),
+      py::arg("shuffled"), py::arg("minibatches_per_body"),
       "By worker ([begin_ms], [end_ms]) of its list; the transfers (kind, from_worker, to_worker, "
       "minibatch,\n"
       "microbatch, begin_ms, end_ms); and as summarize(). host: (number of a machine's workers, speeds "

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/failure.h"
+#include "schedule/listed_program.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
@@ -538,7 +539,8 @@ double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches, c
   for (std::size_t worker = 0; worker < workers; ++worker) {
     replay.add(worker, make_program(options, Rank(static_cast<std::int64_t>(worker)), num_minibatches));
   }
-  return summarize(replay.run()).ms_per_minibatch();
+  const std::int64_t per_body = options.program == nullptr ? 1 : options.program->minibatches_per_body();
+  return summarize(replay.run(), per_body).ms_per_minibatch();
 }
 
 }  // namespace pipedream

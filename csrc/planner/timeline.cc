@@ -70,9 +70,9 @@ struct Window {
 };
 
 std::optional<Window> steady_window(const Timeline& timeline, const std::vector<UpdateEnds>& ends,
-                                    std::int64_t num_minibatches) {
+                                    std::int64_t num_minibatches, std::int64_t minibatches_per_body) {
   std::int64_t skipped = -1;
-  std::int64_t together = 1;  // minibatches after which all stages begin a round
+  std::int64_t together = minibatches_per_body;  // after so many all stages begin a round
   for (std::size_t worker = 0; worker < timeline.size(); ++worker) {
     if (ends[worker].empty()) return std::nullopt;
     skipped = std::max(skipped, num_started_before_update(timeline[worker]) - 1);
@@ -90,10 +90,11 @@ std::optional<Window> steady_window(const Timeline& timeline, const std::vector<
   return have_both ? std::optional(Window{first, last}) : std::nullopt;
 }
 
-std::optional<Steady> measure_steady(const Timeline& timeline, std::int64_t num_minibatches) {
+std::optional<Steady> measure_steady(const Timeline& timeline, std::int64_t num_minibatches,
+                                     std::int64_t minibatches_per_body) {
   std::vector<UpdateEnds> ends;
   for (const std::vector<TimedStep>& row : timeline) ends.push_back(update_ends(row));
-  const std::optional<Window> window = steady_window(timeline, ends, num_minibatches);
+  const std::optional<Window> window = steady_window(timeline, ends, num_minibatches, minibatches_per_body);
   if (!window) return std::nullopt;
   const auto [first, last] = *window;
   double first_ms = 0;
@@ -113,7 +114,7 @@ std::optional<Steady> measure_steady(const Timeline& timeline, std::int64_t num_
 
 }  // namespace
 
-TimelineSummary summarize(const Timeline& timeline) {
+TimelineSummary summarize(const Timeline& timeline, std::int64_t minibatches_per_body) {
   TimelineSummary summary;
   for (const std::vector<TimedStep>& row : timeline) {
     if (!row.empty()) summary.makespan_ms = std::max(summary.makespan_ms, row.back().end_ms);
@@ -124,7 +125,7 @@ TimelineSummary summarize(const Timeline& timeline) {
   double all_busy_ms = 0;
   for (const std::vector<TimedStep>& row : timeline) all_busy_ms += busy_ms(row, 0, summary.makespan_ms);
   summary.bubble_share = idle_share(all_busy_ms, static_cast<double>(timeline.size()) * summary.makespan_ms);
-  summary.steady = measure_steady(timeline, summary.num_minibatches);
+  summary.steady = measure_steady(timeline, summary.num_minibatches, minibatches_per_body);
   return summary;
 }
 

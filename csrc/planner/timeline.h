@@ -43,6 +43,7 @@ struct TimelineSummary {
 
 using Timeline = std::vector<std::vector<TimedStep>>;  // by worker, in order
 
-[[nodiscard]] TimelineSummary summarize(const Timeline& timeline);
+// minibatches_per_body: after so many the lists repeat; the window of the steady state is a multiple.
+[[nodiscard]] TimelineSummary summarize(const Timeline& timeline, std::int64_t minibatches_per_body = 1);
 
 }  // namespace pipedream

@@ -61,6 +61,7 @@ class StageChecker {
   const Rounds rounds_;
   const std::int64_t num_minibatches_;
   const std::int64_t num_own_;  // items
+  const VersionRule rule_;      // of forwards
   const std::int64_t num_microbatches_;
   const std::int64_t window_;
   const std::int64_t num_kept_;
@@ -84,6 +85,7 @@ StageChecker::StageChecker(const ScheduleOptions& options, StageReplica here, st
       rounds_(rounds_of(options, stage_)),
       num_minibatches_(num_minibatches),
       num_own_(rounds_.num_own(replica_, num_minibatches)),
+      rule_(forward_rule_of(options, stage_)),
       num_microbatches_(options.num_microbatches),
       window_(num_microbatches_in_flight(options, stage_)),
       num_kept_(num_versions_kept(options, stage_)),
@@ -228,12 +230,16 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
 
-// When the instruction is being done. Reads go in order, so what is still read is one range of versions. A
-// replica's own shard and those that others update are kept in the same slots, each at versions of its own.
+// When the instruction is being done. Versions are counted from the oldest that is still read on. A replica's
+// own shard and those that others update are kept in the same slots, each at versions of its own.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   // The newest, and beside it what an update writes, unless it writes in place.
   const std::int64_t num_newest = opcode == Opcode::kUpdate && num_kept_ > 1 ? 2 : 1;
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
+  if (options_.program != nullptr) {  // whose reads go in any order
+    const std::int64_t oldest = rule_.oldest_from(rounds_.own_number(replica_, num_backwarded_)).value();
+    return num_newest + std::max<std::int64_t>(0, newest_ - oldest);
+  }
   const auto read_by = [&](std::int64_t item) {
     const std::int64_t number = rounds_.own_number(replica_, item);
     return forward_version(options_, stage_, rounds_.minibatch_of(number), rounds_.microbatch_of(number))

@@ -1,6 +1,7 @@
 #include "schedule/listed_program.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -17,12 +18,22 @@
 namespace pipedream {
 namespace {
 
-// Far above any schedule; keeps the check of runs short.
+// Far above any schedule; they keep the replay of a run short.
 constexpr std::int64_t kListedNumberMax = std::int64_t{1} << 16;
+constexpr std::size_t kListedInstructionsMax = std::size_t{1} << 17;
 
 Rank worker_of(StageIndex stage) { return Rank(stage.value()); }
 
 std::string name_of(Rank rank) { return "worker " + std::to_string(rank.value()); }
+
+std::string in_number(std::int64_t number, const std::string& noun) {
+  const bool ends_in_sound = noun.ends_with("ch");
+  return std::to_string(number) + " " + noun + (number == 1 ? "" : ends_in_sound ? "es" : "s");
+}
+
+std::string body_title(std::int64_t minibatches) {
+  return "body every " + in_number(minibatches, "minibatch");
+}
 
 std::int64_t count(const std::vector<Instruction>& list, Opcode opcode) {
   return std::ranges::count(list, opcode, &Instruction::opcode);
@@ -34,45 +45,41 @@ Instruction later_by(Instruction instruction, std::int64_t minibatches) {
   return instruction;
 }
 
-void check_instruction(const Instruction& instruction, Rank rank, std::size_t num_workers) {
-  const std::string name = name_of(rank) + ", " + to_string(instruction) + ": ";
+// Why the worker's list may not have the instruction; empty where it may.
+std::string fault_of(const Instruction& instruction, Rank rank) {
   if (travels(instruction.opcode) || instruction.opcode == Opcode::kRecompute) {
-    throw UserError(name + "sends, receives and recomputing are added to a program; leave it out");
+    return "sends, receives and recomputing are added to a program; leave the line out";
   }
-  if (instruction.replica.value() != 0) {
-    throw UserError(name + "a program of your own has one replica of each stage");
-  }
+  if (instruction.replica.value() != 0) return "a program of your own has one replica of each stage";
+  const std::string stage = std::to_string(rank.value());
   if (instruction.stage.value() != rank.value()) {
-    throw UserError(name + "of the " + std::to_string(num_workers) + " workers each has one stage, worker " +
-                    std::to_string(rank.value()) + " stage " + std::to_string(rank.value()));
+    return "worker " + stage + " runs stage " + stage + " alone: write stage " + stage +
+           ", or move the line below \"worker " + std::to_string(instruction.stage.value()) + "\"";
   }
   const std::int64_t largest =
       std::max({instruction.minibatch.value(), instruction.microbatch.value(), instruction.version.value()});
-  if (largest <= kListedNumberMax) return;
-  throw UserError(name + "numbers of a program are at most " + std::to_string(kListedNumberMax) +
-                  "; the body repeats with larger ones by itself");
-}
-
-std::string print_section(const char* title, const std::vector<Instruction>& list) {
-  std::ostringstream text;
-  text << title << '\n';
-  for (const Instruction& instruction : list) text << to_string(instruction) << '\n';
-  return text.str();
+  if (largest <= kListedNumberMax) return {};
+  return "numbers of a program are at most " + std::to_string(kListedNumberMax) +
+         "; the body repeats with larger ones by itself";
 }
 
 // Reads a program's text, line by line.
 class Parser {
  public:
-  void read(std::string_view line) {
+  void read(std::string_view line, std::int64_t number) {
     if (line.starts_with("worker")) return begin_worker(line);
     if (workers_.empty()) {
-      throw UserError("\"" + std::string(line) +
-                      "\" stands before the first worker; write \"worker 0\" above");
+      throw UserError(
+          "\"" + std::string(line) +
+          "\" stands before the first worker; write \"worker 0\" above, or give the text of a file, "
+          "which Program.load() reads");
     }
     if (line == "warm-up") return begin(Section::kWarmUp, line);
     if (line == "cool-down") return begin(Section::kCoolDown, line);
     if (line.starts_with("body")) return begin_body(line);
-    list().push_back(parse_instruction(line));
+    list(line).push_back(parse_instruction(line));
+    Worker& worker = workers_.back();
+    if (worker.section != Section::kCoolDown) worker.lists.lines.push_back(number);
   }
 
   [[nodiscard]] ListedProgram made() const {
@@ -121,8 +128,8 @@ class Parser {
     std::string body, every, unit, more;
     std::int64_t minibatches = 0;
     words >> body >> every >> minibatches >> unit;
-    if (body != "body" || every != "every" || minibatches < 1 || !unit.starts_with("minibatch") ||
-        words >> more) {
+    if (body != "body" || every != "every" || minibatches < 1 || minibatches > kListedNumberMax ||
+        (unit != "minibatch" && unit != "minibatches") || words >> more) {
       throw UserError("\"" + std::string(line) +
                       "\" is no beginning of a body; write \"body every 2 minibatches\"");
     }
@@ -133,12 +140,14 @@ class Parser {
     minibatches_per_body_ = minibatches;
   }
 
-  std::vector<Instruction>& list() {
+  std::vector<Instruction>& list(std::string_view line) {
     Worker& worker = workers_.back();
     switch (worker.section) {
       case Section::kNone:
         throw UserError(
-            "the worker's first section is missing; write \"warm-up\" or \"body every 1 minibatch\"");
+            "\"" + std::string(line) +
+            "\" stands above the worker's first section; write \"warm-up\" or \"body every 1 "
+            "minibatch\" above (lists of a whole run, which trace prints with --minibatches, have none)");
       case Section::kWarmUp:
         return worker.lists.warm_up;
       case Section::kBody:
@@ -181,7 +190,6 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
 
 ListedProgram::ListedProgram(std::vector<Lists> workers, std::int64_t minibatches_per_body)
     : workers_(std::move(workers)), minibatches_per_body_(minibatches_per_body) {
-  if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
   for (const Lists& lists : workers_) {
     for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
       for (const Instruction& instruction : *list) {
@@ -191,12 +199,12 @@ ListedProgram::ListedProgram(std::vector<Lists> workers, std::int64_t minibatche
   }
   check_lists();
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) facts_.push_back(count_facts(rank));
-  check_runs();
+  check_run();
 }
 
 ListedProgram ListedProgram::parse(std::string_view text) {
   Parser parser;
-  for_each_line(text, [&](std::string_view line) { parser.read(line); });
+  for_each_line(text, [&](std::string_view line, std::int64_t number) { parser.read(line, number); });
   ListedProgram program = parser.made();
   for (Rank rank; rank.value() < program.num_stages(); rank = rank.next()) {
     const auto given = parser.cool_down(static_cast<std::size_t>(rank.value()));
@@ -245,14 +253,22 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
 
 std::string ListedProgram::to_text() const {
   std::ostringstream text;
+  const auto print = [&](const char* indent, const std::vector<Instruction>& list) {
+    for (const Instruction& instruction : list) text << indent << to_string(instruction) << '\n';
+  };
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
-    text << name_of(rank) << '\n';
     const Lists& lists = lists_of(rank);
-    const std::string every = "body every " + std::to_string(minibatches_per_body_) + " minibatch" +
-                              (minibatches_per_body_ == 1 ? "" : "es");
-    if (!lists.warm_up.empty()) text << print_section("warm-up", lists.warm_up);
-    text << print_section(every.c_str(), lists.body);
-    if (const auto left = cool_down(rank); !left.empty()) text << print_section("cool-down", left);
+    const Facts& facts = facts_.at(static_cast<std::size_t>(rank.value()));
+    text << name_of(rank) << "  # keeps " << in_number(facts.num_versions_kept, "version")
+         << "; backwards read " << (facts.stashes ? "what their forwards have read" : "the newest") << '\n';
+    if (!lists.warm_up.empty()) text << "warm-up\n";
+    print("", lists.warm_up);
+    text << body_title(minibatches_per_body_) << '\n';
+    print("", lists.body);
+    const std::vector<Instruction> left = cool_down(rank);
+    if (left.empty()) continue;
+    text << "# cool-down, where a run has " << in_number(minibatches_of_one_body(rank), "minibatch") << '\n';
+    print("#   ", left);
   }
   return text.str();
 }
@@ -268,8 +284,10 @@ Instruction ListedProgram::at(Rank rank, std::int64_t position) const {
 
 ListedProgram::Section ListedProgram::section_of(const Instruction& instruction,
                                                  std::optional<std::int64_t> num_minibatches) const {
+  // A RECOMPUTE, which lists do not have, stands beside its BACKWARD.
+  const Opcode opcode = instruction.opcode == Opcode::kRecompute ? Opcode::kBackward : instruction.opcode;
   const auto is_alike = [&](const Instruction& listed) {
-    return listed.opcode == instruction.opcode && listed.microbatch == instruction.microbatch;
+    return listed.opcode == opcode && listed.microbatch == instruction.microbatch;
   };
   const Rank rank = worker_of(instruction.stage);
   const Lists& lists = lists_of(rank);
@@ -286,43 +304,96 @@ ListedProgram::Section ListedProgram::section_of(const Instruction& instruction,
   PD_CHECK(false, to_string(instruction));
 }
 
-// What the other checks rest on; the validator has the rest.
+// These come first: facts and replay rely on them.
 void ListedProgram::check_lists() const {
+  if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
+  std::size_t num_instructions = 0;
+  for (const Lists& lists : workers_) num_instructions += lists.warm_up.size() + lists.body.size();
+  if (num_instructions > kListedInstructionsMax) {
+    throw UserError("the program has " + std::to_string(num_instructions) + " instructions; it may have " +
+                    std::to_string(kListedInstructionsMax) + ": let a shorter body repeat");
+  }
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
     const Lists& lists = lists_of(rank);
-    for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
-      for (const Instruction& instruction : *list) check_instruction(instruction, rank, workers_.size());
+    const auto length = static_cast<std::int64_t>(lists.warm_up.size() + lists.body.size());
+    for (std::int64_t position = 0; position < length; ++position) {
+      if (const std::string fault = fault_of(at(rank, position), rank); !fault.empty()) {
+        refuse(rank, position, fault);
+      }
     }
+    check_order(rank);
     for (const Opcode opcode : {Opcode::kForward, Opcode::kBackward, Opcode::kUpdate}) {
       const std::int64_t due =
           opcode == Opcode::kUpdate ? minibatches_per_body_ : minibatches_per_body_ * num_microbatches_;
       const std::int64_t listed = count(lists.body, opcode);
       if (listed == due) continue;
-      throw UserError(name_of(rank) + ": the body has " + std::to_string(listed) + " of " +
-                      opcode_name(opcode) + "; every " + std::to_string(minibatches_per_body_) +
-                      " minibatches of " + std::to_string(num_microbatches_) + " microbatches have " +
-                      std::to_string(due));
+      throw UserError(name_of(rank) + ": the body has " + in_number(listed, opcode_name(opcode)) + ", and " +
+                      in_number(minibatches_per_body_, "minibatch") + " of " +
+                      in_number(num_microbatches_, "microbatch") + " need " + std::to_string(due) +
+                      ": add or take away lines, or change \"" + body_title(minibatches_per_body_) + "\"");
     }
   }
 }
 
-// Runs in which every worker's body goes through more than once, of each length that leaves another part of
-// it out. Later bodies wait as these do, and shorter runs leave more out of the same lists.
-void ListedProgram::check_runs() const {
-  std::int64_t shortest = 0;
-  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
-    shortest = std::max(shortest, minibatches_of_one_body(rank));
+void ListedProgram::check_order(Rank rank) const {
+  std::array<std::int64_t, kOpcodeTraits.size()> num_listed{};
+  const Lists& lists = lists_of(rank);
+  const auto length = static_cast<std::int64_t>(lists.warm_up.size() + lists.body.size());
+  for (std::int64_t position = 0; position < length; ++position) {
+    const Instruction instruction = at(rank, position);
+    const std::int64_t per_minibatch = traits_of(instruction.opcode).is_of_microbatch ? num_microbatches_ : 1;
+    const std::int64_t due = num_listed.at(static_cast<std::size_t>(instruction.opcode))++;
+    const std::int64_t number =
+        instruction.minibatch.value() * per_minibatch + instruction.microbatch.value();
+    if (number == due) continue;
+    refuse(rank, position,
+           std::string(opcode_name(instruction.opcode)) + "s go in order; the next is of minibatch " +
+               std::to_string(due / per_minibatch) +
+               (per_minibatch == 1 ? "" : " microbatch " + std::to_string(due % per_minibatch)));
   }
+}
+
+// A run in which every worker's body goes through more than once. Later bodies wait for each other as these
+// do, and a shorter run skips instructions that nothing which it has waits for.
+void ListedProgram::check_run() const {
+  const std::int64_t length = 2 * (num_minibatches_listed() + minibatches_per_body_);
   const ScheduleOptions options = options_of(*this);
-  const std::int64_t first = 2 * (shortest + minibatches_per_body_);
-  for (std::int64_t length = first; length < first + minibatches_per_body_; ++length) {
-    std::vector<std::vector<Instruction>> programs;
-    for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
-      programs.push_back(make_program(options, rank, length));
-    }
-    const ReplayReport report = replay(options, programs, length);
-    if (!report.ok) throw UserError("a run of " + std::to_string(length) + " minibatches: " + report.error);
+  std::vector<std::vector<Instruction>> programs;
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    programs.push_back(make_program(options, rank, length));
   }
+  const ReplayReport report = replay(options, programs, length);
+  if (!report.ok) refuse_run(report.error);
+}
+
+// Of a list by itself the validator names one instruction, which is found here again; of lists that wait for
+// each other several.
+void ListedProgram::refuse_run(const std::string& error) const {
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    const std::string worker = name_of(rank) + ", position ";
+    if (!error.starts_with(worker)) continue;
+    const Lists& lists = lists_of(rank);
+    const auto length = static_cast<std::int64_t>(lists.warm_up.size() + 4 * lists.body.size());
+    for (std::int64_t position = 0; position < length; ++position) {
+      const std::string named = ", " + to_string(at(rank, position)) + ": ";
+      const std::size_t found = error.find(named);
+      if (found != std::string::npos) refuse(rank, position, error.substr(found + named.size()));
+    }
+  }
+  throw UserError(error);
+}
+
+// "line 13, the body's 2nd time: BACKWARD stage 0 ... reads version 1: " and why.
+void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
+  const Lists& lists = lists_of(rank);
+  const auto warm_up = static_cast<std::int64_t>(lists.warm_up.size());
+  const auto body = static_cast<std::int64_t>(lists.body.size());
+  const std::int64_t bodies = position < warm_up ? 0 : (position - warm_up) / body;
+  const auto listed = static_cast<std::size_t>(position - bodies * body);
+  const std::string place =
+      lists.lines.empty() ? name_of(rank) : "line " + std::to_string(lists.lines.at(listed));
+  throw UserError(place + (bodies == 0 ? "" : ", time " + std::to_string(bodies + 1) + " of the body") +
+                  ": " + to_string(at(rank, position)) + ": " + why);
 }
 
 ListedProgram::Facts ListedProgram::count_facts(Rank rank) const {
@@ -382,6 +453,14 @@ std::int64_t ListedProgram::minibatches_of_one_body(Rank rank) const {
     }
   }
   return minibatches;
+}
+
+std::int64_t ListedProgram::num_minibatches_listed() const {
+  std::int64_t listed = 0;
+  for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
+    listed = std::max(listed, minibatches_of_one_body(rank));
+  }
+  return listed;
 }
 
 std::vector<Instruction> ListedProgram::cool_down(Rank rank) const {

@@ -1,23 +1,26 @@
-// A schedule that somebody has written: what every worker computes, as a list that goes through once and a
-// list that repeats. Immutable; any thread.
+// A schedule that somebody has written: a list for every worker, of which a part goes through once and the
+// rest repeats. Immutable; any thread.
 //
-//   worker 0                                                             of 2; forwards and backwards by
-//   pairs warm-up FORWARD stage 0 minibatch 0 microbatch 0 reads version 0 FORWARD stage 0 minibatch 1
-//   microbatch 0 reads version 0 body every 2 minibatches BACKWARD stage 0 minibatch 0 microbatch 0 reads
-//   version 0 UPDATE stage 0 minibatch 0 writes version 1
-//   ...
-//   FORWARD stage 0 minibatch 2 microbatch 0 reads version 2
-//   FORWARD stage 0 minibatch 3 microbatch 0 reads version 2
+// clang-format off
+//   worker 0                                                    # of 2; forwards and backwards by pairs
+//   body every 2 minibatches
+//   FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+//   FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+//   BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+//   UPDATE stage 0 minibatch 0 writes version 1
+//   BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0
+//   UPDATE stage 0 minibatch 1 writes version 2
 //   worker 1
 //   ...
+// clang-format on
 //
-// Numbers are those of a run in which the body goes through once; each time more adds the body's minibatches
-// to all numbers of minibatches and versions. What a run does not have is left out, and the body repeats
-// until all minibatches are updated: so a run of any length has a program, and what is left of the body when
-// the data are over is the cool-down. A text may show that part, as a run of one body has it.
+// A worker may have a "warm-up" above its body. Each time the body repeats, its minibatches and versions are
+// larger by the body's minibatches. A run skips the instructions of minibatches that it does not have, and
+// repeats the body until all others are updated: so the lists fit a run of any length. A text may also show
+// the cool-down, which is what a run does after the first body where it ends with that body's last minibatch.
 //
-// One stage at each worker, one update a minibatch, as in program.h without replicas. What travels, and
-// recomputing, is added as to the schedules that have names.
+// One stage at each worker, one update a minibatch, as in program.h without replicas. Transfers and
+// recomputing are added as to the schedules that have names.
 #pragma once
 
 #include <cstddef>
@@ -40,28 +43,32 @@ class ListedProgram {
   struct Lists {
     std::vector<Instruction> warm_up;
     std::vector<Instruction> body;
+    std::vector<std::int64_t> lines{};  // of a text, where they come from one; the warm-up's first
 
-    friend bool operator==(const Lists&, const Lists&) = default;
+    friend bool operator==(const Lists& one, const Lists& other) {
+      return one.warm_up == other.warm_up && one.body == other.body;
+    }
   };
 
-  // Throws UserError, one line, for what the validator (validator.h) does not accept of runs of every length,
-  // and for a body that is not whole: as many FORWARDs, BACKWARDs and UPDATEs of each stage as its
-  // minibatches need.
+  // Throws UserError, one line, for a list that is not in order or not whole, and for one that the validator
+  // (validator.h) does not accept.
   ListedProgram(std::vector<Lists> workers, std::int64_t minibatches_per_body);
-  // Throws UserError naming the line, or as above. '#' starts a comment, empty lines are skipped. Of a
-  // cool-down the text must have all or nothing.
+  // Throws UserError naming the line, or as above. '#' starts a comment, empty lines are skipped.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
-  // What a schedule computes. Throws UserError for options with replicas, several stages at a worker, or
-  // ties.
+  // The lists of a schedule. Throws UserError for options with replicas, several stages at a worker, or ties.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
-  [[nodiscard]] std::string to_text() const;  // with its cool-down
+  // With comments that say what follows from the lists: versions kept, and the cool-down.
+  [[nodiscard]] std::string to_text() const;
 
   [[nodiscard]] std::int64_t num_stages() const { return static_cast<std::int64_t>(workers_.size()); }
   [[nodiscard]] std::int64_t num_microbatches() const { return num_microbatches_; }
   [[nodiscard]] std::int64_t minibatches_per_body() const { return minibatches_per_body_; }
 
-  // Of a worker's list without an end.
+  // The minibatches that the lists name, of which later ones repeat the last.
+  [[nodiscard]] std::int64_t num_minibatches_listed() const;
+
+  // A place in a worker's list, which has no end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
   // Where it has the instruction, in a run of so many minibatches; as if without an end where that is
   // unknown.
@@ -69,7 +76,7 @@ class ListedProgram {
   [[nodiscard]] Section section_of(const Instruction& instruction,
                                    std::optional<std::int64_t> num_minibatches) const;
 
-  // Of a stage: the most microbatches that are forwarded and not yet backwarded, the versions that are kept,
+  // By stage: the most microbatches that are forwarded and not yet backwarded, the versions that are kept,
   // and whether every backward reads what its forward has read.
   [[nodiscard]] std::int64_t num_in_flight(StageIndex stage) const { return facts_of(stage).num_in_flight; }
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
@@ -95,12 +102,13 @@ class ListedProgram {
   };
 
   void check_lists() const;
-  void check_runs() const;
+  void check_order(Rank rank) const;
+  void check_run() const;
+  [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
+  [[noreturn]] void refuse_run(const std::string& error) const;
   [[nodiscard]] Facts count_facts(Rank rank) const;
   [[nodiscard]] ListedReads reads_by(Rank rank, Opcode opcode) const;
-  [[nodiscard]] std::int64_t count_in_flight(Rank rank) const;
-  [[nodiscard]] std::int64_t count_versions_kept(Rank rank) const;
-  // Of the run in which the worker's body goes through once.
+  // In the run that ends with the last minibatch of the worker's first body.
   [[nodiscard]] std::int64_t minibatches_of_one_body(Rank rank) const;
   [[nodiscard]] std::vector<Instruction> cool_down(Rank rank) const;
   [[nodiscard]] const Facts& facts_of(StageIndex stage) const {

@@ -38,6 +38,12 @@ void check_listed(const ScheduleOptions& options) {
                     ", and the program has " + std::to_string(program.num_microbatches()) +
                     "; leave the number to the program");
   }
+  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+    if (in_flight_at(options, stage) == program.num_in_flight(stage)) continue;
+    throw UserError("in_flight is " + std::to_string(in_flight_at(options, stage)) + " at stage " +
+                    std::to_string(stage.value()) + ", and the program has " +
+                    std::to_string(program.num_in_flight(stage)) + "; leave it to the program");
+  }
   const char* what = nullptr;
   if (!options.ties.empty()) what = "parameters that stages share";
   if (is_replicated(options)) what = "replicas";

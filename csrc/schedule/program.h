@@ -137,7 +137,7 @@ struct ScheduleOptions {
   bool uses_allreduce = false;
   // Whether a shard makes an update of every replica's gradient by itself, when it comes.
   bool asynchronous = false;
-  // What kListedSchedule computes (listed_program.h); in_flight and num_microbatches are its own.
+  // The lists of kListedSchedule (listed_program.h), which also say in_flight and num_microbatches.
   std::shared_ptr<const ListedProgram> program{};
 };
 

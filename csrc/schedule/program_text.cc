@@ -35,7 +35,7 @@ std::string print_programs(const std::vector<std::vector<Instruction>>& programs
 
 std::vector<std::vector<Instruction>> parse_programs(std::string_view text) {
   std::vector<std::vector<Instruction>> programs;
-  for_each_line(text, [&](std::string_view line) { parse_line(line, programs); });
+  for_each_line(text, [&](std::string_view line, std::int64_t /*number*/) { parse_line(line, programs); });
   return programs;
 }
 

@@ -137,7 +137,7 @@ struct Rounds {
 // the run's start. The last numbers_per_body repeat, each time minibatches_per_body versions newer.
 struct ListedReads {
   std::vector<std::int64_t> versions;
-  std::vector<std::int64_t> oldest;  // of the number and all after it
+  std::vector<std::int64_t> oldest;  // that this number or a later one reads
   std::int64_t numbers_per_body = 1;
   std::int64_t minibatches_per_body = 1;
 
@@ -158,7 +158,7 @@ struct ListedReads {
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
 // r replicas and c microbatches of each in a round count the delay: the stage's, and r c = M, but those of
-// the input stage under vertical sync. Of a program that is listed the list says it.
+// the input stage under vertical sync. A listed program states the version itself.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
@@ -175,13 +175,13 @@ struct VersionRule {
     const std::int64_t delayed = (number / num_replicas - delay) / own_per_round * microbatches_counted();
     return WeightVersion(std::max(lowest, delayed / microbatches_per_round - staleness));
   }
-  // Of the microbatch and all after it.
+  // The oldest version that this microbatch or a later one reads.
   [[nodiscard]] WeightVersion oldest_from(std::int64_t number) const {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
     return version_of(number);  // reads go in order
   }
-  // From the version that the next backward reads to the one that its update writes. The input stage's rounds
-  // begin up to r c - gcd(r c, M) microbatches after the stage's.
+  // Where formulas say it: from the version that the next backward reads to the one that its update writes.
+  // The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);

@@ -10,8 +10,8 @@
 
 namespace pipedream {
 
-// Calls read(line) for each line that has more than blanks and a comment, which '#' starts, without these.
-// Throws UserErrors of it with the line's number in front.
+// Calls read(line, number) for each line that has more than blanks and a comment, which '#' starts, without
+// these. Throws UserErrors of it with the line's number in front.
 template <typename Read>
 void for_each_line(std::string_view text, Read read) {
   constexpr std::string_view kBlanks = " \t\r\v\f";
@@ -24,7 +24,7 @@ void for_each_line(std::string_view text, Read read) {
     line = line.substr(0, line.find_last_not_of(kBlanks) + 1);
     if (line.empty()) continue;
     try {
-      read(line);
+      read(line, number);
     } catch (const UserError& error) {
       throw UserError("line " + std::to_string(number) + ": " + error.what());
     }

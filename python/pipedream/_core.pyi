@@ -104,6 +104,10 @@ class ListedProgram:
     @property
     def minibatches_per_body(self) -> int: ...
     @property
+    def num_minibatches_listed(self) -> int: ...
+    @property
+    def versions_kept(self) -> list[int]: ...
+    @property
     def in_flight(self) -> list[int]: ...
 
 class ScheduleOptions:
@@ -288,6 +292,7 @@ def simulate(
     one_link: bool,
     factors: Mapping[str, Sequence[float]],
     shuffled: Callable[[int, str], list[float]] | None,
+    minibatches_per_body: int,
 ) -> tuple[
     list[tuple[list[float], list[float]]],
     list[tuple[str, int, int, int, int, float, float]],

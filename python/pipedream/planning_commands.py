@@ -338,6 +338,7 @@ def trace_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
+    from pipedream.planning.plan_schedule import minibatches_per_body
     from pipedream.planning.schedule_picture import check_picture_path
     from pipedream.planning.simulator import simulate
     from pipedream.planning.text_picture import draw_text
@@ -371,12 +372,13 @@ def trace_command(
     if output is not None:
         check_picture_path(output)  # after the other options: it may only miss matplotlib
     stage_times = traced.balanced(given_times) if times is None else given_times
-    simulation = simulate(traced.programs, stage_times, transfer)
+    per_body = minibatches_per_body(traced.options)
+    simulation = simulate(traced.programs, stage_times, transfer, minibatches_per_body=per_body)
     if output is not None:
         time_unit = "forwards" if times is None and not (transfer or shard) else "ms"
         _draw(output, traced, simulation, time_unit=time_unit, show_versions=versions)
     if as_text:
-        typer.echo(f"# {traced.title()}\n{traced.text()}", nl=False)
+        typer.echo(traced.text(), nl=False)
         return
     if output is None:
         shown = draw_text(simulation, traced.title(), describe_bubble(simulation), show_versions=versions)

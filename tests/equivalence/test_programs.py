@@ -15,7 +15,9 @@ from covering import parametrize_pairs
 from farm import Farm
 from models import CASES, Batch
 from oracle import assert_memory_as_predicted, assert_same_numbers
-from pipedream import Program, RunResult, reference
+from pipedream import Program, RunResult, _core, reference
+from pipedream.planning.plan_schedule import mean_delays
+from pipedream.reference.versions import WrittenVersions
 from programs import BY_PAIRS, DRAINS_AFTER_THREE, drawn_program
 from torch import nn
 from training import (
@@ -145,9 +147,47 @@ def test_a_program_is_a_value(tmp_path: Any) -> None:
     assert Program.load(path) == BY_PAIRS == pickle.loads(pickle.dumps(BY_PAIRS))
     assert BY_PAIRS != DRAINS_AFTER_THREE and hash(Program(str(BY_PAIRS))) == hash(BY_PAIRS)
     assert (BY_PAIRS.num_stages, BY_PAIRS.microbatches, BY_PAIRS.in_flight) == (3, 1, [2, 2, 2])
+    assert (BY_PAIRS.versions_kept, DRAINS_AFTER_THREE.versions_kept) == ([2, 2, 2], [3, 2, 1])
     path.write_text("worker 0\nbody every 1 minibatch\nFORWARD stage 0\n")
     with pytest.raises(pipedream.FileFormatError, match=r"mine\.txt: line 3"):
         Program.load(path)
+
+
+def test_what_makes_no_program_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="num_stages is 3, and in_flight has 2 numbers"):
+        Program.of("pipedream", 3, in_flight=[2, 1])
+    with pytest.raises(ValueError, match="num_stages is 0: give 1 or more"):
+        Program.of("pipedream", 0)
+    with pytest.raises(TypeError, match="text is a NoneType"):
+        Program(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Program\.load\(\) reads"):
+        Program("mine.txt")
+    training = Training("mlp", 3)
+    with pytest.raises(ValueError, match=r"give pipedream\.Program\.load of it"):
+        pipedream.run(training.model(), training.plan, **training.options(), schedule="mine.txt")
+
+
+def test_a_delay_is_that_behind_a_long_warm_up() -> None:
+    lines = ["worker 0", "warm-up"]
+    for i in range(12):
+        lines += [f"FORWARD stage 0 minibatch {i} microbatch 0 reads version {i}"]
+        lines += [f"BACKWARD stage 0 minibatch {i} microbatch 0 reads version {i}"]
+        lines += [f"UPDATE stage 0 minibatch {i} writes version {i + 1}"]
+    lines += ["FORWARD stage 0 minibatch 12 microbatch 0 reads version 12"]
+    lines += ["FORWARD stage 0 minibatch 13 microbatch 0 reads version 12"]
+    lines += ["BACKWARD stage 0 minibatch 12 microbatch 0 reads version 12"]
+    lines += ["UPDATE stage 0 minibatch 12 writes version 13", "body every 1 minibatch"]
+    lines += ["FORWARD stage 0 minibatch 14 microbatch 0 reads version 13"]
+    lines += ["BACKWARD stage 0 minibatch 13 microbatch 0 reads version 12"]
+    lines += [
+        "UPDATE stage 0 minibatch 13 writes version 14",
+        str(Program.of("flush", 2)).split("worker 0")[1],
+    ]
+    lines[-1] = "worker 1" + lines[-1].partition("worker 1")[2]
+    program = Program("\n".join(lines))
+    options = _core.ScheduleOptions("program", program.in_flight, program=program.listed)
+    assert mean_delays(options) == [1.0, 0.0]
+    assert [WrittenVersions(str(program), 2).mean_delay(stage) for stage in range(2)] == [1.0, 0.0]
 
 
 def test_an_optimizer_is_told_the_mean_delay_over_a_body() -> None:

@@ -951,6 +951,34 @@ def test_trace_names_what_is_wrong_with_a_program(call: Caller) -> None:
     outcome = call("trace", "--program", "mine.txt")
     assert outcome.status == 2
     assert outcome.error().startswith("mine.txt: line ") and "UPGRADE" in outcome.error()
+    Path("mine.txt").write_text(text)
+    outcome = call("trace", "--program", "mine.txt", "--stages", "3")
+    assert outcome.status == 2
+    assert outcome.error() == "--program has a program, which says it all: leave --stages out"
+
+
+def test_a_program_is_drawn_with_recomputing_and_shown_as_lists_then(call: Caller) -> None:
+    Path("mine.txt").write_text(call("trace", "--schedule", "pipedream", "--stages", "2", "--text").stdout)
+    outcome = call("trace", "--program", "mine.txt", "--recompute", "--output", "picture.svg")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    lists = call("trace", "--program", "mine.txt", "--recompute", "--text").stdout
+    assert "RECOMPUTE" in lists and "body" not in lists
+    assert "body" not in call("trace", "--schedule", "flush", "--stages", "2", "--recompute", "--text").stdout
+
+
+def test_a_body_of_several_minibatches_has_the_mean_time_of_all(call: Caller) -> None:
+    steps = [f"{{0}} stage {{1}} minibatch {i} microbatch 0 reads version 0" for i in range(5)]
+    lines = []
+    for stage in (0, 1):
+        lines += [f"worker {stage}", "body every 5 minibatches"]
+        lines += [step.format("FORWARD", stage) for step in steps]
+        for i, step in enumerate(steps):
+            lines += [step.format("BACKWARD", stage)]
+            lines += [f"UPDATE stage {stage} minibatch {i} writes version {i + 1}"]
+    Path("fives.txt").write_text("\n".join(lines))
+    fields = json.loads(call("trace", "--program", "fives.txt", "--times", "1,2", "--json").stdout)
+    # 5 forwards and backwards, a forward and a backward of the other stage: 5 (1 + 2) + 1 + 2
+    assert fields["ms_per_minibatch"] == pytest.approx(18 / 5)
 
 
 def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller) -> None:

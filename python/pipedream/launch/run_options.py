@@ -113,8 +113,11 @@ def _choice_of(*choices: str) -> Callable[[str, Any], None]:
 
 
 def _check_schedule(name: str, value: Any) -> None:
-    if not isinstance(value, Program):
-        check_choice(name, value, (*_core.schedule_names(), _OLD_NAME, AUTO))
+    if isinstance(value, Program):
+        return
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value).endswith(".txt"):
+        raise ValueError(f"{name} is the file {os.fspath(value)!r}: give pipedream.Program.load of it")
+    check_choice(name, value, (*_core.schedule_names(), _OLD_NAME, AUTO))
 
 
 def _schedule_given(text: str) -> str | Program:

@@ -21,6 +21,7 @@ __all__ = [
     "mean_delays",
     "microbatches_min",
     "minibatches_of_round",
+    "minibatches_per_body",
     "profile_of_rounds",
     "schedule_of",
     "schedule_to_run",
@@ -114,9 +115,9 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
         return [(held - 1) / of_stage.own_per_round + options.staleness for held, of_stage in pairs]
     # The input stage's rounds begin at other microbatches than those of a stage with other replicas, and a
     # program's delay may be another in each minibatch of its body.
-    per_body = 1 if options.program is None else options.program.minibatches_per_body
-    period = math.lcm(per_body, *(of_stage.minibatches_per_round for of_stage in rounds))
-    first = period * (options.first_minibatch + 2 + max(*versions_kept(options), *options.in_flight))
+    listed = 0 if options.program is None else options.program.num_minibatches_listed
+    period = math.lcm(minibatches_per_body(options), *(of_stage.minibatches_per_round for of_stage in rounds))
+    first = period * (options.first_minibatch + 2 + listed + max(versions_kept(options)))
     places = list(itertools.product(range(first, first + period), range(options.num_microbatches)))
     return [
         statistics.fmean(
@@ -126,6 +127,11 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
         )
         for stage, of_stage in enumerate(rounds)
     ]
+
+
+def minibatches_per_body(options: _core.ScheduleOptions) -> int:
+    """After so many a program repeats its lists."""
+    return 1 if options.program is None else options.program.minibatches_per_body
 
 
 def versions_kept(options: _core.ScheduleOptions) -> list[int]:

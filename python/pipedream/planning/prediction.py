@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.plan_schedule import versions_kept
+from pipedream.planning.plan_schedule import minibatches_per_body, versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shard_shares import shard_shares
 from pipedream.planning.shared_cores import SharedHost
@@ -127,6 +127,7 @@ def simulate_programs(
         timing.waking,
         host=timing.host,
         one_link=True,
+        minibatches_per_body=minibatches_per_body(schedule),
     )
 
 

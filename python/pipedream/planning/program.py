@@ -21,8 +21,8 @@ PROGRAM = "program"
 
 
 class Program:
-    """What every worker computes: FORWARD, BACKWARD and UPDATE on microbatches, each with the weight version
-    that it reads or writes. run(schedule=program) runs it, reference.run(schedule=program) is its oracle.
+    """A schedule: each worker's FORWARDs, BACKWARDs and UPDATEs, with the weight versions that they read or
+    write. run(schedule=program) runs it, reference.run(schedule=program) is its oracle.
 
         program = pipedream.Program.of("pipedream", num_stages=2, microbatches=4)
         program.save("mine.txt")      # to be changed by hand
@@ -33,11 +33,11 @@ class Program:
         worker 0
         warm-up                       # once; may be left out
         FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
-        body every 1 minibatch        # again and again, each time with numbers larger by 1
-        FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
-        BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
-        UPDATE stage 0 minibatch 0 writes version 1
-        cool-down                     # what is left of the body when the data are over; may be left out
+        ...
+        body every 1 minibatch        # again and again, each time with minibatches and versions larger by 1
+        FORWARD stage 0 minibatch 2 microbatch 0 reads version 1
+        BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0
+        UPDATE stage 0 minibatch 1 writes version 2
 
     Version v is the state after v updates, one a minibatch. Sends, receives and recomputing are added.
     Forwards and backwards of a stage go in the order of their microbatches. A read may name any version that
@@ -47,9 +47,13 @@ class Program:
 
     def __init__(self, text: str) -> None:
         """Raises ValueError, one line, for text that is no program, and for one that cannot run: it names the
-        worker and the instruction, as of a deadlock."""
+        line, or the workers that wait for each other."""
         from pipedream import _core
 
+        if not isinstance(text, str):
+            raise TypeError(
+                f"text is a {type(text).__name__}: give a program's text, or use Program.load(file)"
+            )
         self._listed = _core.ListedProgram(text)
 
     @classmethod
@@ -61,23 +65,28 @@ class Program:
         microbatches: int = 1,
         in_flight: Sequence[int] | None = None,
     ) -> Program:
-        """What a schedule that has a name computes, without replicas, with one stage at each worker.
+        """The program of a schedule that has a name, without replicas, with one stage at each worker.
         in_flight: the microbatches in flight at each stage; None: num_stages, ..., 2, 1. Raises ValueError
-        for a schedule that has no such program, as "interleaved"."""
+        for what the schedule cannot do."""
         from pipedream import _core
 
         if in_flight is None:
-            if num_stages is None:
-                raise ValueError("num_stages is None: give it, or in_flight, which has a number per stage")
+            if num_stages is None or num_stages < 1:
+                raise ValueError(f"num_stages is {num_stages}: give 1 or more, or in_flight, one per stage")
             in_flight = range(num_stages, 0, -1)
-        options = _core.ScheduleOptions(schedule, list(in_flight), microbatches)
-        return cls(_core.ListedProgram.of(options).text)
+        elif num_stages not in (None, len(in_flight)):
+            raise ValueError(
+                f"num_stages is {num_stages}, and in_flight has {len(in_flight)} numbers: leave one out"
+            )
+        made = cls.__new__(cls)
+        made._listed = _core.ListedProgram.of(_core.ScheduleOptions(schedule, list(in_flight), microbatches))
+        return made
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
         """Raises FileFormatError naming the file and the line, and OSError where it cannot be read."""
         try:
-            return cls(Path(path).read_text(encoding="utf-8"))
+            return cls(Path(path).read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise FileFormatError(f"{os.fspath(path)}: {error}") from None
 
@@ -97,6 +106,11 @@ class Program:
     def in_flight(self) -> list[int]:
         """Per stage: the most microbatches that are forwarded and not yet backwarded."""
         return self._listed.in_flight
+
+    @property
+    def versions_kept(self) -> list[int]:
+        """Per stage: the weight versions that it holds at once."""
+        return self._listed.versions_kept
 
     @property
     def listed(self) -> _core.ListedProgram:

@@ -94,13 +94,15 @@ def simulate(
     *,
     host: SharedHost | None = None,
     one_link: bool = False,
+    minibatches_per_body: int = 1,
 ) -> Simulation:
     """Replays one list per worker.
 
     stage_times: one StageTimes, or one per stage. transfer_ms: one time per transfer, or one pair per
     boundary between a stage and the next. spread: of single instructions about these times. waking: what work
     takes besides after waits; None: nothing. host: whose workers slow each other; None: none do. one_link: a
-    worker has one link to all others, as a host has one network interface.
+    worker has one link to all others, as a host has one network interface. minibatches_per_body: the lists
+    repeat after so many.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
@@ -120,7 +122,7 @@ def simulate(
         boundaries = TransferTimes(both_ms, both_ms).durations()
     else:
         boundaries = [times.durations() for times in transfer_ms]
-    how = _conditions(host, spread, waking, one_link)
+    how = _conditions(host, spread, waking, one_link) | {"minibatches_per_body": minibatches_per_body}
     rows, transfers, figures = _core.simulate(programs, durations, boundaries, **how)
     timeline = (
         tuple(map(TimedInstruction, program, begins_ms, ends_ms))

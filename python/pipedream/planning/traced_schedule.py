@@ -66,7 +66,7 @@ class TracedSchedule(NamedTuple):
     programs: list[list[_core.Instruction]]
     report: dict[str, Any]
     shows_program: bool = False
-    """As text, and not the lists."""
+    """Its text is a program, and not the lists of a run."""
 
     def title(self) -> str:
         options, num_stages = self.options, self.options.num_stages
@@ -95,14 +95,13 @@ class TracedSchedule(NamedTuple):
         ]
 
     def text(self) -> str:
-        """A program that run() takes, where the schedule has one and no number of minibatches was asked for;
-        else the whole lists."""
+        """The program that run() takes, where there is one and it was not asked for the lists of a run."""
         from pipedream import _core
 
-        is_straight = len(self.programs) == self.options.num_stages == self.options.placement.num_ranks
-        if self.shows_program and is_straight and self.options.schedule != "interleaved":
-            return _core.ListedProgram.of(self.options).text
-        return print_programs(self.programs, self.options.placement)
+        if self.shows_program:
+            of_whom = self.title().rsplit(f", {_count(self.num_minibatches, 'minibatch')}", 1)[0]
+            return f"# {of_whom}\n{_core.ListedProgram.of(self.options).text}"
+        return f"# {self.title()}\n{print_programs(self.programs, self.options.placement)}"
 
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
@@ -112,7 +111,6 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     given = None if program_file is None else _read_programs(program_file)
     if isinstance(given, Program):
         return _trace_program(request, given)
-    shows_program = given is None and request.minibatches is None
     if given is not None:
         request = _complete_request(request, given)
     request = _with_schedule_of_plan(request)
@@ -134,13 +132,22 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
                 f"--in-flight is {request.in_flight!r}: it must not rise downstream; {report['error']}"
             )
         raise RuntimeError(f"the generated lists are wrong: {report['error']}")
+    # Recomputing is no part of a program but an option of the run.
+    is_straight = len(programs) == options.num_stages == options.placement.num_ranks
+    has_program = is_straight and options.schedule != "interleaved" and not any(options.recompute)
+    shows_program = has_program and given is None and request.minibatches is None
     return TracedSchedule(options, num_minibatches, programs, report, shows_program)
 
 
 def _trace_program(request: TraceRequest, program: Program) -> TracedSchedule:
-    """What the program itself says needs no option."""
+    """With the options that a program leaves open."""
     from pipedream import _core
 
+    unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
+    for name in ("stages", "plan_file", "microbatches", "workers", "in_flight", "staleness", "sync"):
+        if getattr(request, name) != getattr(unasked, name):
+            option = {"plan_file": "plan", "in_flight": "in-flight"}.get(name, name)
+            raise ValueError(f"--program has a program, which says it all: leave --{option} out")
     options = _core.ScheduleOptions(
         PROGRAM,
         program.in_flight,
@@ -151,12 +158,15 @@ def _trace_program(request: TraceRequest, program: Program) -> TracedSchedule:
     num_minibatches = _choose_minibatches(request, options)
     programs = [_core.make_program(options, worker, num_minibatches) for worker in range(program.num_stages)]
     report = _core.replay(options, num_minibatches, programs)
-    return TracedSchedule(options, num_minibatches, programs, report, request.minibatches is None)
+    if not report["ok"]:
+        raise RuntimeError(f"the program's lists are wrong: {report['error']}")
+    shows_program = request.minibatches is None and not request.recompute
+    return TracedSchedule(options, num_minibatches, programs, report, shows_program)
 
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
-    """Whole lists, or what repeats."""
-    text = path.read_text(encoding="utf-8")
+    """A program where the text has a body, else the lists of a run."""
+    text = path.read_text(encoding="utf-8-sig")
     if re.search(r"^\s*body\b", text, re.MULTILINE):
         return Program.load(path)
     try:
@@ -261,6 +271,8 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
     replicas = max(_replica_counts(options))
     if _core.drains_every_minibatch(options):
         rounds = 3 if options.num_microbatches == 1 else 2
+    elif options.program is not None:
+        rounds = options.program.num_minibatches_listed + 3 * options.program.minibatches_per_body
     elif options.schedule == "2bw":
         rounds = 4
     else:

@@ -208,7 +208,7 @@ def _versions_of(
     staleness: int,
     drained_at: Sequence[int],
 ) -> Versions:
-    """With the plan's schedule and microbatches where schedule is "auto"."""
+    """Reads the plan's schedule and microbatches where schedule is "auto"."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
         check_program(schedule, num_replicas, microbatches, autocast, staleness)

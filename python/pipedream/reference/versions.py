@@ -185,7 +185,7 @@ class Versions:
 
 
 class WrittenVersions(Versions):
-    """What a program's text has: the versions that it reads line by line. Without replicas."""
+    """The versions that a program's text states line by line. Without replicas."""
 
     _SECTION = re.compile(r"^(?:worker \d+|warm-up|cool-down|body every (\d+) minibatch(?:es)?)$", re.ASCII)
     _READ = re.compile(
@@ -205,13 +205,19 @@ class WrittenVersions(Versions):
                 opcode, *numbers = found.groups()
                 stage, minibatch, microbatch, version = map(int, numbers)
                 self._reads[opcode, stage, minibatch, microbatch] = version
+        self._num_listed = 1 + max(minibatch for _, _, minibatch, _ in self._reads)
         num_microbatches = 1 + max(microbatch for *_, microbatch in self._reads)
         super().__init__(
             "pipedream", [1] * num_stages, [1] * num_stages, 0, num_microbatches, drained_at=drained_at
         )
+        listed = [*itertools.product(range(self._num_listed + self._per_body), range(num_microbatches))]
+        self._stashes = [
+            all(self.of_forward(stage, *at) == self.of_backward(stage, *at) for at in listed)
+            for stage in range(num_stages)
+        ]
 
     def mean_delay(self, stage_index: int) -> float:
-        first = self._per_body * (1 + max(minibatch for *_, minibatch, _ in self._reads))
+        first = self._per_body * self._num_listed
         delays = [
             minibatch - self.of_forward(stage_index, minibatch, microbatch)
             for minibatch in range(first, first + self._per_body)
@@ -224,11 +230,7 @@ class WrittenVersions(Versions):
         return max(minibatch - version for (_, _, minibatch, _), version in self._reads.items())
 
     def stashes(self, stage_index: int) -> bool:
-        listed = range(1 + max(minibatch for *_, minibatch, _ in self._reads))
-        return all(
-            self.of_forward(stage_index, *at) == self.of_backward(stage_index, *at)
-            for at in itertools.product(listed, range(self.num_microbatches))
-        )
+        return self._stashes[stage_index]
 
     def of_forward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
         return self._of("FORWARD", stage_index, minibatch, microbatch)
@@ -237,9 +239,11 @@ class WrittenVersions(Versions):
         return self._of("BACKWARD", stage_index, minibatch, microbatch)
 
     def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
-        """Where the pipeline has drained the program begins anew."""
+        """The program begins anew where the pipeline has drained."""
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
-        bodies, listed = 0, minibatch - begun
+        # A body later than those that all stages list by far.
+        bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
+        listed = minibatch - begun - bodies * self._per_body
         while (opcode, stage_index, listed, microbatch) not in self._reads:
             bodies, listed = bodies + 1, listed - self._per_body
         return begun + bodies * self._per_body + self._reads[opcode, stage_index, listed, microbatch]

@@ -152,7 +152,7 @@ TEST(ListedProgram, ShowsWarmUpBodyAndCoolDown) {
   ScheduleOptions options;
   options.in_flight = {2, 1};
   EXPECT_EQ(ListedProgram::of(options).to_text(),
-            "worker 0\n"
+            "worker 0  # keeps 2 versions; backwards read what their forwards have read\n"
             "warm-up\n"
             "FORWARD stage 0 minibatch 0 microbatch 0 reads version 0\n"
             "FORWARD stage 0 minibatch 1 microbatch 0 reads version 0\n"
@@ -162,14 +162,17 @@ TEST(ListedProgram, ShowsWarmUpBodyAndCoolDown) {
             "FORWARD stage 0 minibatch 2 microbatch 0 reads version 1\n"
             "BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0\n"
             "UPDATE stage 0 minibatch 1 writes version 2\n"
-            "cool-down\n"
-            "BACKWARD stage 0 minibatch 2 microbatch 0 reads version 1\n"
-            "UPDATE stage 0 minibatch 2 writes version 3\n"
-            "worker 1\n"
+            "# cool-down, where a run has 3 minibatches\n"
+            "#   BACKWARD stage 0 minibatch 2 microbatch 0 reads version 1\n"
+            "#   UPDATE stage 0 minibatch 2 writes version 3\n"
+            "worker 1  # keeps 1 version; backwards read what their forwards have read\n"
             "body every 1 minibatch\n"
             "FORWARD stage 1 minibatch 0 microbatch 0 reads version 0\n"
             "BACKWARD stage 1 minibatch 0 microbatch 0 reads version 0\n"
             "UPDATE stage 1 minibatch 0 writes version 1\n");
+  options.schedule = "unstashed";
+  EXPECT_NE(ListedProgram::of(options).to_text().find("keeps 1 version; backwards read the newest"),
+            std::string::npos);
 }
 
 TEST(ListedProgram, OfOnesOwnRunsAtEveryLength) {
@@ -237,21 +240,27 @@ TEST(ListedProgram, SaysWhichPhaseAnInstructionBelongsTo) {
   EXPECT_EQ(phases, "wwwwsssssscc");  // F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | B3 U3
   const Instruction last = make_compute_program(listed, Rank(0), 4).back();
   EXPECT_EQ(phase_of(listed, last, std::nullopt), Phase::kSteady);
+  Instruction again = last;
+  again.opcode = Opcode::kRecompute;
+  EXPECT_EQ(phase_of(listed, again, 4), Phase::kCoolDown);
 }
 
 TEST(ListedProgram, NamesTheLineThatIsNone) {
   EXPECT_EQ(refusal("worker 0\nbody every 1 minibatch\nFOREWARD stage 0\n").substr(0, 8), "line 3: ");
   EXPECT_EQ(refusal("worker 1\n"), "line 1: \"worker 1\" where \"worker 0\" is due");
-  EXPECT_EQ(refusal("warm-up\n"),
-            "line 1: \"warm-up\" stands before the first worker; write \"worker 0\" above");
+  EXPECT_EQ(
+      refusal("warm-up\n"),
+      "line 1: \"warm-up\" stands before the first worker; write \"worker 0\" above, or give the text of "
+      "a file, which Program.load() reads");
   EXPECT_EQ(
       refusal("worker 0\nbody each 2 minibatches\n"),
       "line 2: \"body each 2 minibatches\" is no beginning of a body; write \"body every 2 minibatches\"");
   EXPECT_EQ(refusal("worker 0\nbody every 1 minibatch\nwarm-up\n"),
             "line 3: \"warm-up\" is out of place; a worker has \"warm-up\", \"body every N minibatches\" and "
             "\"cool-down\", in this order");
-  EXPECT_EQ(refusal("worker 0\nFORWARD stage 0 minibatch 0 microbatch 0 reads version 0\n"),
-            "line 2: the worker's first section is missing; write \"warm-up\" or \"body every 1 minibatch\"");
+  EXPECT_NE(refusal("worker 0\nFORWARD stage 0 minibatch 0 microbatch 0 reads version 0\n")
+                .find("line 2: \"FORWARD stage 0 minibatch 0 microbatch 0 reads version 0\" stands above"),
+            std::string::npos);
   EXPECT_EQ(refusal(""), "the program is empty; it begins with \"worker 0\"");
   EXPECT_EQ(refusal("worker 0\nwarm-up\n"),
             "worker 0 has no body; write \"body every 1 minibatch\" above the part that repeats");
@@ -260,28 +269,34 @@ TEST(ListedProgram, NamesTheLineThatIsNone) {
             "minibatches");
 }
 
-TEST(ListedProgram, NamesWhatCannotRun) {
+TEST(ListedProgram, NamesWhatCannotRunWithItsLine) {
   const auto with = [](const std::string& from, const std::string& to) {
     return refusal(replaced(kDrainsAfterThree, from, to));
   };
-  EXPECT_EQ(with("UPDATE stage 0 minibatch 2 writes version 3\n", ""),
-            "worker 0: the body has 2 of UPDATE; every 3 minibatches of 1 microbatches have 3");
-  EXPECT_NE(with("FORWARD stage 0 minibatch 2 microbatch 0 reads version 1",
-                 "FORWARD stage 0 minibatch 2 microbatch 0 reads version 2")
-                .find("version 2 is not written yet; the newest is 1"),
-            std::string::npos);
-  EXPECT_NE(with("BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0",
-                 "BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1")
-                .find("its forward has read version 0, and the stage keeps 2"),
-            std::string::npos);
-  EXPECT_NE(with("UPDATE stage 1 minibatch 1 writes version 2", "UPDATE stage 1 minibatch 1 writes version 3")
-                .find("so the update writes version 2"),
-            std::string::npos);
+  EXPECT_EQ(
+      with("UPDATE stage 0 minibatch 2 writes version 3\n", ""),
+      "worker 0: the body has 2 UPDATEs, and 3 minibatches of 1 microbatch need 3: add or take away lines, "
+      "or change \"body every 3 minibatches\"");
+  EXPECT_EQ(
+      with("FORWARD stage 0 minibatch 2 microbatch 0 reads version 1",
+           "FORWARD stage 0 minibatch 2 microbatch 0 reads version 2"),
+      "line 8: FORWARD stage 0 minibatch 2 microbatch 0 reads version 2: version 2 is not written yet; the "
+      "newest is 1");
+  EXPECT_EQ(
+      with("BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0",
+           "BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1"),
+      "line 9: BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1: its forward has read version 0, "
+      "and the stage keeps 2: where several are kept a backward reads its forward's");
+  EXPECT_EQ(
+      with("UPDATE stage 1 minibatch 1 writes version 2", "UPDATE stage 1 minibatch 1 writes version 3"),
+      "line 20: UPDATE stage 1 minibatch 1 writes version 3: the newest version is 1, so the update writes "
+      "version 2");
   EXPECT_NE(with("FORWARD stage 1 minibatch 1 microbatch 0 reads version 1",
                  "SEND activation stage 1 to stage 2 minibatch 1 microbatch 0")
                 .find("sends, receives and recomputing are added to a program"),
             std::string::npos);
-  EXPECT_NE(with("FORWARD stage 1 minibatch 1", "FORWARD stage 0 minibatch 1").find("each has one stage"),
+  EXPECT_NE(with("FORWARD stage 1 minibatch 1", "FORWARD stage 0 minibatch 1")
+                .find("worker 1 runs stage 1 alone: write stage 1, or move the line below \"worker 0\""),
             std::string::npos);
   EXPECT_NE(with("FORWARD stage 1 minibatch 1", "FORWARD stage 1 replica 1 minibatch 1")
                 .find("one replica of each stage"),
@@ -290,6 +305,43 @@ TEST(ListedProgram, NamesWhatCannotRun) {
                  "FORWARD stage 1 minibatch 70000 microbatch 0 reads version 1")
                 .find("numbers of a program are at most 65536"),
             std::string::npos);
+  EXPECT_NE(with("body every 3 minibatches", "body every 9223372036854775807 minibatches")
+                .find("is no beginning of a body"),
+            std::string::npos);
+  EXPECT_NE(with("body every 3 minibatches", "body every 3 minibatchfoo").find("is no beginning of a body"),
+            std::string::npos);
+}
+
+// Each of these once left a minibatch without an update, for which the list was walked for ever.
+TEST(ListedProgram, NamesALineThatIsOutOfOrder) {
+  const auto one_stage = [](const std::string& updated, const std::string& forwarded) {
+    return refusal("worker 0\nbody every 1 minibatch\nFORWARD stage 0 minibatch " + forwarded +
+                   " microbatch 0 reads version 0\nBACKWARD stage 0 minibatch " + forwarded +
+                   " microbatch 0 reads version 0\nUPDATE stage 0 minibatch " + updated +
+                   " writes version 1\n");
+  };
+  EXPECT_EQ(one_stage("0", "0"), "");
+  EXPECT_EQ(
+      one_stage("1", "0"),
+      "line 5: UPDATE stage 0 minibatch 1 writes version 1: UPDATEs go in order; the next is of minibatch "
+      "0");
+  EXPECT_EQ(
+      one_stage("1", "1"),
+      "line 3: FORWARD stage 0 minibatch 1 microbatch 0 reads version 0: FORWARDs go in order; the next is "
+      "of minibatch 0");
+  EXPECT_NE(refusal(replaced(kByPairs, "UPDATE stage 0 minibatch 1", "UPDATE stage 0 minibatch 0")), "");
+}
+
+TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
+  ScheduleOptions options;
+  options.in_flight = {2, 1};
+  const std::string text =
+      replaced(ListedProgram::of(options).to_text(), "minibatch 2 microbatch 0 reads version 1",
+               "minibatch 2 microbatch 0 reads version 0");
+  EXPECT_EQ(
+      refusal(text),
+      "line 9, time 2 of the body: BACKWARD stage 0 minibatch 2 microbatch 0 reads version 1: its forward "
+      "has read version 0, and the stage keeps 2: where several are kept a backward reads its forward's");
 }
 
 // Stage 1 wants a forward more than stage 0 gives before its first backward.
@@ -308,16 +360,12 @@ UPDATE stage 0 minibatch 1 writes version 2
 }
 
 TEST(ListedProgram, TakesACoolDownThatIsWhatIsLeftAlone) {
-  ScheduleOptions options;
-  options.in_flight = {2, 1};
-  const std::string text = ListedProgram::of(options).to_text();
+  const std::string text = replaced(kDrainsAfterThree, "worker 1\n", "cool-down\nworker 1\n");
   EXPECT_EQ(refusal(text), "");
-  EXPECT_EQ(refusal(replaced(text,
-                             "BACKWARD stage 0 minibatch 2 microbatch 0 reads version 1\n"
-                             "UPDATE stage 0 minibatch 2 writes version 3\n",
-                             "")),
-            "worker 0: the cool-down is not what is left of the body when the data are over; leave "
-            "\"cool-down\" and what follows it out");
+  EXPECT_EQ(
+      refusal(replaced(text, "cool-down\n", "cool-down\nUPDATE stage 0 minibatch 2 writes version 3\n")),
+      "worker 0: the cool-down is not what is left of the body when the data are over; leave "
+      "\"cool-down\" and what follows it out");
 }
 
 TEST(ListedProgram, IsRefusedForAnotherPlan) {
@@ -329,6 +377,9 @@ TEST(ListedProgram, IsRefusedForAnotherPlan) {
   other = options;
   other.num_microbatches = 4;
   EXPECT_EQ(error_of(other), "num_microbatches is 4, and the program has 1; leave the number to the program");
+  other = options;
+  other.in_flight = {9, 9};
+  EXPECT_EQ(error_of(other), "in_flight is 9 at stage 0, and the program has 2; leave it to the program");
   other = options;
   other.schedule = "flush";
   EXPECT_EQ(error_of(other), "schedule is \"flush\", and there is a program; give one of the two");
