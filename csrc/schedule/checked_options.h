@@ -1,4 +1,4 @@
-// What options say by stage and worker, for the sources of this folder. Pure; any thread. Expects options
+// Facts of options by stage and worker, for the sources of this folder. Pure; any thread. Expects options
 // that check_schedule_options() has passed, and positions inside the plan.
 #pragma once
 

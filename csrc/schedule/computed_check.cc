@@ -176,7 +176,7 @@ Fault StageChecker::check_backward(const Instruction& instruction) const {
   return fault.empty() ? check_stashed(instruction) : fault;
 }
 
-// What the forward kept for it lies in its version's slot.
+// The forward's saved tensors lie in its version's slot.
 Fault StageChecker::check_stashed(const Instruction& instruction) const {
   const WeightVersion forwarded =
       forward_version(options_, stage_, instruction.minibatch, instruction.microbatch);

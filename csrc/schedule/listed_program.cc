@@ -366,8 +366,8 @@ void ListedProgram::check_run() const {
   if (!report.ok) refuse_run(report.error);
 }
 
-// Of a list by itself the validator names one instruction, which is found here again; of lists that wait for
-// each other several.
+// The validator names one instruction of a list that is wrong by itself, which is found here again, and
+// several of lists that wait for each other.
 void ListedProgram::refuse_run(const std::string& error) const {
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
     const std::string worker = name_of(rank) + ", position ";

@@ -70,8 +70,7 @@ class ListedProgram {
 
   // A place in a worker's list, which has no end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
-  // Where it has the instruction, in a run of so many minibatches; as if without an end where that is
-  // unknown.
+  // The section that has the instruction in a run of so many minibatches, or in one without an end.
   enum class Section { kWarmUp, kBody, kCoolDown };
   [[nodiscard]] Section section_of(const Instruction& instruction,
                                    std::optional<std::int64_t> num_minibatches) const;

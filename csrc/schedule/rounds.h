@@ -180,7 +180,7 @@ struct VersionRule {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
     return version_of(number);  // reads go in order
   }
-  // Where formulas say it: from the version that the next backward reads to the one that its update writes.
+  // By formulas, from the version that the next backward reads to the one that its update writes.
   // The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -

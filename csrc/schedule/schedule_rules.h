@@ -1,5 +1,5 @@
-// What tells the schedules apart, a row for each; program.h has the formulas, and pictures of the lists that
-// come of them. Whatever else asks what a schedule does reads its row. Pure; any thread.
+// The schedules' differences, a row for each; program.h has the formulas, and pictures of the lists that come
+// of them. All other sources read a schedule's row, and none asks for its name. Pure; any thread.
 #pragma once
 
 #include <optional>
@@ -47,7 +47,7 @@ struct ScheduleRules {
 [[nodiscard]] std::span<const ScheduleRules> named_schedules();
 // By a name, old ones included.
 [[nodiscard]] const ScheduleRules* find_rules(std::string_view schedule);
-// Of options that check_schedule_options() has passed.
+// Expects options that check_schedule_options() has passed.
 [[nodiscard]] const ScheduleRules& rules_of(const ScheduleOptions& options);
 
 }  // namespace pipedream

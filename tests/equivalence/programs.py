@@ -24,7 +24,7 @@ def _text(workers: Iterable[list[Step]], minibatches_per_body: int) -> str:
 
 
 def _steps(short: str, versions: str) -> list[Step]:
-    """Of "F0 F1 B0 U0 B1 U1" and the versions of its steps, "0 0 0 1 0 2"."""
+    """short: "F0 F1 B0 U0 B1 U1"; versions: those of its steps, "0 0 0 1 0 2"."""
     opcodes = {"F": "FORWARD", "B": "BACKWARD", "U": "UPDATE"}
     pairs = zip(short.split(), versions.split(), strict=True)
     return [(opcodes[name[0]], int(name[1:]), 0, int(version)) for name, version in pairs]
