@@ -14,7 +14,7 @@
 
 namespace pipedream {
 
-// What an item takes besides after a long wait.
+// The time that an item takes besides after a long wait.
 struct WakingDurations {
   double forward_ms = 0;
   double backward_ms = 0;
@@ -33,12 +33,12 @@ struct StageDurations {
   double pull_ms = 0;
   double sync_latency_ms = 0;
   double num_chunks = 1;  // of a shard: one is updated, and leaves for the others, while the next come
-  // By its owner, how long before the end of the last backward the first and the last chunk of a shard are
-  // pushed; none: after it.
+  // By owner: how long before the end of the last backward the first and the last chunk of its shard are
+  // pushed. Empty: all are pushed after it.
   std::vector<std::pair<double, double>> push_leads_ms = {};
   bool updates_whole = false;  // an update waits for all chunks, as where norms are measured
   std::vector<WakingDurations> wakings = {};
-  // Of a stage with spares, which count on from its replicas: their own shards.
+  // The replicas of a stage with spares, which count on from them and have shards of their own size.
   std::optional<std::int64_t> num_replicas = std::nullopt;
   double spare_push_ms = 0;
   double spare_pull_ms = 0;
@@ -59,14 +59,14 @@ struct BoundaryDurations {
 // Machines whose workers slow each other, in the order of their ranks. Each worker has a core.
 struct SharedCores {
   std::size_t num_workers = 1;  // of a machine
-  // Of each of 1, 2, ... workers of a machine that are at work at once; of more, the last one's.
+  // The speed of each of 1, 2, ... workers of a machine that are at work at once. More have the last speed.
   std::vector<double> speeds = {1.0};
 };
 
 // The factors by which single items are longer or shorter than their mean. A worker draws them from a deck,
 // which is shuffled again when it is empty, so that the means hold after every deck.
 struct Spread {
-  std::map<Opcode, std::vector<double>> factors = {};  // of other opcodes every item takes its mean
+  std::map<Opcode, std::vector<double>> factors = {};  // other opcodes take their mean
   // The next deck of a worker, whose last factor is drawn first: as many as there are factors.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
 };
@@ -75,7 +75,7 @@ struct Timing {
   std::vector<StageDurations> stages = {};           // one per stage
   std::vector<BoundaryDurations> boundaries = {};    // one per boundary between neighbours
   std::optional<SharedCores> shared = std::nullopt;  // none where no worker slows another
-  // Of each of the stages' wakings, from which wait on an item pays all of it; 0: none does.
+  // By waking of the stages, the wait from which on an item pays all of it; 0: no item does.
   std::vector<double> waking_after_ms = {};
   // A worker has one link to all others, as a host has one network interface, by which also what they send it
   // comes. Else it has one to each other worker, and one for all that it exchanges with replicas.

@@ -1,4 +1,4 @@
-// What carries a replay's items from worker to worker: a lane for each edge, by the lines of both ends. Pure;
+// The ways of a replay's items from worker to worker: a lane for each edge, by the lines of both ends. Pure;
 // any thread.
 #pragma once
 
@@ -21,7 +21,7 @@ struct LaneChunks {
   double update_ms = 0;      // of one chunk, which hides behind the next; 0 where none does
 };
 
-// What goes between the replicas of a stage, and shares a line of its own.
+// Pushes and pulls go between the replicas of a stage, and share a line of their own.
 [[nodiscard]] constexpr bool is_exchange(EdgeKind kind) {
   return kind == EdgeKind::kPush || kind == EdgeKind::kPull;
 }
@@ -72,9 +72,10 @@ class Network {
 
   // One more by which a worker sends; its index.
   std::size_t add_line();
-  // What one worker sends at once, by the same line.
+  // Sends what one worker sends at once, by the same line.
   void send(std::vector<SentItem>& items, double now_ms);
-  // What its receiver has been ready for since then. before: of the list's step before, null if of none.
+  // Takes the lane's next item, for which its receiver has been ready since then. before: the lane of the
+  // list's step before, null if that is of none.
   void receive(Lane& lane, const Lane* before, double since_ms);
 
  private:
@@ -89,7 +90,7 @@ class Network {
     double end_ms = 0;
   };
 
-  // What is sent now, chunk by chunk.
+  // An item that is sent now, chunk by chunk.
   struct Made {
     SentItem* item = nullptr;
     double first_ms = 0;  // when the first chunk was there
@@ -105,7 +106,7 @@ class Network {
   void carry(double& free_ms, double now_ms);
   // When what is ready to come begins to.
   double begin_to_come(const Lane& lane, double ready_ms);
-  // Of the first chunk, and of all.
+  // Arrivals of the first chunk, and of all.
   Span arrivals(const Made& made);
   static void arrive(SentItem& item, Span arrives, double now_ms);
 

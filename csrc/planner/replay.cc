@@ -32,7 +32,7 @@ struct Step {
   double work_ms = 0;
 };
 
-// What a kind of a stage's work pays after waits.
+// The costs after waits of one kind of a stage's work.
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
@@ -46,7 +46,7 @@ struct Worker {
   double waited_ms = 0;
   std::vector<Waking> wakings = {};
   std::map<Opcode, std::vector<double>> decks = {};
-  // Where workers slow each other: what is left of the work at hand, at speed 1.
+  // The rest of the work at hand in milliseconds at speed 1, if workers slow each other.
   std::optional<double> left_ms = std::nullopt;
 
   [[nodiscard]] bool is_done() const { return done.size() == steps.size(); }
@@ -277,7 +277,7 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // What tied parameters and norms send takes no time beside that.
+      // Tied parameters and norms take no time beside these.
       if (edge.kind == EdgeKind::kActivation) lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
       lane.latency_ms = boundary.latency_ms;
@@ -303,8 +303,8 @@ class Replay {
     lane.chunks = chunks_of(edge, stage, owner_index);
   }
 
-  // Pushes that no list receives are to asynchronous shards, which answer beside the lists. What one is
-  // answered queues behind what it pushes: each line carries as many answers as pushes, whoever's they are.
+  // Pushes that no list receives go to asynchronous shards, which answer beside the lists. An answer queues
+  // behind the pushes of its receiver: each line carries as many answers as pushes, whoever's they are.
   void find_answers() {
     for (const auto& [edge, index] : lane_by_edge_) {
       ReplayedLane& push = lanes_[index];
@@ -424,7 +424,7 @@ class Replay {
     return true;
   }
 
-  // Of the workers that are at work.
+  // The workers that are at work, with their speeds.
   [[nodiscard]] std::vector<std::pair<std::size_t, double>> speeds_now(const SharedCores& shared) const {
     std::vector<std::size_t> at_work((workers_.size() + shared.num_workers - 1) / shared.num_workers);
     for (std::size_t index = 0; index < workers_.size(); ++index) {
@@ -438,7 +438,7 @@ class Replay {
     return speeds;
   }
 
-  // Of an item that begins now; to be asked once of each.
+  // How long an item takes that begins now; to be asked once of each.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.waking];

@@ -1,4 +1,4 @@
-// What a schedule does in time: the workers' instruction lists, replayed with given durations. The lists are
+// A schedule in time: the workers' instruction lists, replayed with given durations. The lists are
 // those that the runtime follows, so a picture or a bubble from here is one of the schedule that runs.
 //
 //   list          durations           lane of its edge            replay
@@ -7,15 +7,18 @@
 //   RECV      <---------------------  waits for the next item --> timeline, transfers --> summary
 //
 // A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived, a
-// SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
-// each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
-// for all of them. With one_link all of that is one line, which what a worker sends at once shares evenly,
-// and what other stages send a worker queues there for its line in, which carries one item at a time, first
-// sent first. What replicas exchange shares that line evenly, as all of them send each other as much at once;
-// an item of another stage that comes meanwhile takes its time of the next that they send. Of an edge items
-// arrive in the order in which they are sent. A shard of several chunks is pushed from when its first one is
-// made, and its owner updates and sends on one while others come. What is pushed and no list receives is to
-// an asynchronous shard, which updates beside its worker's own work and answers by a pull.
+// SEND at once. An item that is sent queues for the link to the other worker, which carries one item at a
+// time in each direction, whatever the edge. Pushes and pulls between replicas queue for one line that a
+// worker has for all of them. Items of an edge arrive in the order in which they are sent.
+//
+// With one_link all of these are one line. Items that a worker sends at once share it evenly. Items that
+// other stages send a worker queue there for its line in, which carries one at a time, first sent first.
+// Pushes and pulls share the line in evenly, as all replicas send each other as much at once; an item of
+// another stage that comes meanwhile takes its time of the next push or pull.
+//
+// A shard of several chunks is pushed from when its first chunk is made, and its owner updates and sends on
+// one chunk while others come. A push that no list receives goes to an asynchronous shard, which updates
+// beside its worker's own work and answers by a pull.
 //
 // Pure; any thread.
 #pragma once
@@ -32,7 +35,7 @@
 namespace pipedream {
 
 struct SimulatedRun {
-  Timeline timeline;                // as the lists
+  Timeline timeline;                // by worker, in the order of its list
   std::vector<Transfer> transfers;  // in the order in which they were sent
 };
 

@@ -9,7 +9,8 @@
 namespace pipedream {
 
 inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;  // of what is not a larger tensor
-// Where shares differ: a spare's link has nothing to send until its first chunk has come from all replicas.
+// The limit if shares differ: a spare's link has nothing to send until its first chunk has come from all
+// replicas.
 inline constexpr std::size_t kSpareChunkBytesMax = std::size_t{1} << 20;
 // Slots of a spare for the chunks that one replica pushes there: some come while one is used.
 inline constexpr std::int64_t kNumSpareSlots = 4;
