@@ -105,9 +105,11 @@ void Network::carry(double& free_ms, double now_ms) {
     one.left_ms = one.item->lane->transfer_ms - taken_ms;
     free_ms = early_ms + taken_ms;
   }
-  std::ranges::stable_sort(in_order_, [&](std::size_t one, std::size_t other) {
-    return sent_[one].left_ms < sent_[other].left_ms;
-  });
+  if (sent_.size() > 1) {  // which takes memory for even one
+    std::ranges::stable_sort(in_order_, [&](std::size_t one, std::size_t other) {
+      return sent_[one].left_ms < sent_[other].left_ms;
+    });
+  }
   double carried_ms = 0;
   auto sharing = static_cast<double>(sent_.size());
   for (const std::size_t index : in_order_) {

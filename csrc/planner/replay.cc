@@ -25,8 +25,7 @@ using Places = std::map<StageReplica, std::size_t>;  // the worker of every repl
 // An instruction, with all that is known of it before the replay.
 struct Step {
   Opcode opcode = Opcode::kForward;
-  std::uint32_t lane = 0;    // of SEND and RECV
-  std::uint32_t waking = 0;  // of work: which of the worker's
+  std::uint32_t index = 0;  // of SEND and RECV their lane; of work which of the worker's wakings
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   double work_ms = 0;
@@ -189,14 +188,14 @@ class Replay {
     worker.steps.reserve(program.size());
     worker.done.reserve(program.size());
     for (const Instruction& made : program) {
-      Step step{made.opcode, 0, 0, made.minibatch, made.microbatch, 0};
+      Step step{made.opcode, 0, made.minibatch, made.microbatch, 0};
       if (travels(made.opcode)) {
-        step.lane = lane_of(made.edge);
-        if (made.opcode == Opcode::kRecv) lanes_[step.lane].is_received = true;
+        step.index = lane_of(made.edge);
+        if (made.opcode == Opcode::kRecv) lanes_[step.index].is_received = true;
       } else {
         step.work_ms = work_ms_of(made, stage_at(made.stage));
         if (step.work_ms > 0) step.work_ms *= draw(worker, index, made.opcode);
-        step.waking = waking_of(worker, made);
+        if (!timing_.waking_after_ms.empty()) step.index = waking_of(worker, made);
       }
       worker.steps.push_back(step);
     }
@@ -351,7 +350,7 @@ class Replay {
           if (std::exchange(item.lane->is_awaited, false)) ready.push_back(item.lane->receiver);
         }
       } else if (step.opcode == Opcode::kRecv) {
-        Lane& lane = lanes_[step.lane];
+        Lane& lane = lanes_[step.index];
         if (!lane.has_next()) {
           lane.is_awaited = true;
           return;
@@ -387,7 +386,7 @@ class Replay {
       if (step.opcode == Opcode::kSend) {
         send(worker, now_ms);
       } else if (step.opcode == Opcode::kRecv) {
-        Lane& lane = lanes_[step.lane];
+        Lane& lane = lanes_[step.index];
         if (!lane.has_next() || lane.next_ms() > now_ms) break;
         receive(worker, lane, now_ms);
       } else {
@@ -407,7 +406,7 @@ class Replay {
       passing_ms = std::min(passing_ms, *workers_[index].left_ms / speed);
     for (const Worker& worker : workers_) {
       if (worker.left_ms || worker.is_done()) continue;
-      const Lane& lane = lanes_[worker.next().lane];  // for which it waits
+      const Lane& lane = lanes_[worker.next().index];  // for which it waits
       if (lane.has_next()) passing_ms = std::min(passing_ms, lane.next_ms() - now_ms);
     }
     if (passing_ms == std::numeric_limits<double>::infinity()) return false;
@@ -441,7 +440,7 @@ class Replay {
   // How long an item takes that begins now; to be asked once of each.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
-    Waking& waking = worker.wakings[step.waking];
+    Waking& waking = worker.wakings[step.index];
     const double since_ms = worker.waited_ms - waking.waited_then_ms.value_or(worker.waited_ms);
     waking.waited_then_ms = worker.waited_ms;
     double waking_ms = 0;
@@ -456,7 +455,7 @@ class Replay {
   void receive(Worker& worker, Lane& lane, double at_ms) {
     const Step* const before = worker.done.empty() ? nullptr : &worker.steps[worker.done.size() - 1];
     const bool has_lane = before != nullptr && travels(before->opcode);
-    network_.receive(lane, has_lane ? &lanes_[before->lane] : nullptr, worker.now_ms());
+    network_.receive(lane, has_lane ? &lanes_[before->index] : nullptr, worker.now_ms());
     worker.waited_ms += at_ms - worker.now_ms();
     worker.finish(at_ms, at_ms);
   }
@@ -466,7 +465,7 @@ class Replay {
     sending_.clear();
     do {
       const Step& step = worker.next();
-      sending_.push_back({&lanes_[step.lane], step.minibatch, step.microbatch});
+      sending_.push_back({&lanes_[step.index], step.minibatch, step.microbatch});
       worker.finish(now_ms, now_ms);
     } while (timing_.one_link && !worker.is_done() && worker.next().opcode == Opcode::kSend);
     network_.send(sending_, now_ms);
@@ -489,7 +488,7 @@ class Replay {
       const Worker& worker = workers_[index];
       if (worker.is_done()) continue;
       const Step& step = worker.next();
-      const Lane& lane = lanes_[step.lane];
+      const Lane& lane = lanes_[step.index];
       waits += (waits.empty() ? "worker " : "; worker ") + std::to_string(index) + " at position " +
                std::to_string(worker.done.size()) + " (" + opcode_name(step.opcode) + " " +
                to_string(lane.edge) + " minibatch " + std::to_string(step.minibatch.value()) +

@@ -7,7 +7,9 @@ needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,13 +125,26 @@ def simulate(
     else:
         boundaries = [times.durations() for times in transfer_ms]
     how = _conditions(host, spread, waking, one_link) | {"minibatches_per_body": minibatches_per_body}
-    rows, transfers, figures = _core.simulate(programs, durations, boundaries, **how)
-    timeline = (
-        tuple(map(TimedInstruction, program, begins_ms, ends_ms))
-        for program, (begins_ms, ends_ms) in zip(programs, rows, strict=True)
-    )
-    transfers.sort(key=lambda transfer: transfer[-2])
-    return Simulation(tuple(timeline), tuple(map(Transfer._make, transfers)), *figures)
+    with _collector_paused():
+        rows, transfers, figures = _core.simulate(programs, durations, boundaries, **how)
+        timeline = tuple(
+            tuple(map(TimedInstruction, program, begins_ms, ends_ms))
+            for program, (begins_ms, ends_ms) in zip(programs, rows, strict=True)
+        )
+        transfers.sort(key=lambda transfer: transfer[-2])
+        return Simulation(timeline, tuple(map(Transfer._make, transfers)), *figures)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """The tuples of a timeline are in no circle, and the collector would go through them time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Sequence
@@ -276,6 +277,20 @@ def test_lists_and_figures_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(lists(*programs), **({"stage_times": StageTimes(1, 1)} | options))
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        simulate(lists("0F0 0B0"), StageTimes(1, 1))
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(ValueError, match="twice"):
+            simulate(lists("0F0 0F0"), StageTimes(1, 1))
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 @pytest.mark.parametrize("field", ["forward_ms", "backward_ms", "update_ms", "recompute_ms"])
