@@ -31,6 +31,9 @@ from pipedream.stage.weights import StageWeights
 
 __all__ = ["EndOfData", "Received", "ReplicaChannels", "ShardClient", "own_piece", "received_of"]
 
+_Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
+"""Gradients' storages that have been pushed, with their bytes, by the id of the reference."""
+
 
 @dataclass(frozen=True)
 class EndOfData:
@@ -103,7 +106,8 @@ class ShardClient(StageGradients):
         self._own: dict[int, list[Tensor | None]] = {}
         """By round, this replica's gradients by parameter, flat: from its push to its update."""
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
-        self._left_late_bytes = 0
+        self._late: _Leaving = {}
+        """As the round's last backward began: to push is also to let go of what has left."""
         self._num_rounds_waiting = num_rounds_kept - 1
         self._has_pushed = False  # since it was last known what has left
         self.before_sending: Callable[[Tensor | None], None] | None = None
@@ -165,7 +169,7 @@ class ShardClient(StageGradients):
         self._loss_scale = loss_scale
         num_minibatches = self._core.num_minibatches()
         if self._pushes_early and self._rounds.is_over_after(self._replica, minibatch, num_minibatches):
-            self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
+            self._late = self._leaving()
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
     def push(self, other: int, minibatch: int, own_slot: int) -> None:
@@ -183,7 +187,7 @@ class ShardClient(StageGradients):
         self._pushes.send_rest(other, own, self._num_own(round_index))
         if other == self._others[-1]:
             self._pushes.finish()
-            self._left_late_bytes = 0
+            self._late = {}
             self._has_pushed = True
             self._num_pushed = round_index + 1
             self.tell_end()
@@ -222,13 +226,14 @@ class ShardClient(StageGradients):
             send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
     def num_bytes(self, own_slot: int) -> int:
-        """Those too that have been pushed and not left, or had not when the backward began that measures."""
+        """With what has been pushed and not left, or had not when the backward began that measures: that may
+        have been there beside all that this one pushes."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
-        return super().num_bytes(own_slot) + left_bytes + max(self._leaving_bytes(), self._left_late_bytes)
+        pushed = self._late | self._leaving()
+        return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
 
-    def _leaving_bytes(self) -> int:
-        held = {id(storage): storage.nbytes() for ref in self._pushed if (storage := ref()) is not None}
-        return sum(held.values())
+    def _leaving(self) -> _Leaving:
+        return {id(ref): (ref, storage.nbytes()) for ref in self._pushed if (storage := ref()) is not None}
 
     def _num_own(self, round_index: int) -> int:
         return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())

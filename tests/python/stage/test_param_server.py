@@ -449,6 +449,19 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
     assert len(links.waits) == len(replica.others)
 
 
+def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
+    """Else memory that was there with all of the round's gradients counts as none of theirs."""
+    server = _Replica(ReplicaLinks(), 0, 2).server
+    before = server.num_bytes(0)
+    late: torch.Tensor | None = torch.empty(100, dtype=torch.uint8)
+    server._note_pushed([late])
+    server.begin_last_backward(0, 1.0)
+    late = None
+    pushed = torch.empty(30, dtype=torch.uint8)
+    server._note_pushed([pushed])
+    assert server.num_bytes(0) == before + 100 + 30
+
+
 @pytest.mark.parametrize("slow", [(), (1,), (2,), (1, 2)])
 @pytest.mark.parametrize("num_spares", [0, 1])
 def test_where_there_are_spares_a_version_leaves_after_what_is_pushed_there(
