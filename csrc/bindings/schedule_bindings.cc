@@ -14,6 +14,7 @@
 #include "base/failure.h"
 #include "bindings/bindings.h"
 #include "schedule/listed_program.h"
+#include "schedule/schedule_rules.h"
 #include "schedule/transfers.h"
 #include "schedule/validator.h"
 
@@ -294,25 +295,9 @@ void bind_listed_program(py::module_& module) {
       .def_property_readonly("minibatches_per_body", &ListedProgram::minibatches_per_body)
       .def_property_readonly("num_minibatches_listed", &ListedProgram::num_minibatches_listed,
                              "Later ones repeat the last of them.")
-      .def_property_readonly("versions_kept",
-                             [](const ListedProgram& program) {
-                               std::vector<std::int64_t> kept;
-                               for (StageIndex stage; stage.value() < program.num_stages();
-                                    stage = stage.next()) {
-                                 kept.push_back(program.num_versions_kept(stage));
-                               }
-                               return kept;
-                             })
-      .def_property_readonly(
-          "in_flight",
-          [](const ListedProgram& program) {
-            std::vector<std::int64_t> in_flight;
-            for (StageIndex stage; stage.value() < program.num_stages(); stage = stage.next()) {
-              in_flight.push_back(program.num_in_flight(stage));
-            }
-            return in_flight;
-          },
-          "Per stage: the most microbatches that are forwarded and not yet backwarded.")
+      .def_property_readonly("versions_kept", &ListedProgram::versions_kept)
+      .def_property_readonly("in_flight", &ListedProgram::in_flight,
+                             "Per stage: the most microbatches that are forwarded and not yet backwarded.")
       .def(
           "__eq__", [](const ListedProgram& program, const ListedProgram& other) { return program == other; },
           py::is_operator());
@@ -330,7 +315,7 @@ void bind_options(py::module_& module) {
                        std::shared_ptr<ListedProgram> program) {
              ScheduleOptions options{schedule, std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
-             if (schedule == "naive") options.schedule = "unstashed";  // its name before
+             if (const ScheduleRules* const rules = find_rules(schedule)) options.schedule = rules->name;
              for (const auto& [owner, user] : ties) {
                options.ties.push_back({StageIndex(owner), StageIndex(user)});
              }

@@ -41,13 +41,6 @@ std::vector<Value> each_of(OneOrEach<Value> given, std::size_t count) {
   return std::vector<Value>(count, std::get<Value>(given));
 }
 
-std::optional<Opcode> find_opcode(const std::string& name) {
-  for (const Opcode opcode : {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward, Opcode::kUpdate}) {
-    if (name == opcode_name(opcode)) return opcode;
-  }
-  return std::nullopt;
-}
-
 Timing make_timing(std::vector<StageDurations> stages, std::vector<BoundaryDurations> boundaries,
                    const Host& host, Figures waking_after_ms, bool one_link, const Factors& factors,
                    Shuffled shuffled) {

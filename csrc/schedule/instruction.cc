@@ -21,9 +21,7 @@ class Reader {
 
   Opcode read_opcode() {
     const std::string_view word = next_word();
-    for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
-      if (word == kOpcodeTraits.at(opcode).name) return static_cast<Opcode>(opcode);
-    }
+    if (const auto opcode = find_opcode(word)) return *opcode;
     fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND or RECV is expected");
   }
 
@@ -94,6 +92,13 @@ class Reader {
 };
 
 }  // namespace
+
+std::optional<Opcode> find_opcode(std::string_view name) {
+  for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+    if (name == kOpcodeTraits.at(opcode).name) return static_cast<Opcode>(opcode);
+  }
+  return std::nullopt;
+}
 
 namespace {
 

@@ -47,6 +47,7 @@ inline constexpr std::array<OpcodeTraits, 6> kOpcodeTraits = {{
 [[nodiscard]] constexpr const OpcodeTraits& traits_of(Opcode opcode) {
   return kOpcodeTraits.at(static_cast<std::size_t>(opcode));
 }
+[[nodiscard]] std::optional<Opcode> find_opcode(std::string_view name);
 [[nodiscard]] constexpr const char* opcode_name(Opcode opcode) { return traits_of(opcode).name; }
 [[nodiscard]] constexpr bool travels(Opcode opcode) { return traits_of(opcode).travels; }
 

@@ -35,10 +35,6 @@ std::string body_title(std::int64_t minibatches) {
   return "body every " + in_number(minibatches, "minibatch");
 }
 
-std::int64_t count(const std::vector<Instruction>& list, Opcode opcode) {
-  return std::ranges::count(list, opcode, &Instruction::opcode);
-}
-
 Instruction later_by(Instruction instruction, std::int64_t minibatches) {
   instruction.minibatch = MinibatchId(instruction.minibatch.value() + minibatches);
   instruction.version = WeightVersion(instruction.version.value() + minibatches);
@@ -77,19 +73,17 @@ class Parser {
     if (line == "warm-up") return begin(Section::kWarmUp, line);
     if (line == "cool-down") return begin(Section::kCoolDown, line);
     if (line.starts_with("body")) return begin_body(line);
-    list(line).push_back(parse_instruction(line));
-    Worker& worker = workers_.back();
-    if (worker.section != Section::kCoolDown) worker.lists.lines.push_back(number);
+    add(line, number);
   }
 
   [[nodiscard]] ListedProgram made() const {
-    std::vector<ListedProgram::Lists> lists;
+    std::vector<ListedProgram::List> lists;
     for (const Worker& worker : workers_) {
       if (worker.section < Section::kBody) {
         throw UserError("worker " + std::to_string(lists.size()) +
                         " has no body; write \"body every 1 minibatch\" above the part that repeats");
       }
-      lists.push_back(worker.lists);
+      lists.push_back(worker.list);
     }
     return {std::move(lists), minibatches_per_body_.value_or(1)};
   }
@@ -103,7 +97,7 @@ class Parser {
   enum class Section { kNone, kWarmUp, kBody, kCoolDown };
   struct Worker {
     Section section = Section::kNone;
-    ListedProgram::Lists lists;
+    ListedProgram::List list;
     std::vector<Instruction> cool_down;
   };
 
@@ -140,22 +134,18 @@ class Parser {
     minibatches_per_body_ = minibatches;
   }
 
-  std::vector<Instruction>& list(std::string_view line) {
-    Worker& worker = workers_.back();
-    switch (worker.section) {
-      case Section::kNone:
-        throw UserError(
-            "\"" + std::string(line) +
-            "\" stands above the worker's first section; write \"warm-up\" or \"body every 1 "
-            "minibatch\" above (lists of a whole run, which trace prints with --minibatches, have none)");
-      case Section::kWarmUp:
-        return worker.lists.warm_up;
-      case Section::kBody:
-        return worker.lists.body;
-      case Section::kCoolDown:
-        return worker.cool_down;
+  void add(std::string_view line, std::int64_t number) {
+    auto& [section, list, cool_down] = workers_.back();
+    if (section == Section::kNone) {
+      throw UserError(
+          "\"" + std::string(line) +
+          "\" stands above the worker's first section; write \"warm-up\" or \"body every 1 "
+          "minibatch\" above (lists of a whole run, which trace prints with --minibatches, have none)");
     }
-    PD_CHECK(false, "section " << static_cast<int>(worker.section));
+    if (section == Section::kCoolDown) return cool_down.push_back(parse_instruction(line));
+    list.instructions.push_back(parse_instruction(line));
+    list.lines.push_back(number);
+    if (section == Section::kWarmUp) ++list.num_warm_up;
   }
 
   std::vector<Worker> workers_;
@@ -168,10 +158,7 @@ ScheduleOptions options_of(const ListedProgram& not_owned) {
   options.schedule = kListedSchedule;
   options.program = std::shared_ptr<const ListedProgram>(std::shared_ptr<void>(), &not_owned);
   options.num_microbatches = not_owned.num_microbatches();
-  options.in_flight.clear();
-  for (StageIndex stage; stage.value() < not_owned.num_stages(); stage = stage.next()) {
-    options.in_flight.push_back(not_owned.num_in_flight(stage));
-  }
+  options.in_flight = not_owned.in_flight();
   return options;
 }
 
@@ -188,13 +175,11 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
 
 }  // namespace
 
-ListedProgram::ListedProgram(std::vector<Lists> workers, std::int64_t minibatches_per_body)
+ListedProgram::ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body)
     : workers_(std::move(workers)), minibatches_per_body_(minibatches_per_body) {
-  for (const Lists& lists : workers_) {
-    for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
-      for (const Instruction& instruction : *list) {
-        num_microbatches_ = std::max(num_microbatches_, instruction.microbatch.value() + 1);
-      }
+  for (const List& list : workers_) {
+    for (const Instruction& instruction : list.instructions) {
+      num_microbatches_ = std::max(num_microbatches_, instruction.microbatch.value() + 1);
     }
   }
   check_lists();
@@ -236,70 +221,76 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
   options.first_minibatch = MinibatchId(0);
   const std::int64_t per_body = 2 * options.num_microbatches + 1;
   const std::int64_t num_bodies = 6 + 2 * in_flight_max / options.num_microbatches;
-  std::vector<Lists> workers;
+  std::vector<List> workers;
   for (Rank rank; rank.value() < count_workers(options); rank = rank.next()) {
-    const std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * per_body);
+    std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * per_body);
     // It repeats from behind the last instruction that the one a body later does not repeat. A body ends with
     // an update.
     std::int64_t begin = (num_bodies - 1) * per_body;
     while (begin > 0 && list[begin - 1 + per_body] == later_by(list[begin - 1], 1)) --begin;
     while (begin > 0 && list[begin - 1].opcode != Opcode::kUpdate) ++begin;
     PD_CHECK(begin <= (num_bodies - 1) * per_body, to_string(list[begin]));
-    const auto body = list.begin() + begin;
-    workers.push_back({{list.begin(), body}, {body, body + per_body}});
+    list.resize(begin + per_body);
+    workers.push_back({std::move(list), static_cast<std::size_t>(begin)});
   }
   return {std::move(workers), 1};
 }
 
 std::string ListedProgram::to_text() const {
   std::ostringstream text;
-  const auto print = [&](const char* indent, const std::vector<Instruction>& list) {
-    for (const Instruction& instruction : list) text << indent << to_string(instruction) << '\n';
-  };
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
-    const Lists& lists = lists_of(rank);
+    const List& list = list_of(rank);
     const Facts& facts = facts_.at(static_cast<std::size_t>(rank.value()));
     text << name_of(rank) << "  # keeps " << in_number(facts.num_versions_kept, "version")
          << "; backwards read " << (facts.stashes ? "what their forwards have read" : "the newest") << '\n';
-    if (!lists.warm_up.empty()) text << "warm-up\n";
-    print("", lists.warm_up);
-    text << body_title(minibatches_per_body_) << '\n';
-    print("", lists.body);
+    if (list.num_warm_up > 0) text << "warm-up\n";
+    for (std::size_t position = 0; position < list.instructions.size(); ++position) {
+      if (position == list.num_warm_up) text << body_title(minibatches_per_body_) << '\n';
+      text << to_string(list.instructions[position]) << '\n';
+    }
     const std::vector<Instruction> left = cool_down(rank);
     if (left.empty()) continue;
     text << "# cool-down, where a run has " << in_number(minibatches_of_one_body(rank), "minibatch") << '\n';
-    print("#   ", left);
+    for (const Instruction& instruction : left) text << "#   " << to_string(instruction) << '\n';
   }
   return text.str();
 }
 
-Instruction ListedProgram::at(Rank rank, std::int64_t position) const {
-  const Lists& lists = lists_of(rank);
-  const auto warm_up = static_cast<std::int64_t>(lists.warm_up.size());
-  if (position < warm_up) return lists.warm_up[static_cast<std::size_t>(position)];
-  const auto length = static_cast<std::int64_t>(lists.body.size());
-  const Instruction& listed = lists.body[static_cast<std::size_t>((position - warm_up) % length)];
-  return later_by(listed, (position - warm_up) / length * minibatches_per_body_);
+std::vector<std::int64_t> ListedProgram::of_stages(std::int64_t Facts::*fact) const {
+  std::vector<std::int64_t> values;
+  for (const Facts& facts : facts_) values.push_back(facts.*fact);
+  return values;
 }
 
-ListedProgram::Section ListedProgram::section_of(const Instruction& instruction,
-                                                 std::optional<std::int64_t> num_minibatches) const {
+Instruction ListedProgram::at(Rank rank, std::int64_t position) const {
+  const List& list = list_of(rank);
+  const std::int64_t bodies = num_bodies_before(rank, position);
+  const auto listed = static_cast<std::size_t>(position - bodies * list.body_length());
+  return later_by(list.instructions[listed], bodies * minibatches_per_body_);
+}
+
+std::int64_t ListedProgram::num_bodies_before(Rank rank, std::int64_t position) const {
+  const List& list = list_of(rank);
+  const auto warm_up = static_cast<std::int64_t>(list.num_warm_up);
+  return position < warm_up ? 0 : (position - warm_up) / list.body_length();
+}
+
+Phase ListedProgram::phase_of(const Instruction& instruction,
+                              std::optional<std::int64_t> num_minibatches) const {
   // A RECOMPUTE, which lists do not have, stands beside its BACKWARD.
   const Opcode opcode = instruction.opcode == Opcode::kRecompute ? Opcode::kBackward : instruction.opcode;
-  const auto is_alike = [&](const Instruction& listed) {
-    return listed.opcode == opcode && listed.microbatch == instruction.microbatch;
-  };
   const Rank rank = worker_of(instruction.stage);
-  const Lists& lists = lists_of(rank);
-  const bool is_in_warm_up = std::ranges::any_of(lists.warm_up, [&](const Instruction& listed) {
-    return is_alike(listed) && listed.minibatch == instruction.minibatch;
-  });
-  if (is_in_warm_up) return Section::kWarmUp;
-  if (!num_minibatches) return Section::kBody;
-  for (const Instruction& listed : lists.body) {
+  const List& list = list_of(rank);
+  for (std::size_t position = 0; position < list.instructions.size(); ++position) {
+    const Instruction& listed = list.instructions[position];
     const std::int64_t later = instruction.minibatch.value() - listed.minibatch.value();
-    if (!is_alike(listed) || later % minibatches_per_body_ != 0) continue;
-    return minibatches_of_one_body(rank) + later <= *num_minibatches ? Section::kBody : Section::kCoolDown;
+    if (listed.opcode != opcode || listed.microbatch != instruction.microbatch) continue;
+    if (position < list.num_warm_up) {
+      if (later == 0) return Phase::kWarmUp;
+    } else if (later % minibatches_per_body_ == 0) {
+      const bool is_whole = !num_minibatches || minibatches_of_one_body(rank) + later <= *num_minibatches;
+      return is_whole ? Phase::kSteady : Phase::kCoolDown;
+    }
   }
   PD_CHECK(false, to_string(instruction));
 }
@@ -308,24 +299,22 @@ ListedProgram::Section ListedProgram::section_of(const Instruction& instruction,
 void ListedProgram::check_lists() const {
   if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
   std::size_t num_instructions = 0;
-  for (const Lists& lists : workers_) num_instructions += lists.warm_up.size() + lists.body.size();
+  for (const List& list : workers_) num_instructions += list.instructions.size();
   if (num_instructions > kListedInstructionsMax) {
     throw UserError("the program has " + std::to_string(num_instructions) + " instructions; it may have " +
                     std::to_string(kListedInstructionsMax) + ": let a shorter body repeat");
   }
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
-    const Lists& lists = lists_of(rank);
-    const auto length = static_cast<std::int64_t>(lists.warm_up.size() + lists.body.size());
-    for (std::int64_t position = 0; position < length; ++position) {
-      if (const std::string fault = fault_of(at(rank, position), rank); !fault.empty()) {
-        refuse(rank, position, fault);
-      }
+    const std::vector<Instruction>& instructions = list_of(rank).instructions;
+    for (std::size_t position = 0; position < instructions.size(); ++position) {
+      const std::string fault = fault_of(instructions[position], rank);
+      if (!fault.empty()) refuse(rank, static_cast<std::int64_t>(position), fault);
     }
     check_order(rank);
     for (const Opcode opcode : {Opcode::kForward, Opcode::kBackward, Opcode::kUpdate}) {
       const std::int64_t due =
           opcode == Opcode::kUpdate ? minibatches_per_body_ : minibatches_per_body_ * num_microbatches_;
-      const std::int64_t listed = count(lists.body, opcode);
+      const std::int64_t listed = std::ranges::count(list_of(rank).body(), opcode, &Instruction::opcode);
       if (listed == due) continue;
       throw UserError(name_of(rank) + ": the body has " + in_number(listed, opcode_name(opcode)) + ", and " +
                       in_number(minibatches_per_body_, "minibatch") + " of " +
@@ -337,16 +326,15 @@ void ListedProgram::check_lists() const {
 
 void ListedProgram::check_order(Rank rank) const {
   std::array<std::int64_t, kOpcodeTraits.size()> num_listed{};
-  const Lists& lists = lists_of(rank);
-  const auto length = static_cast<std::int64_t>(lists.warm_up.size() + lists.body.size());
-  for (std::int64_t position = 0; position < length; ++position) {
-    const Instruction instruction = at(rank, position);
+  const std::vector<Instruction>& instructions = list_of(rank).instructions;
+  for (std::size_t position = 0; position < instructions.size(); ++position) {
+    const Instruction& instruction = instructions[position];
     const std::int64_t per_minibatch = traits_of(instruction.opcode).is_of_microbatch ? num_microbatches_ : 1;
     const std::int64_t due = num_listed.at(static_cast<std::size_t>(instruction.opcode))++;
     const std::int64_t number =
         instruction.minibatch.value() * per_minibatch + instruction.microbatch.value();
     if (number == due) continue;
-    refuse(rank, position,
+    refuse(rank, static_cast<std::int64_t>(position),
            std::string(opcode_name(instruction.opcode)) + "s go in order; the next is of minibatch " +
                std::to_string(due / per_minibatch) +
                (per_minibatch == 1 ? "" : " microbatch " + std::to_string(due % per_minibatch)));
@@ -372,9 +360,7 @@ void ListedProgram::refuse_run(const std::string& error) const {
   for (Rank rank; rank.value() < num_stages(); rank = rank.next()) {
     const std::string worker = name_of(rank) + ", position ";
     if (!error.starts_with(worker)) continue;
-    const Lists& lists = lists_of(rank);
-    const auto length = static_cast<std::int64_t>(lists.warm_up.size() + 4 * lists.body.size());
-    for (std::int64_t position = 0; position < length; ++position) {
+    for (std::int64_t position = 0; position < list_of(rank).length(4); ++position) {
       const std::string named = ", " + to_string(at(rank, position)) + ": ";
       const std::size_t found = error.find(named);
       if (found != std::string::npos) refuse(rank, position, error.substr(found + named.size()));
@@ -383,15 +369,13 @@ void ListedProgram::refuse_run(const std::string& error) const {
   throw UserError(error);
 }
 
-// "line 13, the body's 2nd time: BACKWARD stage 0 ... reads version 1: " and why.
+// "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and why.
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
-  const Lists& lists = lists_of(rank);
-  const auto warm_up = static_cast<std::int64_t>(lists.warm_up.size());
-  const auto body = static_cast<std::int64_t>(lists.body.size());
-  const std::int64_t bodies = position < warm_up ? 0 : (position - warm_up) / body;
-  const auto listed = static_cast<std::size_t>(position - bodies * body);
+  const List& list = list_of(rank);
+  const std::int64_t bodies = num_bodies_before(rank, position);
+  const auto listed = static_cast<std::size_t>(position - bodies * list.body_length());
   const std::string place =
-      lists.lines.empty() ? name_of(rank) : "line " + std::to_string(lists.lines.at(listed));
+      list.lines.empty() ? name_of(rank) : "line " + std::to_string(list.lines.at(listed));
   throw UserError(place + (bodies == 0 ? "" : ", time " + std::to_string(bodies + 1) + " of the body") +
                   ": " + to_string(at(rank, position)) + ": " + why);
 }
@@ -406,11 +390,9 @@ ListedProgram::Facts ListedProgram::count_facts(Rank rank) const {
     if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) facts.stashes = false;
   }
   // Over two bodies: the second is as all after it.
-  const Lists& lists = lists_of(rank);
   std::int64_t num_forwarded = 0;
   std::int64_t num_backwarded = 0;
-  const auto length = static_cast<std::int64_t>(lists.warm_up.size() + 2 * lists.body.size());
-  for (std::int64_t position = 0; position < length; ++position) {
+  for (std::int64_t position = 0; position < list_of(rank).length(2); ++position) {
     const Instruction instruction = at(rank, position);
     if (instruction.opcode == Opcode::kForward) ++num_forwarded;
     if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
@@ -427,11 +409,8 @@ ListedReads ListedProgram::reads_by(Rank rank, Opcode opcode) const {
   ListedReads reads;
   reads.numbers_per_body = minibatches_per_body_ * num_microbatches_;
   reads.minibatches_per_body = minibatches_per_body_;
-  const Lists& lists = lists_of(rank);
-  for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
-    for (const Instruction& instruction : *list) {
-      if (instruction.opcode == opcode) reads.versions.push_back(instruction.version.value());
-    }
+  for (const Instruction& instruction : list_of(rank).instructions) {
+    if (instruction.opcode == opcode) reads.versions.push_back(instruction.version.value());
   }
   // The bodies after the first read versions that are newer by as much.
   std::int64_t oldest =
@@ -445,12 +424,9 @@ ListedReads ListedProgram::reads_by(Rank rank, Opcode opcode) const {
 }
 
 std::int64_t ListedProgram::minibatches_of_one_body(Rank rank) const {
-  const Lists& lists = lists_of(rank);
   std::int64_t minibatches = 0;
-  for (const std::vector<Instruction>* list : {&lists.warm_up, &lists.body}) {
-    for (const Instruction& instruction : *list) {
-      minibatches = std::max(minibatches, instruction.minibatch.value() + 1);
-    }
+  for (const Instruction& instruction : list_of(rank).instructions) {
+    minibatches = std::max(minibatches, instruction.minibatch.value() + 1);
   }
   return minibatches;
 }
@@ -466,8 +442,7 @@ std::int64_t ListedProgram::num_minibatches_listed() const {
 std::vector<Instruction> ListedProgram::cool_down(Rank rank) const {
   const std::vector<Instruction> whole =
       make_compute_program(options_of(*this), rank, minibatches_of_one_body(rank));
-  const Lists& lists = lists_of(rank);
-  return {whole.begin() + static_cast<std::ptrdiff_t>(lists.warm_up.size() + lists.body.size()), whole.end()};
+  return {whole.begin() + list_of(rank).length(1), whole.end()};
 }
 
 }  // namespace pipedream

@@ -26,33 +26,43 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/ids.h"
 #include "schedule/instruction.h"
+#include "schedule/program.h"
 #include "schedule/rounds.h"
 
 namespace pipedream {
 
-struct ScheduleOptions;
-
 class ListedProgram {
  public:
-  struct Lists {
-    std::vector<Instruction> warm_up;
-    std::vector<Instruction> body;
-    std::vector<std::int64_t> lines{};  // of a text, where they come from one; the warm-up's first
+  // A worker's list.
+  struct List {
+    std::vector<Instruction> instructions;  // the warm-up's, then the body's
+    std::size_t num_warm_up = 0;
+    std::vector<std::int64_t> lines{};  // of a text, where they come from one
 
-    friend bool operator==(const Lists& one, const Lists& other) {
-      return one.warm_up == other.warm_up && one.body == other.body;
+    [[nodiscard]] std::span<const Instruction> body() const {
+      return std::span(instructions).subspan(num_warm_up);
+    }
+    [[nodiscard]] std::int64_t body_length() const { return static_cast<std::int64_t>(body().size()); }
+    // With so many bodies behind the warm-up.
+    [[nodiscard]] std::int64_t length(std::int64_t num_bodies) const {
+      return static_cast<std::int64_t>(num_warm_up) + num_bodies * body_length();
+    }
+
+    friend bool operator==(const List& one, const List& other) {
+      return one.num_warm_up == other.num_warm_up && one.instructions == other.instructions;
     }
   };
 
   // Throws UserError, one line, for a list that is not in order or not whole, and for one that the validator
   // (validator.h) does not accept.
-  ListedProgram(std::vector<Lists> workers, std::int64_t minibatches_per_body);
+  ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
   // Throws UserError naming the line, or as above. '#' starts a comment, empty lines are skipped.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
   // The lists of a schedule. Throws UserError for options with replicas, several stages at a worker, or ties.
@@ -70,16 +80,20 @@ class ListedProgram {
 
   // A place in a worker's list, which has no end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
-  // The section that has the instruction in a run of so many minibatches, or in one without an end.
-  enum class Section { kWarmUp, kBody, kCoolDown };
-  [[nodiscard]] Section section_of(const Instruction& instruction,
-                                   std::optional<std::int64_t> num_minibatches) const;
+  // As phase_of() has it (program.h), in a run from minibatch 0 on.
+  [[nodiscard]] Phase phase_of(const Instruction& instruction,
+                               std::optional<std::int64_t> num_minibatches) const;
 
   // By stage: the most microbatches that are forwarded and not yet backwarded, the versions that are kept,
   // and whether every backward reads what its forward has read.
   [[nodiscard]] std::int64_t num_in_flight(StageIndex stage) const { return facts_of(stage).num_in_flight; }
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
     return facts_of(stage).num_versions_kept;
+  }
+  // Those of every stage.
+  [[nodiscard]] std::vector<std::int64_t> in_flight() const { return of_stages(&Facts::num_in_flight); }
+  [[nodiscard]] std::vector<std::int64_t> versions_kept() const {
+    return of_stages(&Facts::num_versions_kept);
   }
   [[nodiscard]] bool stashes(StageIndex stage) const { return facts_of(stage).stashes; }
   [[nodiscard]] const ListedReads& forward_reads(StageIndex stage) const { return facts_of(stage).forwards; }
@@ -100,6 +114,9 @@ class ListedProgram {
     ListedReads backwards;
   };
 
+  [[nodiscard]] std::vector<std::int64_t> of_stages(std::int64_t Facts::*fact) const;
+  // 0 in the warm-up.
+  [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
   void check_lists() const;
   void check_order(Rank rank) const;
   void check_run() const;
@@ -113,11 +130,11 @@ class ListedProgram {
   [[nodiscard]] const Facts& facts_of(StageIndex stage) const {
     return facts_[static_cast<std::size_t>(stage.value())];
   }
-  [[nodiscard]] const Lists& lists_of(Rank rank) const {
+  [[nodiscard]] const List& list_of(Rank rank) const {
     return workers_[static_cast<std::size_t>(rank.value())];
   }
 
-  std::vector<Lists> workers_;
+  std::vector<List> workers_;
   std::int64_t minibatches_per_body_;
   std::int64_t num_microbatches_ = 1;
   std::vector<Facts> facts_;  // by stage, which is its worker

@@ -151,15 +151,7 @@ Phase listed_phase_of(const ScheduleOptions& options, Instruction instruction,
   const std::int64_t first = options.first_minibatch.value();
   instruction.minibatch = MinibatchId(instruction.minibatch.value() - first);
   if (num_minibatches) *num_minibatches -= first;
-  switch (options.program->section_of(instruction, num_minibatches)) {
-    case ListedProgram::Section::kWarmUp:
-      return Phase::kWarmUp;
-    case ListedProgram::Section::kBody:
-      return Phase::kSteady;
-    case ListedProgram::Section::kCoolDown:
-      return Phase::kCoolDown;
-  }
-  PD_CHECK(false, to_string(instruction));
+  return options.program->phase_of(instruction, num_minibatches);
 }
 
 // The most of one stage among what the worker's window holds.
@@ -465,8 +457,8 @@ void ComputeCursor::advance_listed() {
 
 // Bounded: the updates of all minibatches that there are come before the list is over.
 void ComputeCursor::pass_over_absent_of_list() {
-  for (auto next = listed(); num_minibatches_ && next && next->minibatch.value() >= *num_minibatches_;
-       next = listed()) {
+  if (!num_minibatches_) return;
+  for (auto next = listed(); next && next->minibatch.value() >= *num_minibatches_; next = listed()) {
     ++position_;
   }
 }

@@ -66,10 +66,7 @@ ScheduleOptions options_of(const std::shared_ptr<const ListedProgram>& program) 
   options.schedule = kListedSchedule;
   options.program = program;
   options.num_microbatches = program->num_microbatches();
-  options.in_flight.clear();
-  for (StageIndex stage; stage.value() < program->num_stages(); stage = stage.next()) {
-    options.in_flight.push_back(program->num_in_flight(stage));
-  }
+  options.in_flight = program->in_flight();
   return options;
 }
 
