@@ -110,13 +110,14 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
 
     given = None if program_file is None else _read_programs(program_file)
     if isinstance(given, Program):
-        return _trace_program(request, given)
-    if given is not None:
-        request = _complete_request(request, given)
-    request = _with_schedule_of_plan(request)
-    options = _make_options(request, given)
+        programs, options = None, _options_of_program(request, given)
+    else:
+        programs = given
+        if programs is not None:
+            request = _complete_request(request, programs)
+        request = _with_schedule_of_plan(request)
+        options = _make_options(request, programs)
     num_minibatches = _choose_minibatches(request, options)
-    programs = given
     if programs is None:
         workers = range(options.num_workers)
         programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
@@ -135,12 +136,13 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     # Recomputing is no part of a program but an option of the run.
     is_straight = len(programs) == options.num_stages == options.placement.num_ranks
     has_program = is_straight and options.schedule != "interleaved" and not any(options.recompute)
-    shows_program = has_program and given is None and request.minibatches is None
-    return TracedSchedule(options, num_minibatches, programs, report, shows_program)
+    return TracedSchedule(
+        options, num_minibatches, programs, report, has_program and request.minibatches is None
+    )
 
 
-def _trace_program(request: TraceRequest, program: Program) -> TracedSchedule:
-    """With the options that a program leaves open."""
+def _options_of_program(request: TraceRequest, program: Program) -> _core.ScheduleOptions:
+    """With what a program leaves open."""
     from pipedream import _core
 
     unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
@@ -148,20 +150,13 @@ def _trace_program(request: TraceRequest, program: Program) -> TracedSchedule:
         if getattr(request, name) != getattr(unasked, name):
             option = {"plan_file": "plan", "in_flight": "in-flight"}.get(name, name)
             raise ValueError(f"--program has a program, which says it all: leave --{option} out")
-    options = _core.ScheduleOptions(
+    return _core.ScheduleOptions(
         PROGRAM,
         program.in_flight,
         program.microbatches,
         recompute=[request.recompute] * program.num_stages,
         program=program.listed,
     )
-    num_minibatches = _choose_minibatches(request, options)
-    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(program.num_stages)]
-    report = _core.replay(options, num_minibatches, programs)
-    if not report["ok"]:
-        raise RuntimeError(f"the program's lists are wrong: {report['error']}")
-    shows_program = request.minibatches is None and not request.recompute
-    return TracedSchedule(options, num_minibatches, programs, report, shows_program)
 
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
