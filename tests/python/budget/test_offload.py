@@ -486,19 +486,25 @@ def test_terms_name_what_lies_where() -> None:
     assert plain[STASH] - terms[STASH] == (6 - 2) * 18 * _MIB
 
 
-@pytest.mark.parametrize(("device_type", "counted"), [("cuda", 60 * _MIB), ("cpu", 60 * _MIB + 512)])
-def test_channels_in_host_memory_do_not_count_on_a_gpu(device_type: str, counted: int) -> None:
-    channel = RunChannel(
-        name="weights and result, rank 1 to rank 0",
+def _channel(name: str, tensor: tuple[str, int, int], *, on_device: bool, codec: str = "none") -> RunChannel:
+    """From rank 1 to rank 0, with two slots."""
+    return RunChannel(
+        name=name,
         channel_id=0,
         sender=1,
         receiver=0,
-        tensors=[("uint8", 1, 200)],
+        tensors=[tensor],
         num_slots=2,
         num_unsent_max=2,
         num_microbatches=1,
-        on_device=False,
+        on_device=on_device,
+        codec=codec,
     )
+
+
+@pytest.mark.parametrize(("device_type", "counted"), [("cuda", 60 * _MIB), ("cpu", 60 * _MIB + 512)])
+def test_channels_in_host_memory_do_not_count_on_a_gpu(device_type: str, counted: int) -> None:
+    channel = _channel("weights and result, rank 1 to rank 0", ("uint8", 1, 200), on_device=False)
     memory = _plan_of(device_type, weight_mib=10, channels=[channel])
     assert memory.counted_bytes() == counted
     assert replace(memory, channels=[replace(channel, on_device=True)]).counted_bytes() == 60 * _MIB + 512
@@ -506,18 +512,7 @@ def test_channels_in_host_memory_do_not_count_on_a_gpu(device_type: str, counted
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_gpu_has_room_for_an_encoded_item_of_each_channel(rank: int) -> None:
-    channel = RunChannel(
-        name="activations",
-        channel_id=0,
-        sender=1,
-        receiver=0,
-        tensors=[("float32", 1, 4000)],
-        num_slots=2,
-        num_unsent_max=2,
-        num_microbatches=1,
-        on_device=True,
-        codec="bf16",
-    )
+    channel = _channel("activations", ("float32", 1, 4000), on_device=True, codec="bf16")
     on_gpu, on_host = (channel_terms(channel, rank, device_type) for device_type in ("cuda", "cpu"))
     assert on_gpu == on_host | {"encoded, activations": 2048}
     memory = _plan_of("cuda", weight_mib=10, channels=[channel])
