@@ -400,8 +400,8 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
 
 
 def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
-    """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies; a GPU
-    encodes in its own memory."""
+    """The memory that a rank needs for a channel. On the host what is not encoded goes from and to where it
+    lies; a GPU encodes in its own memory."""
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)

@@ -26,7 +26,7 @@ from pipedream.stage.gradients import updated_parameters
 
 __all__ = ["FactorChoice"]
 
-# Of a stage: two tensors of each travel in one item, beside one that says which of them are there.
+# A stage's item has two tensors of each such layer, and one that says which of them are there.
 _NUM_LAYERS_MAX = (_core.NUM_TENSORS_MAX - 1) // 2
 _SEED = 20170712
 

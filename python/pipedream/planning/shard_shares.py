@@ -30,8 +30,8 @@ class ShardShares(NamedTuple):
 
 
 def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
-    """As the core deals them (csrc/schedule/shard_sizes.h). Raises ValueError for more spares than replicas,
-    and for spares of one replica."""
+    """The core deals shards so (csrc/schedule/shard_sizes.h). Raises ValueError for more spares than
+    replicas, and for spares of one replica."""
     from pipedream import _core
 
     shares = _core.shard_shares(num_replicas, num_spares)

@@ -34,14 +34,14 @@ class SharedHost:
             raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
 
     def speed(self, num_at_work: int) -> float:
-        """Of each of so many that are at work at once."""
+        """The speed of each of so many workers that are at work at once."""
         if num_at_work >= self.num_cores:
             return 1.0
         others_share = (num_at_work - 1) / (self.num_cores - 1)
         return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
 
     def speeds(self) -> list[float]:
-        """Of 1, 2, ... workers at work at once, up to as many as there are cores."""
+        """The speeds of 1, 2, ... workers at work at once, up to as many as there are cores."""
         return [self.speed(1 + core) for core in range(self.num_cores)]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a schedule does in time: the workers' instruction lists, replayed with given durations.
+"""A schedule in time: the workers' instruction lists, replayed with given durations.
 
 The core replays them (csrc/planner/replay.h has the rules). The lists are those that the runtime follows, so
 a picture or a bubble from here is one of the schedule that runs, not of a drawing of it. Pure; any thread;
@@ -45,7 +45,7 @@ class TimedInstruction(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one link carried: an item of an edge."""
+    """An item of an edge that a link has carried."""
 
     what: str
     """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
@@ -148,7 +148,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:
-    """What follows from when instructions were done, as a run's trace says it."""
+    """The simulation's figures, of instructions that were done when a run's trace says."""
     from pipedream import _core
 
     programs = [[timed.instruction for timed in row] for row in timeline]
@@ -194,7 +194,7 @@ def _durations(stage_times: Sequence[StageTimes], waking: StageWaking | None) ->
 def _conditions(
     host: SharedHost | None, spread: Spread, waking: StageWaking | None, one_link: bool
 ) -> dict[str, Any]:
-    """As the core takes them."""
+    """The arguments by which the core takes them."""
     return {
         "host": None if host is None else (host.num_workers, host.speeds()),
         "waking_after_ms": [one.after_ms for one in waking.wakings] if waking else [],

@@ -69,7 +69,8 @@ class StageTimes:
                 check_number(name, getattr(self, name))
 
     def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
-        """As the core takes them. wakings_ms: what items of each kind take besides, by waking."""
+        """The value by which the core takes them. wakings_ms: by waking, what items of each kind take
+        besides."""
         from pipedream import _core
 
         def either(one_ms: float | None, other_ms: float) -> float:
@@ -113,7 +114,7 @@ class TransferTimes:
             check_number(name, getattr(self, name))
 
     def durations(self) -> _core.BoundaryDurations:
-        """As the core takes them."""
+        """The value by which the core takes them."""
         from pipedream import _core
 
         return _core.BoundaryDurations(self.activation_ms, self.gradient_ms, self.latency_ms)

@@ -17,7 +17,7 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """What design.md, section 4, has in its table: which version each microbatch reads, and what makes it.
+    """The table of design.md, section 4: which version each microbatch reads, and what makes it.
 
     k is a microbatch counted through the run. It goes to replica k mod r of a stage, as number floor(k / r)
     of that replica's own."""

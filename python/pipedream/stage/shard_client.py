@@ -107,7 +107,7 @@ class ShardClient(StageGradients):
         """By round, this replica's gradients by parameter, flat: from its push to its update."""
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
         self._late: _Leaving = {}
-        """As the round's last backward began: to push is also to let go of what has left."""
+        """Those that were there when the round's last backward began: pushing also lets go of some."""
         self._num_rounds_waiting = num_rounds_kept - 1
         self._has_pushed = False  # since it was last known what has left
         self.before_sending: Callable[[Tensor | None], None] | None = None
