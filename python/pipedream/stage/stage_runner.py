@@ -113,6 +113,10 @@ class StageRunner:
         self._num_microbatches = schedule.num_microbatches
         self._rounds = _core.rounds_of(schedule, self.stage_index)
         self._own_per_round = self._rounds.own_per_round
+        microbatches = range(schedule.num_microbatches)
+        self._begins_minibatch = [self._rounds.is_first_of_minibatch(index) for index in microbatches]
+        """By microbatch, whether this replica has none of its minibatch before it; and none after it."""
+        self._ends_minibatch = [self._rounds.is_last_of_minibatch(index) for index in microbatches]
         self._sums_shares = options.sums_shares
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
         self._statistics: MinibatchStatistics | None = None
@@ -188,12 +192,12 @@ class StageRunner:
         if self._evaluated_norms is not None:
             self._evaluated_norms.check((minibatch, microbatch), self._in_flight)
         if self.is_last:
-            self._add_loss(stashed, output, closes=self._rounds.is_last_of_minibatch(microbatch))
+            self._add_loss(stashed, output, closes=self._ends_minibatch[microbatch])
             return []
         crossing = self._passes.crossing(output, minibatch)
         if not self._recomputes:
             stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
-        if self._rounds.is_last_of_minibatch(microbatch):
+        if self._ends_minibatch[microbatch]:
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         assert boundary is not None
@@ -219,7 +223,7 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = self._rounds.is_first_of_minibatch(work.microbatch) and not self._user.run(
+        is_over = self._begins_minibatch[work.microbatch] and not self._user.run(
             "reading data", reader.source.fetch, work.minibatch
         )
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
@@ -307,7 +311,7 @@ class StageRunner:
             self._losses.close(minibatch)
 
     def _forward_nothing(self, minibatch: int, microbatch: int) -> list[Tensor]:
-        if self._rounds.is_last_of_minibatch(microbatch):
+        if self._ends_minibatch[microbatch]:
             self._close_minibatch(minibatch)
         boundary = self.parts.boundary_out
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
@@ -355,7 +359,7 @@ class StageRunner:
             of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
             seed_torch(_core.derived_seed(of_minibatch, microbatch))
         self._gradients.begin_backward()
-        if self._rounds.is_last_of_minibatch(microbatch):
+        if self._ends_minibatch[microbatch]:
             self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
