@@ -26,12 +26,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def _blocks(language: str, text: str = README) -> list[str]:
+def _page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _blocks(language: str, text: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def _block_with(text: str) -> str:
-    (block,) = [block for block in _blocks("python") if text in block]
+def _block_with(text: str, page: str) -> str:
+    (block,) = [block for block in _blocks("python", _page(page)) if text in block]
     return block
 
 
@@ -79,12 +83,15 @@ def _call(command: str, capture: pytest.CaptureFixture[str]) -> None:
     assert exit_info.value.code == 0, f"{command}\n{capture.readouterr().err}"
 
 
-def test_the_commands_of_the_readme_run_one_after_the_other(
+def test_the_commands_of_their_page_run_one_after_the_other(
     runs: list[tuple[Any, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    Path("train.py").write_text(_block_with("def make_job"))
+    Path("train.py").write_text(_block_with("def make_job", "docs/command-line.md"))
     commands = [
-        line for block in _blocks("sh") for line in block.splitlines() if line.startswith("pipedream ")
+        line
+        for block in _blocks("sh", _page("docs/command-line.md"))
+        for line in block.splitlines()
+        if line.startswith("pipedream ")
     ]
     assert {command.split()[1] for command in commands} == {"profile", "partition", "run", "keys"}
     for command in commands:
@@ -121,7 +128,7 @@ def _example() -> dict[str, Any]:
 def test_the_training_script_of_the_readme_runs(runs: list[tuple[Any, Any]]) -> None:
     pytest.importorskip("matplotlib")
     example = _example()
-    exec(_block_with("if __name__"), example)
+    exec(_block_with("if __name__", "README.md"), example)
     ((model, options),) = runs
     assert model is example["model"]
     assert options.epochs == 3
@@ -135,9 +142,9 @@ def test_the_package_docstrings_lines_run(runs: list[tuple[Any, Any]]) -> None:
     assert len(runs) == 1
 
 
-def test_the_parameter_groups_of_the_readme_can_be_made_of_every_stage() -> None:
+def test_the_parameter_groups_of_their_page_can_be_made_of_every_stage() -> None:
     namespace: dict[str, Any] = {"torch": torch}
-    exec(_block_with("named_parameters"), namespace)
+    exec(_block_with("named_parameters", "docs/running.md"), namespace)
     made: list[Any] = []
 
     def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
@@ -253,3 +260,29 @@ def test_the_front_pages_figures_are_on_record_and_their_commands_are_there() ->
             text = (bench / script).read_text(encoding="utf-8")
             assert all(option in text for option in options if option.startswith("--")), command
         assert (bench / script).is_file()
+
+
+def _anchor(heading: str) -> str:
+    """Of a heading, as GitHub and MyST make it."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+
+
+def test_every_link_between_the_documents_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            if ":" in path:
+                continue
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            headings = (
+                re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE)
+                if anchor
+                else []
+            )
+            assert not anchor or anchor in map(_anchor, headings), f"{page.name} links to {target}"
+
+
+def test_the_front_page_stays_short() -> None:
+    assert len(README.splitlines()) <= 150

@@ -1,10 +1,10 @@
 """The arguments of run(), each described once: what it takes, its default, its check, its option on the
-command line, its line in the README.
+command line, its line in docs/running.md.
 
     run()          has the same names and defaults in its signature (a test compares them), and checks by this
     cli.py         makes the options of `pipedream run`
     target.py      what a job may have
-    README.md      options_table()
+    docs           options_table(), in running.md
 
 What all ranks must have been given alike follows from where the values go: every field of JobOptions and
 LinkOptions, unless it says otherwise there (agreement.py). Torch-free until a check needs it; any thread.
@@ -67,7 +67,7 @@ class RunOption:
 
     name: str
     takes: str
-    """For the README."""
+    """For docs/running.md."""
     default: Any = None
     check: Callable[[str, Any], object] = lambda name, value: None
     """Called with name and value; raises ValueError or TypeError for what is mistaken whatever the model, the
@@ -221,7 +221,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "schedule",
-        'a name of [docs/schedules.md](docs/schedules.md), or `"auto"`: what the plan was made for, with its'
+        'a name of [schedules.md](schedules.md), or `"auto"`: what the plan was made for, with its'
         " `microbatches`; or a `pipedream.Program`",
         "pipedream",
         _check_schedule,

@@ -1,4 +1,4 @@
-"""run_options.py: what it describes is what run() takes, what ranks compare, and what the README says."""
+"""run_options.py: what it describes is what run() takes, what ranks compare, and what docs/ says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipedream.launch.run_options import NEEDED, RUN_OPTIONS, check_arguments, o
 from pipedream.links.options import LinkOptions
 from pipedream.stage.job import JobOptions
 
-_README = Path(__file__).parents[3] / "README.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "running.md"
 
 
 def test_the_signature_of_run_has_the_names_and_defaults() -> None:
@@ -38,7 +38,7 @@ def test_ranks_compare_every_argument_but_each_ones_own_and_what_is_not_built() 
 
 
 def test_the_readme_has_the_table() -> None:
-    assert options_table() in _README.read_text(encoding="utf-8")
+    assert options_table() in _PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("option", [o for o in RUN_OPTIONS if not o.is_built], ids=lambda option: option.name)
