@@ -369,6 +369,7 @@ void bind_options(py::module_& module) {
           [](const ScheduleOptions& options) {
             return std::const_pointer_cast<ListedProgram>(options.program);  // bound without setters
           })
+      .def_property_readonly("rules", [](const ScheduleOptions& options) { return rules_of(options); })
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -428,6 +429,14 @@ void bind_stages(py::module_& module) {
   def_count("num_gradients_kept", &num_gradients_kept,
             "How many rounds' gradients a replica of the stage may hold at once.");
   module.def(
+      "mean_delay",
+      [](const ScheduleOptions& options, std::int64_t stage) {
+        return mean_delay(options, StageIndex(stage));
+      },
+      py::arg("options"), py::arg("stage"),
+      "By how many updates forwards of the stage read older weights than their gradients change, in the "
+      "mean.");
+  module.def(
       "rounds_of",
       [](const ScheduleOptions& options, std::int64_t stage) {
         return rounds_of(options, StageIndex(stage));
@@ -441,7 +450,35 @@ void bind_stages(py::module_& module) {
 }
 
 void bind_schedules(py::module_& module) {
+  py::class_<ScheduleRules>(module, "ScheduleRules", "A schedule's row of schedule_rules.h.")
+      .def_property_readonly("name", [](const ScheduleRules& rules) { return std::string(rules.name); })
+      .def_property_readonly("drains", &ScheduleRules::drains)
+      .def_property_readonly("is_round_late", &ScheduleRules::is_round_late)
+      .def_property_readonly("needs_microbatches", &ScheduleRules::needs_microbatches)
+      .def_readonly("stashes", &ScheduleRules::stashes)
+      .def_readonly("has_stage_per_worker", &ScheduleRules::has_stage_per_worker)
+      .def_readonly("has_one_stage", &ScheduleRules::has_one_stage)
+      .def_readonly("may_be_stale", &ScheduleRules::may_be_stale)
+      .def_readonly("may_be_asynchronous", &ScheduleRules::may_be_asynchronous)
+      .def_readonly("has_cost_formulas", &ScheduleRules::has_cost_formulas)
+      .def_readonly("has_equal_replicas", &ScheduleRules::has_equal_replicas)
+      .def("works_as", &ScheduleRules::works_as, py::arg("other"));
   module.def("schedule_names", &schedule_names, "The names that `schedule` may have.");
+  module.def(
+      "find_schedule_rules",
+      [](const std::string& schedule) -> std::optional<ScheduleRules> {
+        const ScheduleRules* const found = find_rules(schedule);
+        return found == nullptr ? std::nullopt : std::optional(*found);
+      },
+      py::arg("schedule"), "By a name, old ones included; None for any other text.");
+  module.def(
+      "num_microbatches_min",
+      [](const std::string& schedule, std::vector<std::int64_t> in_flight, const Placement& placement) {
+        return num_microbatches_min(
+            {.schedule = schedule, .in_flight = std::move(in_flight), .placement = placement});
+      },
+      py::arg("schedule"), py::arg("in_flight"), py::arg("placement"),
+      "The fewest microbatches of a minibatch that the schedule can have.");
   module.def("drains_every_minibatch", &drains_every_minibatch, py::arg("options"),
              "Whether every minibatch is finished at all stages before the next one starts at any.");
 }

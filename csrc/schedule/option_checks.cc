@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -173,16 +174,24 @@ void check_data_parallel(const ScheduleOptions& options) {
                   " stages; schedule \"data_parallel\" has one, with a replica at every worker");
 }
 
+// The first stage where a replica's round, of m microbatches a minibatch, does not cover what is in flight
+// beside one of them.
+std::optional<StageIndex> stage_not_covered(const ScheduleOptions& options, std::int64_t m) {
+  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+    const std::int64_t num_replicas = num_replicas_of(options, stage);
+    if (std::lcm(m, num_replicas) / num_replicas < in_flight_at(options, stage) - 1) return stage;
+  }
+  return std::nullopt;
+}
+
 void check_2bw(const ScheduleOptions& options) {
   const std::int64_t m = options.num_microbatches;
-  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
-    const std::int64_t in_flight = in_flight_at(options, stage);
-    const std::int64_t num_replicas = num_replicas_of(options, stage);
-    const std::int64_t own_per_round = std::lcm(m, num_replicas) / num_replicas;
-    if (own_per_round >= in_flight - 1) continue;
+  if (const std::optional<StageIndex> stage = stage_not_covered(options, m)) {
+    const std::int64_t in_flight = in_flight_at(options, *stage);
+    const std::int64_t num_replicas = num_replicas_of(options, *stage);
     throw UserError(
         "num_microbatches is " + std::to_string(m) + " with in_flight " + std::to_string(in_flight) +
-        " at stage " + std::to_string(stage.value()) +
+        " at stage " + std::to_string(stage->value()) +
         (num_replicas == 1 ? std::string() : " of " + std::to_string(num_replicas) + " replicas") +
         "; schedule \"2bw\" keeps two versions, so an update needs at least " +
         std::to_string(in_flight - 1) + " microbatches of each replica: use " +
@@ -285,7 +294,7 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_counts(options);
   check_length("recompute", options.recompute.size(), options);
   check_placement(options);
-  if (rules_of(options).delay == ReadDelay::kRound) check_2bw(options);
+  if (rules_of(options).is_round_late()) check_2bw(options);
   if (rules_of(options).has_one_stage) check_data_parallel(options);
   check_rounds(options);
   check_ties(options);
@@ -295,6 +304,13 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_spares(options);
   check_start(options);
   check_replicated(options);
+}
+
+std::int64_t num_microbatches_min(const ScheduleOptions& options) {
+  if (!rules_of(options).is_round_late()) return 1;
+  std::int64_t enough = 1;
+  while (enough < kNumMicrobatchesMax && stage_not_covered(options, enough)) ++enough;
+  return enough;
 }
 
 void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches) {

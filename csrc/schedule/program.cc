@@ -73,6 +73,7 @@ StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
 VersionRule listed_rule(const ScheduleOptions& options, const ListedReads& reads) {
   VersionRule rule;
   rule.lowest = options.first_minibatch.value();
+  rule.microbatches_per_round = options.num_microbatches;
   rule.listed = &reads;
   rule.first_number = options.first_minibatch.value() * options.num_microbatches;
   return rule;
@@ -253,6 +254,10 @@ WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, 
 VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
   return forward_rule(options, stage);
+}
+
+double mean_delay(const ScheduleOptions& options, StageIndex stage) {
+  return forward_rule_of(options, stage).mean_delay();
 }
 
 WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch,

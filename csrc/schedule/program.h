@@ -154,6 +154,8 @@ struct ScheduleOptions {
 // and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
 // than the plan, or with replicas, ties, an oldest version or a schedule's name.
 void check_schedule_options(const ScheduleOptions& options);
+// The fewest microbatches with which the other options pass.
+[[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
 // These keep products with the number of microbatches inside 64 bits.
@@ -191,6 +193,8 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
+// Of the stage's forwards: (n_s - 1) / c_s updates where it counts its own microbatches (VersionRule).
+[[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
 // That is there when the run starts.

@@ -143,6 +143,15 @@ struct ListedReads {
 
   [[nodiscard]] std::int64_t version_of(std::int64_t number) const { return repeated(versions, number); }
   [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const { return repeated(oldest, number); }
+  // Over the microbatches of a body (VersionRule).
+  [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const {
+    std::int64_t num_late = 0;
+    const auto end = static_cast<std::int64_t>(versions.size());
+    for (std::int64_t number = end - numbers_per_body; number < end; ++number) {
+      num_late += number / microbatches_per_round - version_of(number);
+    }
+    return static_cast<double>(num_late) / static_cast<double>(numbers_per_body);
+  }
 
  private:
   [[nodiscard]] std::int64_t repeated(const std::vector<std::int64_t>& listed, std::int64_t number) const {
@@ -186,6 +195,17 @@ struct VersionRule {
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
+  }
+  // By how many updates the version is older than the one that the microbatch's round changes, in the mean
+  // over its microbatches, long after the start.
+  [[nodiscard]] double mean_delay() const {
+    if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
+    // A version begins at a multiple of r c microbatches, which lies (M - gcd(r c, M)) / 2 behind the begin
+    // of its round of M in the mean.
+    const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
+                                        std::gcd(microbatches_counted(), microbatches_per_round);
+    return static_cast<double>(num_late_twice) / static_cast<double>(2 * microbatches_per_round) +
+           static_cast<double>(staleness);
   }
 };
 

@@ -38,9 +38,23 @@ struct ScheduleRules {
   bool has_one_stage = false;
   bool may_be_stale = false;         // read versions that are older by a given number of rounds
   bool may_be_asynchronous = false;  // have shards that update with every gradient that comes
+  // For planning: the paper's cost model says how long the schedule takes, and whether its own planner gives
+  // all stages as many replicas.
+  bool has_cost_formulas = false;
+  bool has_equal_replicas = false;
 
   // Every round is finished at all stages before the next one starts at any.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
+  // Every forward reads the version before the newest, so that a round must cover what is in flight.
+  [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
+  // A minibatch of one microbatch would leave the schedule nothing to overlap, or too short a round.
+  [[nodiscard]] constexpr bool needs_microbatches() const {
+    return is_round_late() || (drains() && in_flight != InFlight::kOne);
+  }
+  // Workers do the same work in the same order, whatever versions it reads.
+  [[nodiscard]] constexpr bool works_as(const ScheduleRules& other) const {
+    return in_flight == other.in_flight && drains() == other.drains();
+  }
 };
 
 // Those that have a name, in the order of program.h's table.

@@ -1116,7 +1116,7 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "0"], "there are 0 stages: trace shows from 1 to 1024"),
         (["--stages", "1000000000000"], "there are 1000000000000 stages: trace shows from 1 to 1024"),
         (["--stages", "2", "--plan", "plan.json"], "--plan already says what --stages and --workers would"),
-        (["--stages", "2", "--schedule", "nope"], 'unknown schedule "nope"; known are'),
+        (["--stages", "2", "--schedule", "nope"], "schedule is 'nope': it is one of"),
         (
             ["--stages", "2", "--schedule", "data_parallel"],
             'schedule "data_parallel" has one, with a replica at',
@@ -1226,6 +1226,6 @@ def test_a_mistaken_option_of_trace_is_told_before_a_matplotlib_that_is_missing(
     call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert call("trace", "--schedule", "foo", "--stages", "4").error().startswith('unknown schedule "foo"')
+    assert call("trace", "--schedule", "foo", "--stages", "4").error().startswith("schedule is 'foo'")
     assert call("trace", "--stages", "4", "--times", "1").error().startswith("--times is '1'")
     assert "needs matplotlib" in call("trace", "--stages", "4", "--output", "schedule.svg").error()

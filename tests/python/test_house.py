@@ -174,3 +174,46 @@ def test_planning_needs_no_torch() -> None:
     code += "print('torch' in sys.modules)"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "False"
+
+
+def _texts_that_choose(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """In comparisons, in cases, and as keys of a dict where something is looked up. Each with its line."""
+    for node in ast.walk(tree):
+        chosen: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            chosen = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            chosen = [node.func.value]
+        elif isinstance(node, (ast.Subscript, ast.MatchValue)):
+            chosen = [node.value]
+        for part in chosen:
+            texts = [*part.elts] if isinstance(part, (ast.Tuple, ast.List, ast.Set)) else [part]
+            texts = [key for key in part.keys if key] if isinstance(part, ast.Dict) else texts
+            for text in texts:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text.lineno, text.value
+
+
+def test_no_source_but_the_schedules_rules_chooses_by_a_schedules_name() -> None:
+    rules = _CORE / "schedule" / "schedule_rules.cc"
+    names = {*re.findall(r'\.name = "(\w+)"', rules.read_text()), "naive"}
+    assert {"pipedream", "2bw", "flush", "interleaved"} <= names
+    asking = []
+    for module, path in _modules().items():
+        lines = path.read_text().splitlines()
+        asking += [
+            f"{module}:{line}: {lines[line - 1].strip()}"
+            for line, text in _texts_that_choose(ast.parse(path.read_text()))
+            # The package has a schedule's name.
+            if text in names and (text != "pipedream" or "schedule" in lines[line - 1])
+            if not module.startswith("reference.")
+        ]
+    name = rf'"(?:{"|".join(names)})"'
+    for path in sorted(_CORE.rglob("*")):
+        if path.suffix in (".h", ".cc", ".cu") and path != rules:
+            text = path.read_text()
+            asking += [
+                f"{path.relative_to(_TOP)}: {found}"
+                for found in re.findall(rf"\S+ (?:==|!=) {name}|{name} (?:==|!=) \S+", text)
+            ]
+    assert not asking

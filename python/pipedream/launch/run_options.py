@@ -37,6 +37,7 @@ from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.program import Program
+from pipedream.planning.schedule_rules import schedule_name
 from pipedream.planning.trace import check_trace_path
 
 __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
@@ -105,9 +106,6 @@ def options_table() -> str:
 # Checks.
 
 
-_OLD_NAME = "naive"  # of schedule "unstashed"
-
-
 def _choice_of(*choices: str) -> Callable[[str, Any], None]:
     return lambda name, value: check_choice(name, value, choices)
 
@@ -117,7 +115,8 @@ def _check_schedule(name: str, value: Any) -> None:
         return
     if isinstance(value, (str, os.PathLike)) and os.fspath(value).endswith(".txt"):
         raise ValueError(f"{name} is the file {os.fspath(value)!r}: give pipedream.Program.load of it")
-    check_choice(name, value, (*_core.schedule_names(), _OLD_NAME, AUTO))
+    known = schedule_name(value) if isinstance(value, str) else value
+    check_choice(name, known, (*_core.schedule_names(), AUTO))
 
 
 def _schedule_given(text: str) -> str | Program:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number, is_whole
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.schedule_rules import rules_of
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = [
     "AUTO",
     "CHOSEN_AMONG",
-    "CUT_SCHEDULES",
     "DELAY_MAX",
     "check_microbatches",
     "check_partition_arguments",
@@ -19,14 +22,11 @@ __all__ = [
 
 _SYNCS = ("bsp", "ssp", "asp", "allreduce")
 _COST_MODELS = ("paper", "calibrated")
-CUT_SCHEDULES = ("2bw", "flush", "gpipe")
-"""Of microbatches."""
 AUTO = "auto"
 """The schedule, or the microbatches, that partition() is to choose."""
 CHOSEN_AMONG = ("flush", "pipedream", "unstashed")
 """By preference, where delay and rate are the same."""
 DELAY_MAX = 1.0
-_SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "model_parallel", *CUT_SCHEDULES)
 
 
 def check_partition_arguments(
@@ -68,14 +68,14 @@ def check_partition_arguments(
             f"workers_per_host is {workers_per_host}, which cost_model='calibrated' alone counts: give that,"
             " or leave workers_per_host out"
         )
-    if schedule not in (AUTO, *_SCHEDULES):
-        raise ValueError(f"schedule is {schedule!r}: plans are made for auto, {', '.join(_SCHEDULES)}")
-    if chooses_m and schedule not in (AUTO, "naive", *CHOSEN_AMONG):
+    rules = None if schedule == AUTO else _rules_of_planned(schedule)
+    has_formulas = rules is not None and rules.has_cost_formulas
+    if chooses_m and rules is not None and rules.name not in CHOSEN_AMONG:
         raise ValueError(
             f"microbatches is 'auto', which is for schedule 'auto', {', '.join(map(repr, CHOSEN_AMONG))}, and"
             f" schedule is {schedule!r}: leave microbatches out, or give a number"
         )
-    if has_speeds and (cost_model == "calibrated" or schedule != "pipedream"):
+    if has_speeds and (cost_model == "calibrated" or not has_formulas):
         raise ValueError(
             "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
         )
@@ -86,7 +86,7 @@ def check_partition_arguments(
         )
     if not is_whole(spare_workers) or spare_workers < 0:
         raise ValueError(f"spare_workers is {spare_workers!r}: give a number of workers, 0 or more")
-    if spare_workers and (cost_model == "calibrated" or schedule != "pipedream" or links is not None):
+    if spare_workers and (cost_model == "calibrated" or not has_formulas or links is not None):
         raise ValueError(
             "spare_workers are planned for by cost_model='paper' with schedule 'pipedream' and one bandwidth:"
             " leave them out, or give a plan's stages num_spare_shards yourself"
@@ -98,7 +98,8 @@ def check_partition_arguments(
         )
     if sync not in _SYNCS:
         raise ValueError(f"sync is {sync!r}: it is one of {', '.join(_SYNCS)}")
-    if sync == "asp" and (schedule != "pipedream" or spare_workers or has_codec):
+    is_asynchronous = rules is not None and rules.may_be_asynchronous
+    if sync == "asp" and (not is_asynchronous or spare_workers or has_codec):
         raise ValueError(
             "sync is 'asp', which has schedule 'pipedream', no spare_workers and no factors: leave them out"
         )
@@ -106,10 +107,24 @@ def check_partition_arguments(
         raise ValueError("sync is 'allreduce', which has no spare_workers and no factors: leave them out")
     if not is_whole(staleness) or staleness < 0:
         raise ValueError(f"staleness is {staleness!r}: give a number of rounds, 0 or more")
-    if staleness and (sync != "ssp" or schedule != "pipedream"):
+    if staleness and (sync != "ssp" or rules is None or not rules.may_be_stale):
         raise ValueError(
             f"staleness is {staleness}, which goes with sync='ssp' and schedule 'pipedream': leave it out"
         )
+
+
+def _rules_of_planned(schedule: str) -> _core.ScheduleRules:
+    """Of a schedule whose stages and replicas may be chosen."""
+    from pipedream import _core
+
+    def is_planned(rules: _core.ScheduleRules) -> bool:
+        return rules.has_stage_per_worker and not rules.has_one_stage
+
+    rules = _core.find_schedule_rules(schedule)
+    if rules is not None and is_planned(rules):
+        return rules
+    planned = [name for name in _core.schedule_names() if is_planned(rules_of(name))]
+    raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join([AUTO, *planned])}")
 
 
 def _check_delay_max(delay_max: Any, *, is_chosen: bool) -> None:

@@ -20,13 +20,14 @@ from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, make_limits
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.partition_arguments import AUTO, CUT_SCHEDULES, DELAY_MAX, check_partition_arguments
-from pipedream.planning.plan import Plan, Stage, schedule_name
+from pipedream.planning.partition_arguments import AUTO, DELAY_MAX, check_partition_arguments
+from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.plan_schedule import schedule_of
 from pipedream.planning.plan_search import best_plan, compared_with_factors
 from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.schedule_choice import best_of_schedules
+from pipedream.planning.schedule_rules import rules_of, schedule_name
 from pipedream.planning.search_progress import SearchProgress
 from pipedream.planning.spares import with_spares
 
@@ -146,7 +147,7 @@ def partition(
         staleness=staleness,
         whole_tensors=whole_tensors,
         has_spares=spare_workers > 0,
-        drains=schedule in CUT_SCHEDULES or schedule == "model_parallel",
+        drains=schedule != AUTO and rules_of(schedule).drains,
         profile=profile,
     )
     problem = PlanProblem(
@@ -169,7 +170,7 @@ def partition(
             plan, problem = best_of_schedules(problem, delay_max, hidden, shown.advance)
         else:
             plan = best_plan(problem, shown.advance)
-    if not chooses and is_free and schedule == "pipedream":
+    if not chooses and is_free and problem.rules.has_cost_formulas:
         plan = _with_links_hidden(plan, problem)
     if hides_links and not problem.is_simulated and memory is None:
         plan = compared_with_factors(plan, problem, asked)
@@ -182,7 +183,7 @@ def _as_it_is(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
-    if problem.schedule == "flush":
+    if problem.rules.drains:
         return plan
     raised = with_links_hidden(plan, problem.simulated_ms)
     if raised.in_flight == plan.in_flight:

@@ -43,13 +43,14 @@ from pipedream.planning.plan_stage import (
     stage_counts,
     stage_from_dict,
 )
+from pipedream.planning.schedule_rules import rules_of
 from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, listed, shapes_of, with_apart
 
 if TYPE_CHECKING:
     from pipedream import _core
     from pipedream.planning.layer_profile import Profile
 
-__all__ = ["Plan", "Stage", "schedule_name", "stage_counts"]
+__all__ = ["Plan", "Stage", "stage_counts"]
 
 _KIND = "plan"
 _VERSION = 1
@@ -131,7 +132,7 @@ class Plan:
             set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
         set_field(self, "codec", checked_codec(check_object("codec", self.codec)))
         if self.schedule is not None:
-            set_field(self, "schedule", _checked_schedule(self.schedule))
+            set_field(self, "schedule", rules_of(check_text("schedule", self.schedule)).name)
         if self.microbatches is not None:
             set_field(self, "microbatches", check_whole("microbatches", self.microbatches, at_least=1))
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
@@ -415,20 +416,6 @@ class Plan:
 
     def __str__(self) -> str:
         return describe_plan(self)
-
-
-def schedule_name(name: str) -> str:
-    """The name by which a schedule goes here: "naive" is an old one."""
-    return "unstashed" if name == "naive" else name
-
-
-def _checked_schedule(value: object) -> str:
-    from pipedream import _core
-
-    name, names = schedule_name(check_text("schedule", value)), _core.schedule_names()
-    if name not in names:
-        raise ValueError(f"schedule is {name!r}: it is one of {', '.join(names)}")
-    return name
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import FACTOR_CODEC, describe_factored
 from pipedream.planning.in_flight import in_flight_in_phase
+from pipedream.planning.schedule_rules import rules_of
 
 if TYPE_CHECKING:
     from pipedream.planning.plan import Plan
@@ -20,7 +21,6 @@ __all__ = ["describe_plan"]
 _HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
 
 _CANDIDATE_HEADINGS = ("", "schedule", "m", "plan", "late", "bubble", "versions", "memory", "ms", "samples/s")
-_DRAINING = ("flush", "gpipe")  # schedules that are planned for
 _SHORT_MS = 1.0  # of a stage
 _SAME_SHARE = 0.01  # by which plans differ that are called as fast
 _GAIN_SHARE_MIN = 0.001
@@ -91,12 +91,12 @@ def _summary(plan: Plan) -> Iterator[str]:
         parts.append(f"predicted by cost model {plan.cost_model!r}")
     yield ", ".join(parts)
     yield from _describe_host(plan.predicted.get("host"))
-    m = plan.microbatches or 1
+    rules, m = rules_of(plan.schedule or "pipedream"), plan.microbatches or 1
     round_of_all = math.lcm(m, *(stage.num_replicas for stage in plan.stages)) // m
-    if plan.schedule in _DRAINING and round_of_all > 1:
+    if rules.drains and round_of_all > 1:
         yield f"an update is of {round_of_all} minibatches, a round of all stages' replicas"
     in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
-    if plan.schedule in (None, "pipedream") and in_phase != plan.in_flight and round_of_all > 1:
+    if rules.may_be_stale and in_phase != plan.in_flight and round_of_all > 1:
         held = ", ".join(map(str, in_phase))
         yield (
             "replicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.planning.factor_rule import core_factors, factored_figures
 from pipedream.planning.formulas import formula_figures, samples_per_s
@@ -16,7 +16,6 @@ from pipedream.planning.hidden_links import FEW_ROUNDS
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, solve_within
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.partition_arguments import CUT_SCHEDULES
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import (
     any_schedule_of,
@@ -27,7 +26,11 @@ from pipedream.planning.plan_schedule import (
 )
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, costs_of, runtime_of, stage_costs
+from pipedream.planning.schedule_rules import rules_of
 from pipedream.planning.stage_links import StageLinks
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = ["PlanProblem", "Stages"]
 
@@ -55,7 +58,11 @@ class PlanProblem:
 
     @property
     def is_simulated(self) -> bool:
-        return self.cost_model == "calibrated" or self.schedule != "pipedream"
+        return self.cost_model == "calibrated" or not self.rules.has_cost_formulas
+
+    @property
+    def rules(self) -> _core.ScheduleRules:
+        return rules_of(self.schedule)
 
     @functools.cached_property
     def runtime(self) -> RuntimeCosts:
@@ -176,7 +183,7 @@ class PlanProblem:
 
     def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
         """None where the plan has more minibatches in flight than there may be microbatches."""
-        if self.schedule not in CUT_SCHEDULES:
+        if not self.rules.needs_microbatches:
             return (self.microbatches or 1,)
         least = microbatches_min(plan, self.schedule)
         if self.microbatches is not None:
@@ -248,7 +255,7 @@ class PlanProblem:
 
     def is_allowed(self, stages: Stages) -> bool:
         is_equal = len({stage.num_replicas for stage in stages}) == 1
-        if self.schedule == "2bw" and not is_equal and not self.limits.num_replicas:
+        if self.rules.has_equal_replicas and not is_equal and not self.limits.num_replicas:
             return False  # its own planner's plans, unless replicas are given
         return bool(self._fitting_choices(Plan(stages)))
 
@@ -275,7 +282,7 @@ class PlanProblem:
         predicted: dict[str, Any],
         in_flight: tuple[int, ...] = (),
     ) -> Plan:
-        is_asked = self.schedule != "pipedream" or self.microbatches is not None
+        is_asked = not self.rules.has_cost_formulas or self.microbatches is not None
         if self.codec:
             predicted["factored"] = self._factored(Plan(stages), self.microbatches)
         return Plan(

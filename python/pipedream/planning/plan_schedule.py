@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.plan import Plan, schedule_name
+from pipedream.planning.plan import Plan
 from pipedream.planning.program import Program
+from pipedream.planning.schedule_rules import schedule_name
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -83,15 +81,9 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:
     """The fewest that a minibatch can have."""
-    if schedule != "2bw":
-        return 1
+    from pipedream import _core
 
-    def are_enough(m: int) -> bool:
-        """Whether every replica has as many of an update as are in flight beside one."""
-        counts = ((n, stage.num_replicas) for n, stage in zip(plan.in_flight, plan.stages, strict=True))
-        return all(math.lcm(m, replicas) // replicas >= n - 1 for n, replicas in counts)
-
-    return next(m for m in itertools.count(1) if are_enough(m))
+    return _core.num_microbatches_min(schedule, list(plan.in_flight), plan.placement)
 
 
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
@@ -105,28 +97,7 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
     counts its own microbatches."""
     from pipedream import _core
 
-    if _core.drains_every_minibatch(options):
-        return [0.0] * options.num_stages
-    if options.schedule == "2bw":
-        return [1.0] * options.num_stages
-    rounds = [_core.rounds_of(options, stage) for stage in range(options.num_stages)]
-    if options.program is None and options.schedule != "vertical_sync":
-        pairs = zip(options.in_flight, rounds, strict=True)
-        return [(held - 1) / of_stage.own_per_round + options.staleness for held, of_stage in pairs]
-    # The input stage's rounds begin at other microbatches than those of a stage with other replicas, and a
-    # program's delay may be another in each minibatch of its body.
-    listed = 0 if options.program is None else options.program.num_minibatches_listed
-    period = math.lcm(minibatches_per_body(options), *(of_stage.minibatches_per_round for of_stage in rounds))
-    first = period * (options.first_minibatch + 2 + listed + max(versions_kept(options)))
-    places = list(itertools.product(range(first, first + period), range(options.num_microbatches)))
-    return [
-        statistics.fmean(
-            minibatch // of_stage.minibatches_per_round
-            - _core.forward_version(options, stage, minibatch, microbatch)
-            for minibatch, microbatch in places
-        )
-        for stage, of_stage in enumerate(rounds)
-    ]
+    return [_core.mean_delay(options, stage) for stage in range(options.num_stages)]
 
 
 def minibatches_per_body(options: _core.ScheduleOptions) -> int:

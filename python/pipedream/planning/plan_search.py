@@ -139,7 +139,7 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
                     roomy = replace(problem, limits=replace(limits, memory_bytes=()))
                     starts.append(roomy.solve(layers_ms, count, straight)[0])
                 starts.append(problem.solve(layers_ms, count, straight)[0])
-    if problem.schedule == "2bw" and not problem.straight:
+    if problem.rules.has_equal_replicas and not problem.straight:
         # Its planner's plans: all stages have as many replicas.
         equal = [
             tuple(replace(stage, num_replicas=problem.num_workers // len(stages)) for stage in stages)

@@ -19,6 +19,7 @@ from pipedream.planning.plan_problem import PlanProblem
 from pipedream.planning.plan_schedule import mean_delay, schedule_of, versions_kept
 from pipedream.planning.plan_search import best_plan
 from pipedream.planning.runtime_costs import costs_of
+from pipedream.planning.schedule_rules import rules_of
 from pipedream.planning.search import OnPlan
 
 if TYPE_CHECKING:
@@ -81,13 +82,13 @@ def best_of_schedules(
                 problem,
                 schedule=schedule,
                 microbatches=m,
-                limits=replace(problem.limits, drains=schedule == "flush"),
+                limits=replace(problem.limits, drains=rules_of(schedule).drains),
             )
             try:
                 plan = _plan_for(asked, candidates, on_plan)
             except NothingFitsError as error:
-                if why is None or schedule == "pipedream":
-                    why = error  # whose planner says how much would be enough
+                if why is None or asked.rules.has_cost_formulas:
+                    why = error  # formulas say how much would be enough
                 candidates.append(_Candidate(asked, None))
                 continue
             candidates.append(_finished(plan, asked, finished, delay_max))
@@ -131,10 +132,11 @@ def _counts(problem: PlanProblem) -> Sequence[int]:
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
-    """Without a limit of memory what is best for "pipedream" is for "unstashed", which takes as long."""
-    if problem.schedule == "unstashed" and not problem.limits.memory_bytes:
+    """Without a limit of memory the best stages are those of a schedule whose workers do the same work, and
+    which takes as long."""
+    if not problem.limits.memory_bytes:
         for other in others:
-            is_alike = other.problem.schedule == "pipedream"
+            is_alike = problem.rules.works_as(other.problem.rules)
             if is_alike and other.problem.microbatches == problem.microbatches and other.plan is not None:
                 return problem.simulated_plan(other.plan.stages)
     return best_plan(problem, on_plan)

@@ -17,6 +17,7 @@ from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.program import PROGRAM, Program
 from pipedream.planning.program_text import parse_programs, print_programs
+from pipedream.planning.schedule_rules import rules_of
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -135,7 +136,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
         raise RuntimeError(f"the generated lists are wrong: {report['error']}")
     # Recomputing is no part of a program but an option of the run.
     is_straight = len(programs) == options.num_stages == options.placement.num_ranks
-    has_program = is_straight and options.schedule != "interleaved" and not any(options.recompute)
+    has_program = is_straight and options.rules.has_stage_per_worker and not any(options.recompute)
     return TracedSchedule(
         options, num_minibatches, programs, report, has_program and request.minibatches is None
     )
@@ -181,7 +182,8 @@ def _complete_request(request: TraceRequest, programs: list[list[_core.Instructi
         request = request._replace(minibatches=1 + max(step.minibatch for step in steps))
     if request.microbatches is None:
         request = request._replace(microbatches=1 + max(step.microbatch for step in steps))
-    if request.workers is None and request.plan_file is None and request.schedule == "interleaved":
+    shares_workers = not rules_of(request.schedule).has_stage_per_worker
+    if request.workers is None and request.plan_file is None and shares_workers:
         request = request._replace(workers=len(programs))
     return request
 
@@ -209,13 +211,7 @@ def _make_options(
         in_flight = _read_in_flight(request.in_flight, num_stages)
     num_microbatches = request.microbatches
     if num_microbatches is None:
-        replicas = [placement.num_replicas(stage) for stage in range(num_stages)]
-        num_microbatches = {
-            "flush": num_stages,
-            "gpipe": num_stages,
-            "2bw": max(num_stages, *(held * r for held, r in zip(in_flight, replicas, strict=True))),
-            "interleaved": 2 * num_workers,
-        }.get(request.schedule, 1)
+        num_microbatches = _enough_microbatches(rules_of(request.schedule), placement, in_flight)
     recomputed = {step.stage for program in given or [] for step in program if step.opcode == "RECOMPUTE"}
     return _core.ScheduleOptions(
         schedule=request.schedule,
@@ -227,6 +223,17 @@ def _make_options(
         uses_allreduce=request.sync == "allreduce" and is_replicated,
         asynchronous=request.sync == "asp" and is_replicated,
     )
+
+
+def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
+    """To see what is in flight at once."""
+    if not rules.needs_microbatches:
+        return 1
+    if not rules.has_stage_per_worker:
+        return 2 * placement.num_ranks
+    if not rules.is_round_late:
+        return placement.num_stages
+    return max(len(in_flight), *(held * placement.num_replicas(i) for i, held in enumerate(in_flight)))
 
 
 def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
@@ -249,7 +256,7 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
         raise ValueError(f"there are {num_stages} stages: trace shows from 1 to {_TRACED_STAGES_MAX}")
     if num_workers is None:
         num_workers = num_stages
-        if request.schedule == "interleaved":
+        if not rules_of(request.schedule).has_stage_per_worker:
             if num_stages % 2:
                 raise ValueError(f"--stages is {num_stages}: give an even number, or --workers too")
             num_workers = num_stages // 2
@@ -268,7 +275,7 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
         rounds = 3 if options.num_microbatches == 1 else 2
     elif options.program is not None:
         rounds = options.program.num_minibatches_listed + 3 * options.program.minibatches_per_body
-    elif options.schedule == "2bw":
+    elif options.rules.is_round_late:
         rounds = 4
     else:
         least = 8 if replicas == 1 else math.ceil(16 / replicas)

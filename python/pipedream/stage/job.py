@@ -23,6 +23,7 @@ from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
 from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
+from pipedream.planning.schedule_rules import rules_of
 from pipedream.report.status import StatusBoard
 
 __all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
@@ -290,7 +291,7 @@ def _check_spares(options: JobOptions) -> None:
 def _check_asynchronous(options: JobOptions) -> None:
     """Raises ValueError for what needs rounds that replicas have in common."""
     wanted: str | None = None
-    if options.schedule not in ("pipedream", "data_parallel"):
+    if isinstance(options.schedule, Program) or not rules_of(options.schedule).may_be_asynchronous:
         wanted = f"schedule is {options.schedule!r}, whose replicas update together"
     if options.max_grad_norm is not None:
         wanted = "max_grad_norm is given, which is of the mean of a round's gradients"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
+from pipedream import _core
 from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import LayerProfile, MicrobatchTimes, Profile
 from pipedream.planning.limits import NothingFitsError
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan
-from pipedream.planning.plan_schedule import mean_delay, schedule_of, schedule_to_run
+from pipedream.planning.plan_schedule import (
+    mean_delay,
+    mean_delays,
+    microbatches_min,
+    schedule_of,
+    schedule_to_run,
+)
 
 
 def make_profile(
@@ -169,6 +177,32 @@ def test_replicas_share_the_microbatches_that_a_delay_counts_in() -> None:
     assert row_of(plan, "pipedream", 4)["delay"] == 1 / 2  # of four microbatches two are each replica's
     assert mean_delay(schedule_of(plan, "vertical_sync", 4)) == 1 / 2
     assert mean_delay(schedule_of(plan, "2bw", 4)) == 1
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 1, 2), (2, 3, 1), (4, 2, 2)])
+@pytest.mark.parametrize("schedule", _core.schedule_names()[:7])
+def test_a_stages_mean_delay_is_that_of_its_forwards(schedule: str, replicas: tuple[int, ...]) -> None:
+    plan = Plan.replicated(3, replicas)
+    fewest = microbatches_min(plan, schedule)
+    for m in (fewest, fewest + 3):
+        options = schedule_of(plan, schedule, m)
+        for stage, mean in enumerate(mean_delays(options)):
+            size = _core.rounds_of(options, stage).minibatches_per_round
+            places = [
+                (minibatch, q) for minibatch in range(120, 144) for q in range(m)
+            ]  # whole rounds of all
+            read = [_core.forward_version(options, stage, *place) for place in places]
+            assert mean == pytest.approx(fmean(i // size - v for (i, _), v in zip(places, read, strict=True)))
+
+
+def test_a_schedule_that_is_a_round_late_has_microbatches_for_what_is_in_flight() -> None:
+    plan = Plan.replicated(3, (3, 2, 1))
+    fewest = microbatches_min(plan, "2bw")
+    schedule_of(plan, "2bw", fewest)
+    for m in range(1, fewest):
+        with pytest.raises(ValueError, match="keeps two versions"):
+            schedule_of(plan, "2bw", m)
+    assert fewest > 1 == microbatches_min(plan, "flush") == microbatches_min(plan, "naive")
 
 
 def test_more_in_flight_for_a_slow_link_does_not_make_a_plan_too_late() -> None:
