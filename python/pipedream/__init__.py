@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipedream import optim
+    from pipedream.checkpoint.whole_model import load_checkpoint
     from pipedream.common.errors import (
         DataMismatch,
         FileFormatError,
@@ -55,6 +56,7 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "calibrate",
+    "load_checkpoint",
     "materialise",
     "optim",
     "parameters_on_meta",
@@ -81,6 +83,7 @@ _MODULES = {
     "Stage": "planning.plan",
     "WorkerLost": "common.errors",
     "calibrate": "launch.calibration",
+    "load_checkpoint": "checkpoint.whole_model",
     "materialise": "model.initial_weights",
     "parameters_on_meta": "model.meta_device",
     "partition": "planning.partitioner",

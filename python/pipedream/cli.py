@@ -1,5 +1,5 @@
-"""The command line: pipedream explain | profile | profile-links | run | keys, and planning_commands.py's. One
-process, its main thread.
+"""The command line: pipedream explain | profile | profile-links | run | keys, and the commands of
+planning_commands.py and checkpoint_commands.py. One process, its main thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
 stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipedream import __version__
+from pipedream.checkpoint_commands import checkpoint_app
 from pipedream.command_line import (
     JsonOption,
     check_output,
@@ -472,6 +473,7 @@ def _fail(error: BaseException | str, status: int, text: str = "") -> int:
 
 
 add_planning_commands(app)
+app.add_typer(checkpoint_app)
 
 
 def _run_command(arguments: list[str] | None) -> int:

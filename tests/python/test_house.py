@@ -45,7 +45,7 @@ CPP_FOLDERS = [
     "stage",
     "bindings",
 ]
-_COMMANDS = {"cli", "command_line", "planning_commands"}
+_COMMANDS = {"checkpoint_commands", "cli", "command_line", "planning_commands"}
 _ON_TOP = {"__init__", "__main__", "_core", *_COMMANDS}
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -68,7 +68,14 @@ __all__ = [
     "send_state",
     "send_values",
     "state_bytes",
+    "write_tensors",
 ]
+
+
+class Writable(Protocol):
+    """What write_tensors needs of a file."""
+
+    def write(self, data: Any, /) -> Any: ...
 
 
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
@@ -146,18 +153,12 @@ def save_state(
     """Writes a safetensors file, into the memory of the one that is there. names: of what is saved; None:
     all. Where that fails no file is left."""
     state: dict[str, Tensor] = {}
-    storages: set[int] = set()
     for stage in stages:
         of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
-        for name, tensor in of_stage.items():
-            if names is None or name in names:
-                value = _alone(exportable(tensor.cpu()), storages)
-                state[COMPLEX_MARK + name if value.is_complex() else name] = (
-                    torch.view_as_real(value) if value.is_complex() else value
-                )
+        state |= {name: value for name, value in of_stage.items() if names is None or name in names}
     try:
         with open(path, "r+b" if os.path.exists(path) else "wb") as file:
-            _write(state, file)
+            write_tensors(state, file)
             file.truncate()
     except BaseException:
         with contextlib.suppress(OSError):
@@ -172,17 +173,18 @@ def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
     return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
 
 
-def _write(state: Mapping[str, Tensor], file: BinaryIO) -> None:
-    """In the form of safetensors, whose own function gives back the room of a file before it writes."""
+def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
+    """In the form of safetensors, whose own function gives back the room of a file before it writes. Only
+    one tensor at a time is copied to the host."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest first, so that each lies at a multiple of its width.
-    ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))
     size = 0
     for name, tensor in ordered:
         offsets = [size, size + tensor.nbytes]
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+        header[COMPLEX_MARK + name if tensor.is_complex() else name] = {
+            "dtype": _DTYPES[tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype],
+            "shape": [*tensor.shape, *([2] if tensor.is_complex() else [])],
             "data_offsets": offsets,
         }
         size = offsets[1]
@@ -191,16 +193,13 @@ def _write(state: Mapping[str, Tensor], file: BinaryIO) -> None:
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.nbytes:
-            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            value = exportable(tensor.cpu())
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _alone(value: Tensor, storages: set[int]) -> Tensor:
-    """A copy where others are in the same memory, which safetensors refuses. storages: those seen."""
-    storage = value.untyped_storage()
-    if storage.data_ptr() in storages or storage.nbytes() != value.numel() * value.element_size():
-        return value.clone()
-    storages.add(storage.data_ptr())
-    return value
+def _width_of(tensor: Tensor) -> int:
+    """Bytes of a number in the file; a complex one is stored as two."""
+    return tensor.element_size() // (2 if tensor.is_complex() else 1)
 
 
 def saved_names(path: str | os.PathLike[str]) -> list[str]:

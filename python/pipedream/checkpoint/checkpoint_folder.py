@@ -1,0 +1,125 @@
+"""A folder of checkpoints: which are there, which is the newest that is whole, which are kept.
+
+A checkpoint is complete when its manifest is there. One without a manifest was left by a run that ended while
+writing it. Torch-free; any thread of the process that owns the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from pipedream.checkpoint.manifest import MANIFEST_NAME, Manifest, problems_of, read_manifest
+from pipedream.common.errors import FileFormatError
+
+__all__ = [
+    "checkpoints_in",
+    "find_checkpoint",
+    "folder_of",
+    "is_complete",
+    "newest_whole",
+    "pin",
+    "remove_incomplete",
+    "remove_old",
+]
+
+_NAME = re.compile(r"checkpoint-(\d{9,})\Z")
+_PIN_NAME = "pinned"
+
+
+def folder_of(path: Path, minibatch: int) -> Path:
+    """The folder of the checkpoint at this minibatch."""
+    return path / f"checkpoint-{minibatch:09}"
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The folders of all checkpoints, complete or not, from the oldest minibatch to the newest."""
+    found: list[tuple[int, Path]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in path.iterdir():
+            match = _NAME.match(entry.name)
+            if match is not None and entry.is_dir():
+                found.append((int(match.group(1)), entry))
+    return [entry for _, entry in sorted(found)]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether all of its parts were written; they may have been changed since."""
+    return (checkpoint / MANIFEST_NAME).is_file()
+
+
+def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+    """The newest complete checkpoint whose files are as they were written, and a line for each newer one
+    that is not used."""
+    unused: list[str] = []
+    for checkpoint in reversed(checkpoints_in(path)):
+        if not is_complete(checkpoint):
+            unused.append(f"{checkpoint} is not complete: the run ended while writing it")
+            continue
+        try:
+            manifest = read_manifest(checkpoint)
+        except (FileFormatError, OSError) as error:
+            unused.append(str(error))
+            continue
+        problems = problems_of(checkpoint, manifest)
+        if not problems:
+            return (checkpoint, manifest), unused
+        unused += problems
+    return None, unused
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
+    """The checkpoint at the path, or the newest whole one of the folder at the path, and a line for each
+    newer one that is not used. Raises ValueError where there is none, or the one named is not whole."""
+    if is_complete(path):
+        manifest = read_manifest(path)
+        problems = problems_of(path, manifest)
+        if problems:
+            raise ValueError(f"{problems[0]}: use another checkpoint of {path.parent}")
+        return path, manifest, []
+    if _NAME.match(path.name) and path.is_dir():
+        raise ValueError(f"{path} is not complete: the run ended while writing it; use another one")
+    if not path.is_dir():
+        raise ValueError(f"{path} is no checkpoint and no folder of checkpoints")
+    found, unused = newest_whole(path)
+    if found is None:
+        reason = f" ({unused[0]})" if unused else ""
+        raise ValueError(f"{path} has no complete checkpoint{reason}")
+    return *found, unused
+
+
+def pin(checkpoint: Path) -> None:
+    """Keeps the checkpoint, however many newer ones there are."""
+    (checkpoint / _PIN_NAME).touch()
+
+
+def remove_old(path: Path, keep: int) -> None:
+    """Removes what is older than the newest `keep` complete checkpoints, but for pinned ones. The newest
+    complete one stays, and what is newer."""
+    complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
+    if len(complete) <= keep:
+        return
+    oldest_kept = complete[-keep]
+    for checkpoint in checkpoints_in(path):
+        if checkpoint == oldest_kept:
+            return
+        if not (checkpoint / _PIN_NAME).exists():
+            _remove(checkpoint)
+
+
+def remove_incomplete(path: Path) -> None:
+    """Before a run that writes into the folder: nobody else does."""
+    for checkpoint in checkpoints_in(path):
+        if not is_complete(checkpoint):
+            _remove(checkpoint)
+
+
+def _remove(checkpoint: Path) -> None:
+    """The manifest first: what is left of a removal that was cut short is no complete checkpoint. What cannot
+    be removed stays until the next time."""
+    with contextlib.suppress(OSError):
+        os.unlink(checkpoint / MANIFEST_NAME)
+    shutil.rmtree(checkpoint, ignore_errors=True)

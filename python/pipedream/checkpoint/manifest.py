@@ -1,0 +1,374 @@
+"""A checkpoint's JSON files: the part of each stage, and the manifest, which makes the checkpoint complete.
+
+    checkpoint-000000300/
+        checkpoint.json                       the manifest: position, plan, all parts' files, sizes, checksums
+        stage-0.json                          the part of stage 0, with the state that is no tensor
+        stage-0-version-300.safetensors       one file per weight version that the stage keeps
+        stage-0-optimizer.safetensors
+        stage-1-replica-1.json                the part of a further replica
+
+Each worker writes the files of its own part, and its part's JSON after them. Whoever finds all parts there
+writes the manifest from them, so no worker waits for another; two that do so at once write the same bytes.
+A file has a temporary name until it is whole and on the disk. Torch-free; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from pipedream.common.document import check_format, check_list, check_object, check_text, check_whole, require
+from pipedream.common.errors import FileFormatError
+from pipedream.planning.plan import Plan
+
+__all__ = [
+    "MANIFEST_NAME",
+    "Header",
+    "Manifest",
+    "Part",
+    "PartFile",
+    "part_name",
+    "problems_of",
+    "read_manifest",
+    "read_part",
+    "write_manifest",
+    "write_part",
+    "write_whole",
+]
+
+MANIFEST_NAME = "checkpoint.json"
+_KIND, _PART_KIND, _VERSION = "checkpoint", "checkpoint-part", 1
+_UNFINISHED = ".part"
+_CHUNK_BYTES = 1 << 20
+_Parsed = TypeVar("_Parsed")
+_NOT_FINITE = "not finite"  # the key of an object that stands for a float which JSON does not have
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """One file of a checkpoint, beside the manifest."""
+
+    name: str
+    kind: str
+    """"version", "frozen", "buffers", "optimizer", "residuals", "losses", or "state" for a part's JSON."""
+    num_bytes: int
+    crc32: int
+    version: int | None = None
+    """The weight version that a file of kind "version" has."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage's replica has written."""
+
+    stage_index: int
+    replica_index: int
+    files: tuple[PartFile, ...]
+
+    def of_kind(self, kind: str) -> list[PartFile]:
+        return [file for file in self.files if file.kind == kind]
+
+    @property
+    def newest_version(self) -> PartFile | None:
+        """None: the replica has written no weights, as the first one of its stage has."""
+        return max(self.of_kind("version"), key=lambda file: file.version or 0, default=None)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all parts of a checkpoint have in common."""
+
+    run: str
+    """Names the start of the run, so that parts of two are told apart."""
+    minibatch: int
+    """All updates of the minibatches before it are in the checkpoint, and none of its own."""
+    epoch: int
+    """The epoch of that minibatch."""
+    plan: Mapping[str, Any]
+    schedule: str
+    """A name, or the text of a program."""
+    microbatches: int
+    seed: int
+    parts: tuple[tuple[int, int], ...]
+    """(stage, replica) of each part."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint."""
+
+    header: Header
+    parts: tuple[Part, ...]
+
+    @property
+    def files(self) -> list[PartFile]:
+        return [file for part in self.parts for file in part.files]
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the manifest itself."""
+        return sum(file.num_bytes for file in self.files)
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = [
+            {"stage": part.stage_index, "replica": part.replica_index, "files": _files_to_list(part.files)}
+            for part in self.parts
+        ]
+        return {"format": f"pipedream.{_KIND}/{_VERSION}"} | _header_to_dict(self.header) | {"parts": parts}
+
+
+class _Checksummed:
+    """A file that counts what is written into it. Only what a writer of tensors needs of a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._file.write(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.num_bytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_whole(path: Path, kind: str, write: Callable[[Any], None], version: int | None = None) -> PartFile:
+    """Has `write` fill a file, which gets its name once it is on the disk. Where that fails none is left."""
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    try:
+        with unfinished.open("wb") as file:
+            checked = _Checksummed(file)
+            write(checked)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return PartFile(path.name, kind, checked.num_bytes, checked.crc32, version)
+
+
+def part_name(stage_index: int, replica_index: int) -> str:
+    """ "stage-0", or "stage-0-replica-1": how the names of a part's files begin."""
+    return f"stage-{stage_index}" + (f"-replica-{replica_index}" if replica_index > 0 else "")
+
+
+def write_part(folder: Path, header: Header, part: Part, state: Mapping[str, Any]) -> None:
+    """Writes the part's JSON, when all its files are there. state: what is no tensor; floats in it may be
+    infinite or NaN."""
+    fields = {
+        "format": f"pipedream.{_PART_KIND}/{_VERSION}",
+        "stage": part.stage_index,
+        "replica": part.replica_index,
+        "files": _files_to_list(part.files),
+        "checkpoint": _header_to_dict(header) | {"parts": [list(place) for place in header.parts]},
+        "state": _finite(state),
+    }
+    path = folder / f"{part_name(part.stage_index, part.replica_index)}.json"
+    write_whole(path, "state", lambda file: file.write(_to_bytes(fields)))
+    _sync_folder(folder)
+
+
+def write_manifest(folder: Path) -> Manifest | None:
+    """Completes the checkpoint in the folder where all its parts are there; else returns None. Raises
+    FileFormatError where parts contradict each other."""
+    known: dict[tuple[int, int], Part] = {}
+    header: Header | None = None
+    for path in sorted(folder.glob("stage-*.json")):
+        of_part, part, _ = read_part(path)
+        if header is not None and of_part != header:
+            raise FileFormatError(f"{path}: is of another run than the other parts in {folder}: remove them")
+        header = of_part
+        content = path.read_bytes()
+        own = PartFile(path.name, "state", len(content), zlib.crc32(content))
+        known[part.stage_index, part.replica_index] = replace(part, files=(*part.files, own))
+    if header is None or set(known) != set(header.parts):
+        return None
+    manifest = Manifest(header, tuple(known[place] for place in header.parts))
+    write_whole(folder / MANIFEST_NAME, "manifest", lambda file: file.write(_to_bytes(manifest.to_dict())))
+    _sync_folder(folder)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises FileFormatError naming file and field, and OSError where there is none."""
+    path = folder / MANIFEST_NAME
+    fields = _read(path, _KIND)
+    return _told_for(path, lambda: _manifest_of(fields))
+
+
+def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
+    """A part's JSON: what it is a part of, its files, and the state. Raises as read_manifest does."""
+    fields = _read(path, _PART_KIND)
+
+    def parse() -> tuple[Header, Part, dict[str, Any]]:
+        require(fields, ("stage", "replica", "files", "checkpoint", "state"), "")
+        header = check_object("checkpoint", fields["checkpoint"])
+        require(header, ("parts",), "checkpoint.")
+        places = [tuple(check_list("checkpoint.parts", place)) for place in header["parts"]]
+        return _header_of(header, places), _part_of(fields, ""), _restored(fields["state"])
+
+    return _told_for(path, parse)
+
+
+def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> list[str]:
+    """A line for each file that is missing, shorter or longer than written, or has other content."""
+    found = []
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != file.num_bytes:
+                found.append(f"{path} has {num_bytes} bytes and was written with {file.num_bytes}")
+            elif checksums and _crc32_of(path) != file.crc32:
+                found.append(f"{path} is corrupted: its checksum differs from the one in {MANIFEST_NAME}")
+        except FileNotFoundError:
+            found.append(f"{path} is missing")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
+    return found
+
+
+def _crc32_of(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while content := file.read(_CHUNK_BYTES):
+            crc32 = zlib.crc32(content, crc32)
+    return crc32
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names in the folder last, where the system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some file systems refuse it for folders
+        pass
+    finally:
+        os.close(descriptor)
+
+
+# JSON.
+
+
+def _to_bytes(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path}: not JSON: {error or 'nested too deeply'}") from None
+    check_format(fields, kind, _VERSION, os.fspath(path))
+    return dict(fields)
+
+
+def _told_for(path: Path, parse: Callable[[], _Parsed]) -> _Parsed:
+    try:
+        return parse()
+    except ValueError as error:
+        raise FileFormatError(f"{path}: {error}") from None
+
+
+def _header_to_dict(header: Header) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(header).items() if name != "parts"}
+    return fields | {"seed": str(header.seed)}  # of 64 bits, which not every reader of JSON has
+
+
+def _header_of(fields: Mapping[str, Any], places: Iterable[Any]) -> Header:
+    require(fields, ("run", "minibatch", "epoch", "plan", "schedule", "microbatches", "seed"), "")
+    return Header(
+        run=check_text("run", fields["run"]),
+        minibatch=check_whole("minibatch", fields["minibatch"]),
+        epoch=check_whole("epoch", fields["epoch"]),
+        plan=check_object("plan", fields["plan"]),
+        schedule=check_text("schedule", fields["schedule"]),
+        microbatches=check_whole("microbatches", fields["microbatches"], at_least=1),
+        seed=int(check_text("seed", fields["seed"])),
+        parts=tuple(
+            (check_whole("stage", stage), check_whole("replica", replica)) for stage, replica in places
+        ),
+    )
+
+
+def _manifest_of(fields: Mapping[str, Any]) -> Manifest:
+    require(fields, ("parts",), "")
+    parts = tuple(
+        _part_of(check_object(f"parts[{i}]", part), f"parts[{i}].")
+        for i, part in enumerate(check_list("parts", fields["parts"]))
+    )
+    header = _header_of(fields, [(part.stage_index, part.replica_index) for part in parts])
+    num_stages = Plan.from_dict(header.plan, source="plan").num_stages
+    stages = sorted({part.stage_index for part in parts})
+    if stages != list(range(num_stages)):
+        raise ValueError(f"parts has stages {stages}, and the plan has 0 to {num_stages - 1}")
+    return Manifest(header, parts)
+
+
+def _part_of(fields: Mapping[str, Any], where: str) -> Part:
+    require(fields, ("stage", "replica", "files"), where)
+    files = [
+        _file_of(check_object(f"{where}files[{i}]", file), f"{where}files[{i}].")
+        for i, file in enumerate(check_list(f"{where}files", fields["files"]))
+    ]
+    return Part(
+        check_whole(f"{where}stage", fields["stage"]),
+        check_whole(f"{where}replica", fields["replica"]),
+        tuple(files),
+    )
+
+
+def _file_of(fields: Mapping[str, Any], where: str) -> PartFile:
+    require(fields, ("name", "kind", "bytes", "crc32"), where)
+    name = check_text(f"{where}name", fields["name"])
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ValueError(f"{where}name is {name!r}: it must be a file of the checkpoint's own folder")
+    version = fields.get("version")
+    return PartFile(
+        name,
+        check_text(f"{where}kind", fields["kind"]),
+        check_whole(f"{where}bytes", fields["bytes"]),
+        int(check_text(f"{where}crc32", fields["crc32"]), 16),
+        None if version is None else check_whole(f"{where}version", version),
+    )
+
+
+def _files_to_list(files: Iterable[PartFile]) -> list[dict[str, Any]]:
+    return [
+        {"name": file.name, "kind": file.kind, "bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"}
+        | ({} if file.version is None else {"version": file.version})
+        for file in files
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """The value with objects for the floats that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NOT_FINITE: str(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _restored(value: Any) -> Any:
+    """Undoes _finite."""
+    if isinstance(value, dict):
+        if set(value) == {_NOT_FINITE}:
+            return float(value[_NOT_FINITE])
+        return {name: _restored(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return value

@@ -1,0 +1,170 @@
+"""The whole model of a checkpoint: as a file, or into a model that is there. No run is needed.
+
+Each parameter has its newest version. A stage's floating-point buffers are the means over its replicas, as
+after a run. On the caller's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.checkpoint.checkpoint_folder import find_checkpoint
+from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, write_whole
+from pipedream.checkpoint.stage_files import NAMES, read_kind, read_newest_version
+from pipedream.checkpoint.state import mean_buffers, write_tensors
+from pipedream.model.layers import Model, dtype_name, roots_of
+from pipedream.model.meta_device import is_on_meta
+
+__all__ = ["WholeState", "check_fits", "export_checkpoint", "load_checkpoint", "read_whole_state"]
+
+_STATE_DICT_SUFFIXES = (".pt", ".pth")
+_SAFETENSORS = ".safetensors"
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """By the full names in the model, all those of a tensor with several."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
+    """Puts the parameters and buffers of a checkpoint into a model, in place.
+
+    path: one checkpoint, or a folder of them, of which the newest whole one is taken. model: the model that
+    was trained, an nn.Module or a list of layers; with as many stages as you like, or none. Raises ValueError
+    where there is no whole checkpoint, and for a model that it does not fit, naming the first parameter that
+    differs; then the model is as it was.
+    """
+    checkpoint, manifest, _ = find_checkpoint(Path(path))
+    state = read_whole_state(checkpoint, manifest)
+    roots = roots_of(model)
+    if is_on_meta(root for _, root in roots):
+        raise ValueError(
+            "the model is on the meta device: `pipedream checkpoint export` writes a safetensors file, which"
+            " pipedream.materialise(model, FILE) reads"
+        )
+    check_fits(checkpoint, state.parameters, roots)
+    with torch.no_grad():
+        for prefix, root in roots:
+            for name, parameter in root.named_parameters():
+                parameter.copy_(state.parameters[prefix + name])
+    modules = {
+        (prefix + name).rstrip("."): module for prefix, root in roots for name, module in root.named_modules()
+    }
+    for name, saved in state.buffers.items():
+        path_of_module, _, own_name = name.rpartition(".")
+        if path_of_module in modules:
+            _load_buffer(modules[path_of_module], own_name, saved)
+
+
+def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
+    """The buffer may be new, or have another shape: layers make some in their first forward."""
+    buffer = module._buffers.get(name)
+    if buffer is not None and buffer.shape == saved.shape and buffer.dtype == saved.dtype:
+        with torch.no_grad():
+            buffer.copy_(saved)  # in place: the user may hold the tensor
+    else:
+        known = [buffer, *module.parameters(), *module.buffers()]
+        device = next((tensor.device for tensor in known if tensor is not None), saved.device)
+        module._buffers[name] = saved.clone().to(device)
+
+
+def check_fits(
+    checkpoint: Path, parameters: Mapping[str, Tensor], roots: Sequence[tuple[str, nn.Module]]
+) -> None:
+    """Raises ValueError naming the first parameter of the model that differs from the checkpoint's, or that
+    one of the two does not have. roots: layers.roots_of()."""
+    own = {
+        prefix + name: parameter
+        for prefix, root in roots
+        for name, parameter in root.named_parameters(remove_duplicate=False)
+    }
+    remedy = "give the model that was trained, or another folder"
+    for name, parameter in own.items():
+        if name not in parameters:
+            raise ValueError(f"the model has a parameter {name!r}, and {checkpoint} has none: {remedy}")
+        here, there = _describe(parameter), _describe(parameters[name])
+        if here != there:
+            raise ValueError(
+                f"parameter {name!r} is {here} in the model and {there} in {checkpoint}: {remedy}"
+            )
+    for name in parameters:
+        if name not in own:
+            raise ValueError(f"{checkpoint} has a parameter {name!r}, and the model has none: {remedy}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def export_checkpoint(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> dict[str, Any]:
+    """Writes the state_dict of the whole model, as the model of the run had it: safetensors for a name that
+    ends in .safetensors, else torch's own format for .pt and .pth. Says what was written."""
+    target = Path(output)
+    if target.suffix not in (_SAFETENSORS, *_STATE_DICT_SUFFIXES):
+        raise ValueError(
+            f"{target}: the name must end in {_SAFETENSORS}, or in {' or '.join(_STATE_DICT_SUFFIXES)} for a"
+            " state_dict as torch.save writes it"
+        )
+    checkpoint, manifest, unused = find_checkpoint(Path(path))
+    whole = read_whole_state(checkpoint, manifest, persistent=True)
+    state = whole.parameters | whole.buffers
+
+    def write(file: Any) -> None:
+        if target.suffix == _SAFETENSORS:
+            write_tensors(state, file)
+        else:
+            torch.save(state, file)
+
+    written = write_whole(target, "export", write)
+    return {
+        "checkpoint": os.fspath(checkpoint),
+        "minibatch": manifest.header.minibatch,
+        "output": os.fspath(target),
+        "tensors": len(state),
+        "bytes": written.num_bytes,
+        "unused": unused,
+    }
+
+
+def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool = False) -> WholeState:
+    """persistent: without the buffers that no state_dict holds."""
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    known_as: dict[str, str] = {}  # another name: the one under which its value is
+    for stage_index in sorted({part.stage_index for part in manifest.parts}):
+        parts = [part for part in manifest.parts if part.stage_index == stage_index]
+        first = min(parts, key=lambda part: part.replica_index)
+        names = read_part(checkpoint / f"{part_name(stage_index, first.replica_index)}.json")[2][NAMES]
+        own = read_newest_version(checkpoint, first) | read_kind(checkpoint, first.of_kind("frozen"))
+        parameters |= {name: tensor for name, tensor in own.items() if name not in names["tied"]}
+        left_out = names["not_saved"] if persistent else ()
+        means = _mean_buffers(checkpoint, parts)
+        buffers |= {name: tensor for name, tensor in means.items() if name not in left_out}
+        known_as |= names["tied"] | names["aliases"]
+    for name in known_as:
+        known = name
+        while known in known_as:
+            known = known_as[known]
+        for tensors in (parameters, buffers):
+            if known in tensors:
+                tensors[name] = tensors[known]
+    return WholeState(parameters, buffers)
+
+
+def _mean_buffers(checkpoint: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """parts: of a stage's replicas."""
+    mine, *others = (
+        read_kind(checkpoint, part.of_kind("buffers"))
+        for part in sorted(parts, key=lambda part: part.replica_index)
+    )
+    return mine | mean_buffers(mine, others) if others else mine

@@ -1,0 +1,70 @@
+"""Checkpoints for tests, written as the workers of a run write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pipedream.checkpoint.checkpoint_folder import folder_of
+from pipedream.checkpoint.manifest import Header, write_manifest
+from pipedream.checkpoint.stage_files import NAMES, Content, names_of_stage, write_stage
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import find_ties
+from pipedream.planning.plan import Plan
+from torch import nn
+
+__all__ = ["header_of", "write_checkpoint"]
+
+
+def header_of(plan: Plan, minibatch: int, *, run: str = "first") -> Header:
+    return Header(
+        run=run,
+        minibatch=minibatch,
+        epoch=0,
+        plan=plan.to_dict(),
+        schedule="pipedream",
+        microbatches=1,
+        seed=2**63 + 1,
+        parts=tuple(
+            (index, replica)
+            for index, stage in enumerate(plan.stages)
+            for replica in range(stage.num_replicas)
+        ),
+    )
+
+
+def write_checkpoint(
+    path: Path,
+    model: nn.Module,
+    plan: Plan,
+    minibatch: int = 6,
+    *,
+    stages: Sequence[int] | None = None,
+    run: str = "first",
+) -> Path:
+    """A checkpoint of what the model is now, with an older version of zeros at each stage. stages: whose
+    parts are written; None: all, and so the manifest."""
+    folder = folder_of(path, minibatch)
+    folder.mkdir(parents=True, exist_ok=True)
+    split_model = split(model, plan)
+    ties = find_ties(split_model)
+    header = header_of(plan, minibatch, run=run)
+    for stage_index, replica_index in header.parts:
+        if stages is not None and stage_index not in stages:
+            continue
+        stage = split_model[stage_index]
+        weights = {name: parameter.detach() for name, parameter in stage.trainable_parameters()}
+        contents = [
+            Content("version", {name: torch.zeros_like(value) for name, value in weights.items()}, 5),
+            Content("version", weights, 6),
+            Content("frozen", dict(stage.frozen_parameters())),
+            Content("buffers", {name: value + replica_index for name, value in stage.stage_buffers()}),
+            Content("optimizer", {}),
+        ]
+        if replica_index > 0:
+            contents = contents[3:]
+        state = {NAMES: names_of_stage(stage, ties), "best": float("inf")}
+        write_stage(folder, header, (stage_index, replica_index), contents, state)
+    write_manifest(folder)
+    return folder
