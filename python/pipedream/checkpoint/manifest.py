@@ -65,7 +65,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage's replica has written."""
+    """The files that one stage's replica has written."""
 
     stage_index: int
     replica_index: int
@@ -82,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Header:
-    """What all parts of a checkpoint have in common."""
+    """The fields that all parts of a checkpoint have in common."""
 
     run: str
     """Names the start of the run, so that parts of two are told apart."""

@@ -25,10 +25,10 @@ NAMES = "names"
 
 @dataclass(frozen=True)
 class Content:
-    """What one file holds."""
+    """The tensors of one file."""
 
     kind: str
-    """As of PartFile."""
+    """A kind of PartFile's."""
     tensors: Mapping[str, Tensor]
     version: int | None = None
 
@@ -73,7 +73,7 @@ def read_newest_version(folder: Path, part: Part) -> dict[str, Tensor]:
 
 
 def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:
-    """What a reader without the model must know of the stage's names; to be asked before it trains.
+    """Tells a reader without the model what it must know of the stage's names. Ask before the stage trains.
 
     "aliases" has the names that a state_dict has besides, each with the name that stands in the files. "tied"
     has the parameters that another stage owns, with that one's name. "not_saved" has the buffers that no

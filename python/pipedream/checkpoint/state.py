@@ -73,7 +73,7 @@ __all__ = [
 
 
 class Writable(Protocol):
-    """What write_tensors needs of a file."""
+    """The part of a file that write_tensors needs."""
 
     def write(self, data: Any, /) -> Any: ...
 
