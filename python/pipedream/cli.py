@@ -175,6 +175,9 @@ def explain_command(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a picture here: .svg, .png or .pdf.")
     ] = None,
+    plan_path: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Mark the cuts of this plan in the picture.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere."""
@@ -183,17 +186,26 @@ def explain_command(
     check_output(output)
     if output is not None and output.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"output is {os.fspath(output)!r}: a picture ends in {', '.join(FIGURE_SUFFIXES)}")
+    if plan_path is not None and output is None:
+        raise ValueError("--plan marks its cuts in a picture: give --output FILE, too")
+    plan = None if plan_path is None else Plan.load(plan_path)
     with _clean_stdout(as_json):
         job = load_job(target, needs_optimizer=False)
         from pipedream.data.first_minibatch import first_of
         from pipedream.model.explanation import explain
 
         explained = explain(job.model, first_of(job.data), job.loss_fn, **_given(job, "weights"))
-    notes = []
-    if output is not None:
-        explained.save_picture(output)
-        notes.append(f"picture saved in {output}")
-    print_result(with_notes(explained, notes), explained.to_dict(), as_json)
+    if plan is not None and plan.num_layers != len(explained.layers):
+        raise ValueError(
+            f"the plan is of {plan.num_layers} layers, the model has {len(explained.layers)}: use a plan of a"
+            " profile with all its cuts"
+        )
+    if output is None:
+        print_result(str(explained), explained.to_dict(), as_json)
+        return
+    explained.save_picture(output, [] if plan is None else [stage.last_layer for stage in plan.stages[:-1]])
+    shown = with_notes(explained.describe_refused(), [f"picture of the layers saved in {output}"])
+    print_result(shown, explained.to_dict(), as_json)
 
 
 def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,11 +14,13 @@ __all__ = ["progress_bar"]
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str, total: int, unit: str, *, is_shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Yields what counts a step on."""
+def progress_bar(
+    doing: str, total: float, unit: str, *, is_shown: bool = True
+) -> Iterator[Callable[[float], None]]:
+    """Yields a function that counts so many steps on."""
     console = Console(stderr=True)
     if not (is_shown and sys.stderr.isatty() and console.is_terminal):
-        yield lambda: None
+        yield lambda steps: None
         return
     columns = (
         TextColumn(doing),
@@ -30,4 +32,4 @@ def progress_bar(doing: str, total: int, unit: str, *, is_shown: bool = True) ->
     to_terminal = sys.stdout.isatty()  # a file gets what the user prints
     with Progress(*columns, console=console, transient=True, redirect_stdout=to_terminal) as progress:
         task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)
+        yield lambda steps: progress.advance(task, steps)

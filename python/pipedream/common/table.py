@@ -1,7 +1,8 @@
-"""Plain-text tables for `print(plan)` and `print(profile)`: no colours, no width of the terminal."""
+"""Plain-text tables for `print(plan)` and `print(profile)`, and their form in a notebook: no colours."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 
 
@@ -13,6 +14,11 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned
         "  ".join(f"{row[c]:{aligned[c]}{widths[c]}}" for c in kept).rstrip() for row in (headings, *rows)
     ]
     return "\n".join(lines)
+
+
+def html_of(text: str) -> str:
+    """The text for a notebook, in columns as a terminal has them."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def shorten(text: str, length_max: int) -> str:

@@ -139,7 +139,7 @@ def calibration_runs(
             )
         finally:
             torch.set_num_threads(threads)
-            advance()
+            advance(1)
 
     # What items take is seen where each worker has a core, if there are two.
     stages = min(workers, max(cores, 2), profile.num_layers)

@@ -173,7 +173,7 @@ class _Profiling:
                 for pair in pairs:
                     if rank in pair:
                         measured += self._measure(run, pair, device, f"links/{index}")
-                advance()
+                advance(1)
         return self._share(measured)
 
     def _agree(self) -> _Linked:

@@ -68,16 +68,20 @@ class Explanation:
     def __str__(self) -> str:
         headings = ("layer", "ends with", "parameters", "crosses after it", "tensors", "returned by")
         rows = [self._row(index, layer) for index, layer in enumerate(self.layers)]
-        title = f"{self.model}: layers {len(self.layers)}, places where it cannot be cut {len(self.refused)}"
-        lines = [title, "", format_table(headings, rows, "><>>><")]
-        if self.why_none:
-            lines += ["", f"it cannot be cut: {self.why_none}"]
+        lines = [self._title(), "", format_table(headings, rows, "><>>><")]
+        return "\n".join([*lines, *self._refused_lines()])
+
+    def _title(self) -> str:
+        return f"{self.model}: layers {len(self.layers)}, places where it cannot be cut {len(self.refused)}"
+
+    def _refused_lines(self) -> list[str]:
+        lines = ["", f"it cannot be cut: {self.why_none}"] if self.why_none else []
         if self.refused:
             lines += ["", "not after"]
             lines += [f"  {name}: {why_not}" for name, why_not in self.refused[:_REFUSED_SHOWN_MAX]]
             rest = len(self.refused) - _REFUSED_SHOWN_MAX
             lines += [f"  and {rest} more, which --json lists"] if rest > 0 else []
-        return "\n".join(lines)
+        return lines
 
     def _row(self, index: int, layer: ExplainedLayer) -> tuple[str, ...]:
         is_last = index == len(self.layers) - 1
@@ -93,14 +97,40 @@ class Explanation:
             ", ".join(senders) + (f" and {more} more" if more > 0 else ""),
         )
 
-    def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Bytes that cross after each layer, and the parameters before: .svg, .png or .pdf. Raises ValueError
-        where matplotlib is missing."""
+    def describe_refused(self) -> str:
+        """Title and refused places, beside a picture that has the layers."""
+        return "\n".join([self._title(), *self._refused_lines()])
+
+    def good_places(self) -> list[int]:
+        """Layers after which fewer bytes cross than after both neighbours."""
+        sizes = [layer.crossing_bytes for layer in self.layers[:-1]]
+        return [
+            index
+            for index, size in enumerate(sizes)
+            if size is not None
+            and all(
+                (other or 0) > size
+                for other in (*sizes[max(index - 1, 0) : index], *sizes[index + 1 : index + 2])
+            )
+        ]
+
+    def save_picture(self, path: str | os.PathLike[str], cuts: Sequence[int] = ()) -> None:
+        """Draws the bytes that cross after each layer, and the layer's parameters: .svg, .png or .pdf.
+
+        cuts: the layers after which a plan cuts, which are marked. Good places have a colour of their own.
+        Raises ValueError where matplotlib is missing."""
         figure = import_figure(path)(figsize=(10, 1.2 + 0.18 * len(self.layers)), layout="constrained")
         crossing, parameters = figure.subplots(1, 2, sharey=True)
         rows = range(len(self.layers))
         unit, sizes = _in_one_unit([layer.crossing_bytes or 0 for layer in self.layers])
-        crossing.barh(rows, sizes, color="tab:blue")
+        good = set(self.good_places())
+        colours = ["tab:green" if index in good else "tab:blue" for index in rows]
+        bars = crossing.barh(rows, sizes, color=colours)
+        named = {"fewer bytes than at the places beside it": bars[min(good)]} if good else {}
+        for index in cuts:
+            named["cut of the plan"] = crossing.axhline(index + 0.5, color="tab:red", linewidth=1)
+        if named:
+            crossing.legend([*named.values()], [*named], fontsize=6, frameon=False, loc="lower right")
         crossing.set_xlabel(f"{unit} that cross after the layer")
         unit, sizes = _in_one_unit([layer.parameter_bytes for layer in self.layers])
         parameters.barh(rows, sizes, color="tab:gray")

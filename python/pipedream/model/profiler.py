@@ -135,7 +135,7 @@ def profile(
         placed,
         autocast_left() as regions,
         torch.enable_grad(),
-        progress_bar("profiling", minibatches, "minibatches") as advance,
+        _shown(minibatches, seconds) as advance,
     ):
         dtype = dtype or regions.get(device.type)
         how = _How(loss_fn, cuts, check, device, dtype, weights)
@@ -297,6 +297,25 @@ class _Measurement:
         return _column_means(self.forward_ms[self.num_warm_up :]), _column_means(
             self.backward_ms[self.num_warm_up :]
         )
+
+
+@contextlib.contextmanager
+def _shown(minibatches: int, seconds: float | None) -> Iterator[Callable[[], None]]:
+    """Shows a bar of minibatches, or of seconds where these are the limit. Yields what a minibatch calls."""
+    if seconds is None:
+        with progress_bar("profiling", minibatches, "minibatches") as advance:
+            yield lambda: advance(1)
+        return
+    with progress_bar("profiling", seconds, "seconds") as advance:
+        reached_s = time.perf_counter()
+
+        def count() -> None:
+            nonlocal reached_s
+            now_s = time.perf_counter()
+            advance(now_s - reached_s)
+            reached_s = now_s
+
+        yield count
 
 
 def _measure(

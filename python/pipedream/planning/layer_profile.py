@@ -26,7 +26,7 @@ from pipedream.common.document import (
     write_document,
 )
 from pipedream.common.errors import FileFormatError
-from pipedream.common.table import format_table, shorten
+from pipedream.common.table import format_table, html_of, shorten
 from pipedream.common.units import format_bytes
 from pipedream.planning.item_cost import COUNTED_MAX, ItemCost, microbatch_counts
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
@@ -46,6 +46,7 @@ _HEADER_FIELDS = (
     "max_shapes",
     "cuts",
 )
+_ROWS_MAX = 40  # layers that have a row each when a profile is printed
 _TIME_MS_MAX = 1e12  # 31 years: beyond it is no time of a layer
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
@@ -294,19 +295,19 @@ class Profile:
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
+        """A table of the layers; of more than 40 those of one block share a row. See describe_layers()."""
+        return self._describe(_blocks_of(self.layers) if self.num_layers > _ROWS_MAX else None)
+
+    def describe_layers(self) -> str:
+        """The profile as text, with a row for each layer."""
+        return self._describe(None)
+
+    def _repr_html_(self) -> str:
+        return html_of(str(self))
+
+    def _describe(self, blocks: Sequence[range] | None) -> str:
         headings = ("layer", "name", "forward ms", "backward ms", "activation", "parameters", "saved")
-        rows = [
-            (
-                str(layer_index),
-                shorten(layer.name, 32),
-                f"{layer.forward_ms:.3f}",
-                f"{layer.backward_ms:.3f}",
-                format_bytes(layer.activation_bytes),
-                format_bytes(layer.parameter_bytes),
-                "" if layer.saved_bytes is None else format_bytes(layer.saved_bytes),
-            )
-            for layer_index, layer in enumerate(self.layers)
-        ]
+        rows = [self._row(block) for block in blocks or [range(i, i + 1) for i in range(self.num_layers)]]
         title = f"profile of {self.model or 'a model'}: {self.num_layers} layers"
         if self.batch_size is not None:
             title += f", minibatches of {self.batch_size}"
@@ -321,7 +322,41 @@ class Profile:
         elif self.minibatches is not None:
             num = f"{self.minibatches} minibatch{'es' * (self.minibatches != 1)}"
             sums += f"; of {num}, too few to say how well the time is known"
+        if blocks is not None and len(blocks) < self.num_layers:
+            sums += "\nlayers of one block share a row; describe_layers() has a row for each"
         return f"{title}\n\n{format_table(headings, rows, '><>>>>>')}\n\n{sums}"
+
+    def _row(self, block: range) -> tuple[str, ...]:
+        layers = self.layers[block.start : block.stop]
+        saved = [layer.saved_bytes for layer in layers if layer.saved_bytes is not None]
+        name = layers[0].name if len(layers) == 1 else f"{_block_of(layers[0].name)}, {len(layers)} layers"
+        return (
+            str(block.start) if len(layers) == 1 else f"{block.start}-{block.stop - 1}",
+            shorten(name, 40),
+            f"{sum(layer.forward_ms for layer in layers):.3f}",
+            f"{sum(layer.backward_ms for layer in layers):.3f}",
+            format_bytes(layers[-1].activation_bytes),
+            format_bytes(sum(layer.parameter_bytes for layer in layers)),
+            format_bytes(sum(saved)) if len(saved) == len(layers) else "",
+        )
+
+
+def _block_of(name: str) -> str:
+    """The name of a layer up to its first number, "model.layers.3" of "model.layers.3.mlp.up_proj"."""
+    parts = name.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: numbered + 1])
+
+
+def _blocks_of(layers: Sequence[LayerProfile]) -> list[range]:
+    """Neighbours of one block, as ranges of layers."""
+    blocks: list[range] = []
+    for index, layer in enumerate(layers):
+        if blocks and _block_of(layers[blocks[-1].start].name) == _block_of(layer.name):
+            blocks[-1] = range(blocks[-1].start, index + 1)
+        else:
+            blocks.append(range(index, index + 1))
+    return blocks
 
 
 def checked_cuts(value: object, num_layers: int) -> tuple[str, ...]:

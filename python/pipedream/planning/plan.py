@@ -29,6 +29,7 @@ from pipedream.common.document import (
     write_document,
 )
 from pipedream.common.errors import FileFormatError
+from pipedream.common.table import html_of
 from pipedream.planning.factor_rule import checked_codec
 from pipedream.planning.in_flight import check_in_flight, derive_in_flight
 from pipedream.planning.layer_profile import checked_cuts
@@ -416,6 +417,9 @@ class Plan:
 
     def __str__(self) -> str:
         return describe_plan(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(str(self))
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:

@@ -16,18 +16,18 @@ from types import TracebackType
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipedream import _core
 from pipedream.common.units import format_figure
+from pipedream.planning.plan_schedule import mean_delay
 
 __all__ = ["RunProgress"]
 
 _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 5.0
 _RATE_WINDOW_S = 10.0
-_VERSIONS_WIDTH_MIN = 110  # of a terminal, in columns, that has room for the weight versions of
-_VERSIONS_STAGES_MAX = 8
+_DELAY_WIDTH_MIN = 110  # of a terminal, in columns, that has room for the delay
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Lines:
 
 
 class _Bar:
-    """A line that changes; with the weight versions that the newest minibatch read where there is room."""
+    """A line that changes, with the time that is left, and where there is room how late gradients are."""
 
     period_s = _BAR_PERIOD_S
 
@@ -167,16 +167,13 @@ class _Bar:
         schedule: _core.ScheduleOptions,
     ) -> None:
         self._num_epochs = num_epochs
-        self._schedule = schedule
-        self._shows_versions = (
-            console.width >= _VERSIONS_WIDTH_MIN and schedule.num_stages <= _VERSIONS_STAGES_MAX
-        )
+        self._delay = _describe_delay(schedule) if console.width >= _DELAY_WIDTH_MIN else ""
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
             expand=True,
             auto_refresh=False,
@@ -186,9 +183,9 @@ class _Bar:
         self._progress.start()
 
     def show(self, state: _State) -> None:
-        status = f"loss {format_figure(state.loss)}  {format_figure(state.samples_per_s)} samples/s"
-        if self._shows_versions:
-            status += f"  {self._versions(state.minibatch)}"
+        status = (
+            f"loss {format_figure(state.loss)}  {format_figure(state.samples_per_s)} samples/s{self._delay}"
+        )
         self._progress.update(
             self._task,
             completed=state.minibatch + 1,
@@ -200,9 +197,8 @@ class _Bar:
     def close(self) -> None:
         self._progress.stop()
 
-    def _versions(self, minibatch: int) -> str:
-        read = [
-            str(_core.forward_version(self._schedule, stage, minibatch))
-            for stage in range(self._schedule.num_stages)
-        ]
-        return f"read versions {' '.join(read)}"
+
+def _describe_delay(schedule: _core.ScheduleOptions) -> str:
+    """Nothing where no gradient is late."""
+    delay = mean_delay(schedule)
+    return f"  gradients {delay:.2g} update{'s' * (delay != 1)} late" if delay else ""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipedream import _core
 from pipedream.budget.memory import describe_memory
-from pipedream.common.table import format_table
+from pipedream.common.table import format_table, html_of
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
@@ -188,6 +188,9 @@ class RunResult:
 
     def __repr__(self) -> str:
         return describe_result(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(repr(self))
 
     def summary(self) -> str:
         """Tables of all figures but the single work items: losses by epoch, time, bytes, memory."""

@@ -22,7 +22,9 @@ __all__ = ["describe_data_waits", "describe_result", "plot_losses", "summarize"]
 
 _DATA_SHARE_MIN = 0.1  # of a worker's time spent reading data that is worth a line
 _EPOCHS_SHOWN = 6
-_LOSSES_COLOUR, _MEANS_COLOUR = "#56b4e9", "#d55e00"  # of the Okabe-Ito palette
+_LOSSES_COLOUR, _SMOOTHED_COLOUR, _MEANS_COLOUR = "#56b4e9", "#0072b2", "#d55e00"  # of the Okabe-Ito palette
+_SMOOTHED_MIN = 20  # minibatches of which a running mean shows more than they do
+_SMOOTHED_SHARE = 0.05  # of the run, that the running mean remembers
 
 
 def describe_result(result: RunResult) -> str:
@@ -62,7 +64,7 @@ def describe_data_waits(result: RunResult) -> Iterator[str]:
 
 
 def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
-    """The loss of each minibatch, and where there are several epochs the mean of each."""
+    """Draws each minibatch's loss, a running mean, and with several epochs the mean of each."""
     name = os.fspath(path)
     if not name.endswith(FIGURE_SUFFIXES):
         raise ValueError(f"plot is {name!r}: its name must end in one of {', '.join(FIGURE_SUFFIXES)}")
@@ -70,12 +72,17 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
     axes = figure.add_subplot()
     marker = "o" if len(result.losses) == 1 else None  # a line of one point would not be seen
     axes.plot(result.losses, color=_LOSSES_COLOUR, linewidth=0.8, marker=marker, label="minibatch")
+    if len(result.losses) >= _SMOOTHED_MIN:
+        label = "running mean"
+        axes.plot(_running_mean(result.losses), color=_SMOOTHED_COLOUR, linewidth=1.4, label=label)
     if len(result.epoch_sizes) > 1:
         for epoch, (begin, end) in enumerate(_epoch_ranges(result)):
             label = "mean of an epoch" if epoch == 0 else "_"  # which the legend leaves out
             mean = result.epoch_losses[epoch]
             axes.hlines(mean, begin, end - 1, color=_MEANS_COLOUR, linewidth=1.6, label=label)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False)
+    axes.set_title(_title(result), fontsize="medium")
     axes.set_xlabel("minibatch")
     axes.locator_params(axis="x", integer=True)
     axes.set_ylabel("loss")
@@ -84,6 +91,17 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
     save_figure(figure, path)
+
+
+def _running_mean(losses: Sequence[float]) -> list[float]:
+    """The exponential mean of the finite losses up to each one, corrected at its start as Adam's are."""
+    kept = 1 - 1 / max(_SMOOTHED_SHARE * len(losses), 1.0)
+    mean, weight, means = 0.0, 0.0, []
+    for loss in losses:
+        if math.isfinite(loss):
+            mean, weight = kept * mean + (1 - kept) * loss, kept * weight + (1 - kept)
+        means.append(mean / weight if weight else math.nan)
+    return means
 
 
 def _spans_decades(losses: Sequence[float]) -> bool:

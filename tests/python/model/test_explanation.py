@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream import cli
-from pipedream.model.explanation import explain
+from pipedream import Plan, cli
+from pipedream.model.explanation import ExplainedLayer, Explanation, explain
 from torch import nn
 from twins import cross_entropy
 
@@ -120,3 +120,30 @@ def test_the_command_prints_one_object_and_draws_a_picture(
     drawn = (tmp_path / "cuts.svg").read_text()
     assert ">bytes that cross after the layer</text>" in drawn  # 48 at most: a unit in which they can be read
     assert ">bytes of parameters</text>" in drawn
+
+
+def test_a_good_place_has_fewer_bytes_than_both_beside_it() -> None:
+    layers = [ExplainedLayer(str(i), 0, size) for i, size in enumerate([8, 4, 4, 9, 2, 7, 0])]
+    assert Explanation("m", tuple(layers), ()).good_places() == [4]
+
+
+def test_the_picture_marks_a_plans_cuts_and_takes_the_place_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "job_to_draw.py").write_text(_JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    Plan.straight(2, 2).save("plan.json")
+    command = ["explain", "job_to_draw.py:make", "--output", "cuts.svg", "--plan"]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command, "plan.json"])
+    assert exit_info.value.code == 0
+    shown = capfd.readouterr().out
+    assert "not after" in shown and "ends with" not in shown
+    assert ">cut of the plan</text>" in (tmp_path / "cuts.svg").read_text()
+    Plan.straight(3, 3).save("other.json")
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command, "other.json"])
+    assert exit_info.value.code == 2
+    assert "the plan is of 3 layers, the model has 2" in capfd.readouterr().err

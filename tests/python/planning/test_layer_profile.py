@@ -231,6 +231,17 @@ def test_text_shows_every_layer_and_the_sums() -> None:
     assert "together 5.500 ms per minibatch, 320 B of parameters" in text
 
 
+def test_text_of_many_layers_has_a_row_for_each_block_with_its_number() -> None:
+    names = ["embed", *(f"model.layers.{i}.{part}" for i in range(12) for part in "abcd"), "head"]
+    profile = Profile(tuple(LayerProfile(name, 1.0, 2.0, i, 1) for i, name in enumerate(names)))
+    lines = str(profile).splitlines()
+    (row,) = [line for line in lines if "model.layers.1," in line]
+    assert row.split() == ["5-8", "model.layers.1,", "4", "layers", "4.000", "8.000", "8", "B", "4", "B"]
+    assert len([line for line in lines if "model.layers" in line]) == 12
+    assert len([line for line in profile.describe_layers().splitlines() if "model.layers" in line]) == 48
+    assert profile._repr_html_().startswith("<pre>profile of a model: 50 layers")
+
+
 @pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles are not beside this tree")
 @pytest.mark.parametrize("model", ["alexnet", "gnmt", "resnet50", "vgg16"])
 def test_published_profiles_round_trip(model: str, tmp_path: Path) -> None:

@@ -97,13 +97,13 @@ def test_the_bar_has_room_on_a_terminal_of_80_columns(clock: _Clock, monkeypatch
     assert line.count("━") + line.count("╸") + line.count("╺") >= 15
     for part in ("epoch 2/3", "15/30", "loss 0.06667", "8 samples/s"):
         assert part in line
-    assert "versions" not in line
+    assert "late" not in line
 
 
-def test_a_wide_terminal_also_shows_the_weight_versions(
+def test_a_wide_terminal_also_says_how_late_gradients_are(
     clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "read versions 13 14" in _last_line_on_a_terminal(clock, monkeypatch, 120)
+    assert "gradients 1 update late" in _last_line_on_a_terminal(clock, monkeypatch, 120)
 
 
 def test_a_dumb_terminal_gets_lines(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -373,6 +374,9 @@ def test_the_plot_is_written_in_the_form_of_its_name(tmp_path: Path) -> None:
         text = (tmp_path / "loss.svg").read_text()
         assert "minibatch" in text and "loss" in text
         assert ("mean of an epoch" in text) == (len(result.losses) > 1)
+        assert "running mean" not in text  # of a few minibatches it shows nothing
+    replace(_trained(), losses=[math.nan, *([2.0, 1.0] * 20)]).plot(tmp_path / "loss.svg")
+    assert "running mean" in (tmp_path / "loss.svg").read_text()
     result.plot(tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
