@@ -286,3 +286,13 @@ def test_every_link_between_the_documents_leads_somewhere() -> None:
 
 def test_the_front_page_stays_short() -> None:
     assert len(README.splitlines()) <= 150
+
+
+def test_the_messages_of_the_troubleshooting_page_are_messages_of_the_package() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "python").rglob("*.py")))
+    said = re.sub(r"\"\s*f?\"", "", "\n".join(sources))  # literals that follow each other are one text
+    messages = re.findall(r"^\| `([^`]+)`", _page("docs/troubleshooting.md"), flags=re.MULTILINE)
+    assert len(messages) > 15
+    for message in messages:
+        for part in re.split(r"<[^>]*>|: \.\.\.", message):
+            assert part.strip() in said, f"{message}: {part}"
