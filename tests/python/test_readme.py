@@ -296,3 +296,16 @@ def test_the_messages_of_the_troubleshooting_page_are_messages_of_the_package() 
     for message in messages:
         for part in re.split(r"<[^>]*>|: \.\.\.", message):
             assert part.strip() in said, f"{message}: {part}"
+
+
+def test_the_files_that_the_pages_about_the_inside_name_are_there() -> None:
+    folders = [ROOT, ROOT / "csrc", ROOT / "python" / "pipedream", ROOT / "python" / "pipedream" / "model"]
+    pages = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs").glob("inside-*.md"))]
+    named = [
+        name
+        for page in pages
+        for name in re.findall(r"`([\w/]+\.(?:py|h|cc))`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 60
+    missing = [name for name in named if not any((folder / name).is_file() for folder in folders)]
+    assert missing == []
