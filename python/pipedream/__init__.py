@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipedream import optim
+    from pipedream.checkpoint.checkpoints import Checkpoints
     from pipedream.checkpoint.whole_model import load_checkpoint
     from pipedream.common.errors import (
         DataMismatch,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "DataMismatch",
     "FileFormatError",
     "LayerProfile",
@@ -68,6 +70,7 @@ __all__ = [
 
 # Public name -> module that has it; the modules of profile, run, RunResult and optim may import torch.
 _MODULES = {
+    "Checkpoints": "checkpoint.checkpoints",
     "DataMismatch": "common.errors",
     "FileFormatError": "common.errors",
     "LayerProfile": "planning.layer_profile",

@@ -17,9 +17,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -88,8 +89,8 @@ class Header:
     """Names the start of the run, so that parts of two are told apart."""
     minibatch: int
     """All updates of the minibatches before it are in the checkpoint, and none of its own."""
-    epoch: int
-    """The epoch of that minibatch."""
+    epoch: int | None = field(compare=False)
+    """The epoch of that minibatch. None in the parts of stages that read no data."""
     plan: Mapping[str, Any]
     schedule: str
     """A name, or the text of a program."""
@@ -132,9 +133,11 @@ class _Checksummed:
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self._file.write(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
+        view = memoryview(data).cast("B")
+        for begin in range(0, view.nbytes, _CHUNK_BYTES):  # which stays in the cache for both
+            chunk = view[begin : begin + _CHUNK_BYTES]
+            self.crc32 = zlib.crc32(chunk, self.crc32)
+            self._file.write(chunk)
         self.num_bytes += view.nbytes
         return view.nbytes
 
@@ -144,7 +147,8 @@ class _Checksummed:
 
 def write_whole(path: Path, kind: str, write: Callable[[Any], None], version: int | None = None) -> PartFile:
     """Has `write` fill a file, which gets its name once it is on the disk. Where that fails none is left."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
+    # A name of its own: two workers may find the last part at once, and write the same manifest.
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
             checked = _Checksummed(file)
@@ -188,7 +192,8 @@ def write_manifest(folder: Path) -> Manifest | None:
         of_part, part, _ = read_part(path)
         if header is not None and of_part != header:
             raise FileFormatError(f"{path}: is of another run than the other parts in {folder}: remove them")
-        header = of_part
+        if header is None or header.epoch is None:
+            header = of_part
         content = path.read_bytes()
         own = PartFile(path.name, "state", len(content), zlib.crc32(content))
         known[part.stage_index, part.replica_index] = replace(part, files=(*part.files, own))
@@ -291,7 +296,7 @@ def _header_of(fields: Mapping[str, Any], places: Iterable[Any]) -> Header:
     return Header(
         run=check_text("run", fields["run"]),
         minibatch=check_whole("minibatch", fields["minibatch"]),
-        epoch=check_whole("epoch", fields["epoch"]),
+        epoch=None if fields["epoch"] is None else check_whole("epoch", fields["epoch"]),
         plan=check_object("plan", fields["plan"]),
         schedule=check_text("schedule", fields["schedule"]),
         microbatches=check_whole("microbatches", fields["microbatches"], at_least=1),

@@ -7,10 +7,12 @@ of its own, whose locks a forked process of a DataLoader would find taken.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -19,10 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipedream import _core
+from pipedream.common.progress_bar import progress_bar
 from pipedream.common.units import format_figure
 from pipedream.planning.plan_schedule import mean_delay
 
-__all__ = ["RunProgress"]
+__all__ = ["RunProgress", "skipping_shown"]
 
 _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 5.0
@@ -119,6 +122,30 @@ class RunProgress:
             self._marks.popleft()
         began_s, samples = self._marks[0]
         return (self._samples - samples) / max(now_s - began_s, 1e-9)
+
+
+@contextlib.contextmanager
+def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Shows how far a resumed run has read past the data that it was trained on. Yields what is told how many
+    minibatches are behind."""
+    doing = "reading past the minibatches that were trained on"
+    started_s = shown_s = time.monotonic()
+    with progress_bar(doing, num_minibatches, "minibatches", is_shown=is_shown) as advance:
+
+        def tell(num_behind: int) -> None:
+            nonlocal shown_s
+            advance(1)
+            now_s = time.monotonic()
+            if is_shown and not sys.stderr.isatty() and now_s >= shown_s + _LINE_PERIOD_S:
+                shown_s = now_s
+                left_s = (now_s - started_s) / num_behind * (num_minibatches - num_behind)
+                print(
+                    f"{doing}: {num_behind}/{num_minibatches}, {format_figure(left_s)} s left",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        yield tell
 
 
 def _display_for(

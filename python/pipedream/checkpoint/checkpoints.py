@@ -1,0 +1,134 @@
+"""Checkpoints: where a run saves itself, how often, and from where it goes on. Torch-free; any thread."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedream.checkpoint.checkpoint_folder import (
+    checkpoints_in,
+    find_checkpoint,
+    is_complete,
+    newest_whole,
+)
+from pipedream.checkpoint.manifest import Manifest
+from pipedream.common.checks import check_count, is_number, is_whole
+
+__all__ = ["Checkpoints", "Found", "checkpoints_of"]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)\Z")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_GRACE_MAX_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run continues from."""
+
+    checkpoint: Path
+    manifest: Manifest
+    unused: tuple[str, ...]
+    """A line for each newer checkpoint that is not whole."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and how often a run saves itself.
+
+    path: a folder, which is made; on several machines one that all of them share. every: "epoch", a number
+    of minibatches, or a time such as "10min"; each is rounded up to a minibatch at which all replicas have
+    made their updates. keep: the newest so many stay. resume: True continues from the newest whole
+    checkpoint of the folder, if it has one; the path of a checkpoint continues from that one; False refuses a
+    folder that has any. grace: seconds that SIGTERM and SIGUSR1 leave to save one more, before the process ends.
+    """
+
+    path: str | os.PathLike[str]
+    every: str | int = "epoch"
+    keep: int = 3
+    resume: bool | str | os.PathLike[str] = True
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise TypeError(f"checkpoints: path is {self.path!r}: give the path of a folder")
+        self._check_every()
+        check_count("checkpoints: keep", self.keep)
+        if not isinstance(self.resume, (bool, str, os.PathLike)):
+            raise TypeError(
+                f"checkpoints: resume is {self.resume!r}: use True, False or the path of a checkpoint"
+            )
+        if not is_number(self.grace) or not 0 <= self.grace <= _GRACE_MAX_S:
+            raise ValueError(
+                f"checkpoints: grace is {self.grace!r}: give seconds, from 0 to {_GRACE_MAX_S:.0f}"
+            )
+
+    def _check_every(self) -> None:
+        is_time = isinstance(self.every, str) and _DURATION.match(self.every) is not None
+        is_number_of_minibatches = is_whole(self.every) and int(self.every) >= 1
+        if self.every != "epoch" and not is_number_of_minibatches and not (is_time and self.seconds):
+            raise ValueError(
+                f"checkpoints: every is {self.every!r}: use 'epoch', a number of minibatches, or a time such"
+                " as '10min'"
+            )
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.path.abspath(self.path))
+
+    @property
+    def minibatches(self) -> int | None:
+        """Where `every` is a number of them."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Where `every` is a time."""
+        match = _DURATION.match(self.every) if isinstance(self.every, str) else None
+        return None if match is None else float(match.group(1)) * _SECONDS[match.group(2)]
+
+    def find(self) -> Found | None:
+        """The checkpoint to continue from; None to start. Raises ValueError where `resume` forbids what is
+        there, or where what it names is not whole."""
+        if self.resume is False:
+            present = checkpoints_in(self.folder)
+            if present:
+                raise ValueError(
+                    f"checkpoints: resume is False, and {self.folder} has {present[-1].name}: give another"
+                    " folder, remove it, or leave resume out to continue"
+                )
+            return None
+        if self.resume is True:
+            found, unused = newest_whole(self.folder)
+            if found is None and any(map(is_complete, checkpoints_in(self.folder))):
+                raise ValueError(
+                    f"checkpoints: no checkpoint of {self.folder} is whole ({unused[0]}): move them away to"
+                    " start from the beginning"
+                )
+            return None if found is None else Found(*found, tuple(unused))
+        return self._find_named(Path(os.path.abspath(self.resume)))
+
+    def _find_named(self, named: Path) -> Found:
+        checkpoint, manifest, unused = find_checkpoint(named)
+        present = checkpoints_in(self.folder)
+        newer = present[present.index(checkpoint) + 1 :] if checkpoint in present else []
+        if newer:
+            raise ValueError(
+                f"checkpoints: resume is {checkpoint.name}, and {self.folder} has newer ones, as"
+                f" {newer[-1].name}, which this run would write over: give another folder as path"
+            )
+        return Found(checkpoint, manifest, tuple(unused))
+
+
+def checkpoints_of(value: Any) -> Checkpoints | None:
+    """The argument of run: a plain path stands for Checkpoints(path)."""
+    if value is None or isinstance(value, Checkpoints):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return Checkpoints(value)
+    raise TypeError(
+        f"checkpoints is a {type(value).__name__}: give the path of a folder, or"
+        " pipedream.Checkpoints(path, every=...)"
+    )

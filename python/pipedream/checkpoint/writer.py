@@ -1,0 +1,188 @@
+"""A worker's writer of checkpoints copies a stage's state in memory, and a thread of its own writes the copy.
+
+    compute thread    ... B299 U299 | copy | F300 B300 ...       the stall is the copy
+    writer thread                         write, fsync, rename, part; manifest if all parts are there; keep
+
+The copy goes into memory that is allocated before the first minibatch. A stage has room for one copy: where
+the file system is slower than checkpoints are asked for, the next copy waits until the last one is written. A
+checkpoint that cannot be written is told and dropped, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, remove_old
+from pipedream.checkpoint.manifest import Header, part_name, write_manifest
+from pipedream.checkpoint.stage_files import Content, write_stage
+from pipedream.common.errors import FileFormatError, describe_error
+
+__all__ = ["CheckpointWriter", "CopyMemory", "Figures"]
+
+_log = logging.getLogger("pipedream")
+
+_ALIGNMENT_BYTES = 64
+
+
+class CopyMemory:
+    """Host memory for one copy of a stage's state, allocated once. Owned by the compute thread while it
+    copies, and by the writer's thread until it has written."""
+
+    def __init__(self, memory: Tensor) -> None:
+        """memory: flat, uint8, on the host."""
+        self._memory = memory
+        self._used_bytes = 0
+        self._beside_bytes = 0
+        self.peak_bytes = 0
+        """With what had no room and was allocated beside: a buffer may have grown."""
+
+    def clear(self) -> None:
+        self._used_bytes = self._beside_bytes = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The tensor's values, in this memory."""
+        begin = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end = begin + tensor.nbytes
+        if end > self._memory.numel():
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._beside_bytes += tensor.nbytes
+        else:
+            copied = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+            self._used_bytes = end
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._beside_bytes)
+        return copied.copy_(tensor.detach())
+
+    @staticmethod
+    def size_for(tensors: Sequence[Tensor]) -> int:
+        """Bytes that hold copies of these tensors."""
+        return sum(tensor.nbytes + _ALIGNMENT_BYTES for tensor in tensors)
+
+
+@dataclass
+class Figures:
+    """Counts of one worker's checkpoints."""
+
+    num_copied: int = 0
+    stall_ns: int = 0
+    """Time that the compute thread spent copying, and waiting for room to copy into."""
+    num_written: int = 0
+    """Parts, of which one that failed is not counted."""
+    write_ns: int = 0
+    """Time that the writer's thread spent on them."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    folder: Path
+    header: Header
+    place: tuple[int, int]
+    contents: list[Content]
+    state: Mapping[str, Any]
+    done: threading.Event
+
+
+class CheckpointWriter:
+    """Of one worker, for all of its stages."""
+
+    def __init__(
+        self,
+        path: Path,
+        keep: int,
+        memory: Mapping[int, Tensor],
+        on_complete: Callable[[Path], None] = lambda checkpoint: None,
+    ) -> None:
+        """memory: by stage, for CopyMemory. on_complete: told, on the writer's thread, of each checkpoint
+        that this worker completed."""
+        self._path = path
+        self._keep = keep
+        self._memory = {stage: CopyMemory(of_stage) for stage, of_stage in memory.items()}
+        self._is_free = {stage: threading.Event() for stage in memory}
+        for is_free in self._is_free.values():
+            is_free.set()
+        self._on_complete = on_complete
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.figures = Figures()
+
+    def save(
+        self,
+        header: Header,
+        place: tuple[int, int],
+        contents: Sequence[Content],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Copies the contents and has them written. place: (stage, replica). On the compute thread, which may
+        change the tensors as soon as this returns."""
+        began_ns = time.perf_counter_ns()
+        stage_index, _ = place
+        is_free, memory = self._is_free[stage_index], self._memory[stage_index]
+        is_free.wait()
+        is_free.clear()
+        memory.clear()
+        copied = [
+            replace(content, tensors={name: memory.copy(tensor) for name, tensor in content.tensors.items()})
+            for content in contents
+        ]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pipedream-checkpoints", daemon=True)
+            self._thread.start()
+        folder = folder_of(self._path, header.minibatch)
+        self._jobs.put(_Job(folder, header, place, copied, state, is_free))
+        self.figures.num_copied += 1
+        self.figures.stall_ns += time.perf_counter_ns() - began_ns
+
+    def close(self) -> None:
+        """Returns when everything is written."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def peak_bytes(self) -> int:
+        return sum(memory.peak_bytes for memory in self._memory.values())
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            began_ns = time.perf_counter_ns()
+            try:
+                self._write(job)
+                self.figures.num_written += 1
+            except (OSError, FileFormatError) as error:
+                self._tell(job, error)
+            finally:
+                job.contents.clear()
+                job.done.set()
+                self.figures.write_ns += time.perf_counter_ns() - began_ns
+
+    def _write(self, job: _Job) -> None:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        write_stage(job.folder, job.header, job.place, job.contents, job.state)
+        for checkpoint in checkpoints_in(self._path):
+            # An earlier one is not complete yet where a network's file system showed the last parts late.
+            if not is_complete(checkpoint) and write_manifest(checkpoint) is not None:
+                remove_old(self._path, self._keep)
+                self._on_complete(checkpoint)
+
+    def _tell(self, job: _Job, error: Exception) -> None:
+        """A training is worth more than one checkpoint. What was written of this one makes room again."""
+        with contextlib.suppress(OSError):
+            for path in job.folder.glob(f"{part_name(*job.place)}[-.]*"):
+                path.unlink()
+        _log.warning(
+            "the checkpoint of minibatch %d could not be written at stage %d (%s): the training goes on, and"
+            " the checkpoints before it are as they were",
+            job.header.minibatch,
+            job.place[0],
+            describe_error(error),
+        )
