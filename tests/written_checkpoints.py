@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from pipedream.checkpoint.checkpoint_folder import folder_of
 from pipedream.checkpoint.manifest import Header, write_manifest
 from pipedream.checkpoint.stage_files import NAMES, Content, names_of_stage, write_stage
 from pipedream.model.splitter import split
-from pipedream.model.stage_module import find_ties
+from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.planning.plan import Plan
 from torch import nn
 
@@ -54,17 +53,32 @@ def write_checkpoint(
         if stages is not None and stage_index not in stages:
             continue
         stage = split_model[stage_index]
-        weights = {name: parameter.detach() for name, parameter in stage.trainable_parameters()}
         contents = [
-            Content("version", {name: torch.zeros_like(value) for name, value in weights.items()}, 5),
-            Content("version", weights, 6),
+            *_weights(stage, [tie for tie in ties if stage_index in tie.stages]),
             Content("frozen", dict(stage.frozen_parameters())),
             Content("buffers", {name: value + replica_index for name, value in stage.stage_buffers()}),
             Content("optimizer", {}),
         ]
         if replica_index > 0:
-            contents = contents[3:]
+            contents = contents[-2:]
         state = {NAMES: names_of_stage(stage, ties), "best": float("inf")}
         write_stage(folder, header, (stage_index, replica_index), contents, state)
     write_manifest(folder)
     return folder
+
+
+def _weights(stage: StageModule, ties: Sequence[Tie]) -> list[Content]:
+    tied = {name: tie.stages[0] for tie in ties for name in tie.names}
+    own, by_owner = {}, {}
+    for name, parameter in stage.trainable_parameters():
+        place = by_owner.setdefault(tied[name], {}) if name in tied else own
+        place[name] = parameter.detach()
+    contents = []
+    for version, scale in ((5, 0.0), (6, 1.0)):
+        contents.append(Content("version", {name: scale * value for name, value in own.items()}, version))
+        for owner, values in by_owner.items():
+            # Users may have a version that is older than the owner's.
+            of_user = scale if owner == stage.stage_index else 0.5
+            tensors = {name: of_user * value for name, value in values.items()}
+            contents.append(Content("tied", tensors, version, owner))
+    return contents

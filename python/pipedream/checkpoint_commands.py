@@ -136,10 +136,8 @@ def _show_checkpoint(fields: dict[str, Any]) -> str:
 def _row_of(part: Part, manifest: Manifest) -> list[str]:
     stage = manifest.header.plan["stages"][part.stage_index]
     versions = sorted(file.version or 0 for file in part.of_kind("version"))
-    weights, optimizer = part.newest_version, part.of_kind("optimizer")
-    shown = [weights, *part.of_kind("frozen")] if weights is not None else part.of_kind("frozen")
-    num_weights = sum(file.num_bytes for file in shown if file is not None)
-    num_optimizer = sum(file.num_bytes for file in optimizer)
+    num_weights = sum(file.num_bytes for file in (*part.newest_weights, *part.of_kind("frozen")))
+    num_optimizer = sum(file.num_bytes for file in part.of_kind("optimizer"))
     num_other = sum(file.num_bytes for file in part.files) - num_weights - num_optimizer
     sizes = (num_weights, num_optimizer, num_other)
     return [

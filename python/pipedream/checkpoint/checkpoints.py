@@ -36,13 +36,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often a run saves itself.
+    """The folder into which a run saves itself, and how often.
 
     path: a folder, which is made; on several machines one that all of them share. every: "epoch", a number
     of minibatches, or a time such as "10min"; each is rounded up to a minibatch at which all replicas have
     made their updates. keep: the newest so many stay. resume: True continues from the newest whole
     checkpoint of the folder, if it has one; the path of a checkpoint continues from that one; False refuses a
-    folder that has any. grace: seconds that SIGTERM and SIGUSR1 leave to save one more, before the process ends.
+    folder that has any. grace: the seconds that SIGTERM leaves to save one more before the process ends.
     """
 
     path: str | os.PathLike[str]
@@ -80,12 +80,12 @@ class Checkpoints:
 
     @property
     def minibatches(self) -> int | None:
-        """Where `every` is a number of them."""
+        """The number of minibatches, if `every` is one."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def seconds(self) -> float | None:
-        """Where `every` is a time."""
+        """The seconds, if `every` is a time."""
         match = _DURATION.match(self.every) if isinstance(self.every, str) else None
         return None if match is None else float(match.group(1)) * _SECONDS[match.group(2)]
 

@@ -57,11 +57,14 @@ class PartFile:
 
     name: str
     kind: str
-    """"version", "frozen", "buffers", "optimizer", "residuals", "losses", or "state" for a part's JSON."""
+    """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" for those that the state
+    names, "record" for losses and data, or "state" for a part's JSON."""
     num_bytes: int
     crc32: int
     version: int | None = None
-    """The weight version that a file of kind "version" has."""
+    """The weight version that a file of kind "version" or "tied" has."""
+    owner: int | None = None
+    """The stage that owns the parameters of a file of kind "tied", which several stages use."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,12 @@ class Part:
         return [file for file in self.files if file.kind == kind]
 
     @property
-    def newest_version(self) -> PartFile | None:
-        """None: the replica has written no weights, as the first one of its stage has."""
-        return max(self.of_kind("version"), key=lambda file: file.version or 0, default=None)
+    def newest_weights(self) -> list[PartFile]:
+        """The files with the newest version of all parameters that the stage itself updates: of those that it
+        alone uses, and of those that it owns."""
+        owned = [file for file in self.of_kind("tied") if file.owner == self.stage_index]
+        kinds = (self.of_kind("version"), owned)
+        return [max(files, key=lambda file: file.version or 0) for files in kinds if files]
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,14 @@ class _Checksummed:
         self._file.flush()
 
 
-def write_whole(path: Path, kind: str, write: Callable[[Any], None], version: int | None = None) -> PartFile:
+def write_whole(
+    path: Path,
+    kind: str,
+    write: Callable[[Any], None],
+    *,
+    version: int | None = None,
+    owner: int | None = None,
+) -> PartFile:
     """Has `write` fill a file, which gets its name once it is on the disk. Where that fails none is left."""
     # A name of its own: two workers may find the last part at once, and write the same manifest.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
@@ -159,7 +172,7 @@ def write_whole(path: Path, kind: str, write: Callable[[Any], None], version: in
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    return PartFile(path.name, kind, checked.num_bytes, checked.crc32, version)
+    return PartFile(path.name, kind, checked.num_bytes, checked.crc32, version, owner)
 
 
 def part_name(stage_index: int, replica_index: int) -> str:
@@ -339,20 +352,28 @@ def _file_of(fields: Mapping[str, Any], where: str) -> PartFile:
     name = check_text(f"{where}name", fields["name"])
     if os.path.basename(name) != name or name in ("", ".", ".."):
         raise ValueError(f"{where}name is {name!r}: it must be a file of the checkpoint's own folder")
-    version = fields.get("version")
+    version, owner = (
+        None if fields.get(field) is None else check_whole(f"{where}{field}", fields[field])
+        for field in ("version", "owner")
+    )
     return PartFile(
         name,
         check_text(f"{where}kind", fields["kind"]),
         check_whole(f"{where}bytes", fields["bytes"]),
         int(check_text(f"{where}crc32", fields["crc32"]), 16),
-        None if version is None else check_whole(f"{where}version", version),
+        version,
+        owner,
     )
 
 
 def _files_to_list(files: Iterable[PartFile]) -> list[dict[str, Any]]:
     return [
         {"name": file.name, "kind": file.kind, "bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"}
-        | ({} if file.version is None else {"version": file.version})
+        | {
+            field: value
+            for field, value in (("version", file.version), ("owner", file.owner))
+            if value is not None
+        }
         for file in files
     ]
 

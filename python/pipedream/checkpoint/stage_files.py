@@ -11,16 +11,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from pipedream.checkpoint.manifest import Header, Part, PartFile, part_name, write_part, write_whole
+from pipedream.checkpoint.manifest import (
+    Header,
+    Part,
+    PartFile,
+    part_name,
+    read_part,
+    write_part,
+    write_whole,
+)
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.checkpoint.state import saved_values, write_tensors
 from pipedream.model.stage_module import StageModule, Tie
 
-__all__ = ["NAMES", "Content", "names_of_stage", "read_kind", "read_newest_version", "write_stage"]
+__all__ = [
+    "NAMES",
+    "RECORD",
+    "Content",
+    "contents_of",
+    "names_of_stage",
+    "read_kind",
+    "read_snapshot",
+    "state_of",
+    "write_stage",
+]
 
 NAMES = "names"
 """The key, in a part's state, of what names_of_stage() says."""
+RECORD = "record"
+"""The kind of the file with what the stage has reported of earlier minibatches."""
+
+_KINDS = ("buffers", "optimizer", "residuals")
+_PLAIN_FIELDS = ("minibatch", "optimizer_document", "document")
+_STRIDES = "strides"
 
 
 @dataclass(frozen=True)
@@ -31,45 +57,106 @@ class Content:
     """A kind of PartFile's."""
     tensors: Mapping[str, Tensor]
     version: int | None = None
+    owner: int | None = None
 
     @property
     def suffix(self) -> str:
-        """How the file's name ends, without its extension."""
+        """How the file's name ends, without its extension: "version-300", "tied-0-version-300"."""
+        if self.owner is not None:
+            return f"{self.kind}-{self.owner}-version-{self.version}"
         return self.kind if self.version is None else f"{self.kind}-{self.version}"
+
+
+def contents_of(snapshot: StageSnapshot) -> list[Content]:
+    """The tensors of the snapshot, by the files that they go into."""
+    return [
+        *(Content("version", tensors, version) for version, tensors in snapshot.versions.items()),
+        *(
+            Content("tied", tensors, version, owner)
+            for owner, versions in snapshot.tied.items()
+            for version, tensors in versions.items()
+        ),
+        *(Content(kind, getattr(snapshot, kind)) for kind in _KINDS),
+        Content("tensors", snapshot.document_tensors),
+    ]
+
+
+def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
+    """The rest of the snapshot, for the part's JSON."""
+    return {
+        **{name: getattr(snapshot, name) for name in _PLAIN_FIELDS},
+        # A stage may train nothing, and have versions all the same.
+        "versions": list(snapshot.versions),
+        "tied": {str(owner): list(versions) for owner, versions in snapshot.tied.items()},
+    }
+
+
+def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
+    """The snapshot of which contents_of() and state_of() were written, in memory of its own."""
+    _, _, state = read_part(folder / f"{part_name(part.stage_index, part.replica_index)}.json")
+    strides: dict[str, list[int]] = state[_STRIDES]
+
+    def read(kind: str, version: int | None = None, owner: int | None = None) -> dict[str, Tensor]:
+        files = [file for file in part.of_kind(kind) if (file.version, file.owner) == (version, owner)]
+        return {
+            name: _with_strides(tensor, strides.get(f"{kind}: {name}"))
+            for name, tensor in read_kind(folder, files).items()
+        }
+
+    fields: dict[str, Any] = {kind: read(kind) for kind in _KINDS}
+    fields |= {name: state[name] for name in _PLAIN_FIELDS}
+    return StageSnapshot(
+        stage_index=part.stage_index,
+        replica_index=part.replica_index,
+        versions={version: read("version", version) for version in state["versions"]},
+        tied={
+            int(owner): {version: read("tied", version, int(owner)) for version in versions}
+            for owner, versions in state["tied"].items()
+        },
+        **fields,
+        document_tensors=read("tensors"),
+    )
+
+
+def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
+    """A copy, as files have no strides and their memory is theirs."""
+    if strides is None:
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def write_stage(
     folder: Path,
     header: Header,
     place: tuple[int, int],
-    contents: Iterable[Content],
+    contents: Sequence[Content],
     state: Mapping[str, Any],
 ) -> Part:
     """Writes a file for each content with tensors, and then the part's JSON. place: (stage, replica)."""
     prefix = part_name(*place)
-    files = [
-        write_whole(
-            folder / f"{prefix}-{content.suffix}.safetensors",
-            content.kind,
-            lambda file, content=content: write_tensors(content.tensors, file),  # type: ignore[misc]
-            content.version,
-        )
-        for content in contents
-        if content.tensors
-    ]
+    files = []
+    strides: dict[str, list[int]] = {}
+    for content in contents:
+        if content.tensors:
+            files.append(_write_content(folder / f"{prefix}-{content.suffix}.safetensors", content))
+        for name, tensor in content.tensors.items():
+            if not tensor.is_contiguous():
+                strides[f"{content.kind}: {name}"] = list(tensor.stride())
     part = Part(*place, tuple(files))
-    write_part(folder, header, part, state)
+    write_part(folder, header, part, {**state, _STRIDES: strides})
     return part
+
+
+def _write_content(path: Path, content: Content) -> PartFile:
+    def write(file: Any) -> None:
+        write_tensors(content.tensors, file)
+
+    return write_whole(path, content.kind, write, version=content.version, owner=content.owner)
 
 
 def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:
     """The tensors of these files, whose memory is the files' until somebody copies them."""
     return {name: tensor for file in files for name, tensor in saved_values(folder / file.name).items()}
-
-
-def read_newest_version(folder: Path, part: Part) -> dict[str, Tensor]:
-    newest = part.newest_version
-    return {} if newest is None else read_kind(folder, [newest])
 
 
 def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:

@@ -55,13 +55,15 @@ class CopyMemory:
         begin = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + tensor.nbytes
         if end > self._memory.numel():
-            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
             self._beside_bytes += tensor.nbytes
         else:
-            copied = self._memory[begin:end].view(tensor.dtype).view(tensor.shape)
+            flat = self._memory[begin:end].view(tensor.dtype)
             self._used_bytes = end
         self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._beside_bytes)
-        return copied.copy_(tensor.detach())
+        # The strides of the tensor where they leave no gaps, else those of empty_like.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return torch.as_strided(flat, tensor.shape, strides).copy_(tensor.detach())
 
     @staticmethod
     def size_for(tensors: Sequence[Tensor]) -> int:
@@ -93,7 +95,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Of one worker, for all of its stages."""
+    """The writer of one worker, for all of its stages."""
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ class MinibatchSource:
         return len(self.samples) if self.larger is None else self.larger.first
 
     def skip(self, num_minibatches: int, on_read: Callable[[int], None]) -> None:
-        """Before anything is fetched: reads past the first so many, which were trained on before. on_read: told
-        how many are behind. Raises ValueError where there are fewer."""
+        """Before anything is fetched: reads past the first so many, which were trained on before. on_read:
+        told how many are behind. Raises ValueError where there are fewer."""
         began_ns = time.perf_counter_ns()
         while len(self.samples) < num_minibatches:
             batch = self.stream.next()

@@ -11,7 +11,7 @@ import torch
 from pipedream import Plan
 from pipedream.checkpoint import writer as writer_module
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete, newest_whole
-from pipedream.checkpoint.stage_files import Content, read_kind, read_newest_version
+from pipedream.checkpoint.stage_files import Content, read_kind
 from pipedream.checkpoint.writer import CheckpointWriter, CopyMemory
 from written_checkpoints import header_of
 
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_the_tensors_were_when_they_were_saved(
     assert found is not None and unused == []
     checkpoint, manifest = found
     for part in manifest.parts:
-        assert torch.equal(read_newest_version(checkpoint, part)["weight"], torch.arange(6.0).view(2, 3))
+        assert torch.equal(read_kind(checkpoint, part.newest_weights)["weight"], torch.arange(6.0).view(2, 3))
         mean = read_kind(checkpoint, part.of_kind("buffers"))["mean"]
         assert mean.dtype == torch.float64 and mean[1, 2] == 6
     assert writer.figures.num_copied == writer.figures.num_written == 2
