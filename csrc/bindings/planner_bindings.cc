@@ -15,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "planner/limited_partition.h"
 #include "planner/partition.h"
+#include "schedule/edge.h"
 
 namespace py = pybind11;
 
@@ -122,23 +123,41 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
 }  // namespace
 
 void bind_planner(py::module_& module) {
+  using Shares = std::pair<double, double>;
   py::class_<MemoryCosts>(module, "MemoryCosts", "What a worker's memory depends on besides the plan.")
       .def(py::init([](double model_copies, double state_copies, double step_copies, double data_bytes,
-                       std::int64_t num_microbatches, bool asynchronous, bool reduces_together,
-                       bool whole_tensors, bool posts_versions, bool has_spares, bool drains,
-                       std::int64_t staleness) {
+                       std::int64_t num_microbatches, Shares activations, Shares gradients, bool stages_apart,
+                       bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
+                       bool has_spares, bool drains, std::int64_t staleness) {
              if (num_microbatches < 1) {
                throw UserError("num_microbatches is " + std::to_string(num_microbatches));
              }
-             return MemoryCosts{model_copies,     state_copies, step_copies,      data_bytes,
-                                num_microbatches, asynchronous, reduces_together, whole_tensors,
-                                posts_versions,   has_spares,   drains,           staleness};
+             return MemoryCosts{model_copies,
+                                state_copies,
+                                step_copies,
+                                data_bytes,
+                                num_microbatches,
+                                {activations.first, activations.second},
+                                {gradients.first, gradients.second},
+                                stages_apart,
+                                asynchronous,
+                                reduces_together,
+                                whole_tensors,
+                                posts_versions,
+                                has_spares,
+                                drains,
+                                staleness};
            }),
            py::kw_only(), py::arg("model_copies") = 1.0, py::arg("state_copies") = 0.0,
            py::arg("step_copies") = 0.0, py::arg("data_bytes") = 0.0, py::arg("num_microbatches") = 1,
-           py::arg("asynchronous") = false, py::arg("reduces_together") = false,
-           py::arg("whole_tensors") = false, py::arg("posts_versions") = false, py::arg("has_spares") = false,
-           py::arg("drains") = false, py::arg("staleness") = 0);
+           py::arg("activations") = Shares(), py::arg("gradients") = Shares(),
+           py::arg("stages_apart") = false, py::arg("asynchronous") = false,
+           py::arg("reduces_together") = false, py::arg("whole_tensors") = false,
+           py::arg("posts_versions") = false, py::arg("has_spares") = false, py::arg("drains") = false,
+           py::arg("staleness") = 0);
+  module.attr("NUM_GRADIENT_SLOTS") = kNumGradientSlots;
+  module.def("num_unsent_max", &num_unsent_max, py::arg("in_flight_upstream"),
+             "Microbatches that may wait at the sender of a channel between stages.");
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
              py::arg("straight") = false, py::arg("factors") = Factors(), py::arg("num_microbatches") = 1,

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "schedule/edge.h"
 #include "schedule/shard_sizes.h"
 
 namespace pipedream {
@@ -54,6 +55,23 @@ double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, dou
 
 ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& factored) {
   return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
+}
+
+// What codecs add at one side of a stage, with so many channels in each direction.
+struct EncodedItems {
+  double item_bytes = 0;  // of a microbatch
+  std::int64_t num_channels = 0;
+  CodecShares received;
+  std::int64_t num_slots = 0;
+  CodecShares sent;
+  std::int64_t num_unsent = 0;
+};
+double encoded_bytes(const EncodedItems& items, bool stages_apart) {
+  const double num_received = stages_apart ? 1 : static_cast<double>(items.num_slots);
+  const double num_sent = stages_apart ? 1 : static_cast<double>(items.num_unsent);
+  const double of_channel =
+      num_received * items.received.wire + num_sent * items.sent.wire + items.sent.residual;
+  return static_cast<double>(items.num_channels) * of_channel * items.item_bytes;
 }
 
 // Whose data are here: those of so many microbatches in a row of one replica.
@@ -142,8 +160,15 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
   const double transient = std::max(2 * stage.widest / m + added, step);
   const double served = costs.asynchronous && copies.num_replicas > 1 ? step : 0;
   const double output = stage.output / m;
-  const double slots = 2 * static_cast<double>(num_edges(copies, below)) * output;
-  const double common = weights + data + transient + served + slots;
+  const double slots = static_cast<double>(kNumGradientSlots * num_edges(copies, below)) * output;
+  const double encoded = encoded_bytes({.item_bytes = output,
+                                        .num_channels = num_edges(copies, below),
+                                        .received = costs.gradients,
+                                        .num_slots = kNumGradientSlots,
+                                        .sent = costs.activations,
+                                        .num_unsent = num_unsent_max(copies.in_flight)},
+                                       costs.stages_apart);
+  const double common = weights + data + transient + served + slots + encoded;
   if (recompute) {
     const double input = stage.is_first ? costs.data_bytes / m : stage.input / m;
     return common + stage.saved / m + input + (stage.is_last ? 0.0 : in_flight + 2) * output;
@@ -155,10 +180,17 @@ double crossing_bytes(double input_bytes, const StageCopies& copies, const Stage
                       const MemoryCosts& costs) {
   if (above.num_replicas == 0 || copies.num_replicas == 0) return 0;
   const std::int64_t edges = num_edges(copies, above);
-  const std::int64_t slots = edges * (divide_up(copies.in_flight, edges) + 1);
+  const std::int64_t slots = divide_up(copies.in_flight, edges) + 1;
   const std::int64_t upstream = edges * divide_up(above.in_flight, num_edges(above, copies));
-  return static_cast<double>(slots + upstream + 1) * input_bytes /
-         static_cast<double>(costs.num_microbatches);
+  const double input = input_bytes / static_cast<double>(costs.num_microbatches);
+  const double encoded = encoded_bytes({.item_bytes = input,
+                                        .num_channels = edges,
+                                        .received = costs.activations,
+                                        .num_slots = slots,
+                                        .sent = costs.gradients,
+                                        .num_unsent = num_unsent_max(above.in_flight)},
+                                       costs.stages_apart);
+  return static_cast<double>(edges * slots + upstream + 1) * input + encoded;
 }
 
 double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::int64_t num_workers,
@@ -167,8 +199,16 @@ double crossing_bytes_max(double input_bytes, const StageCopies& copies, std::in
   const std::int64_t slots = copies.in_flight + 2 * num_workers;
   const std::int64_t upstream =
       copies.in_flight + divide_up(2 * num_workers, copies.num_replicas) + num_workers;
-  return static_cast<double>(slots + upstream + 1) * input_bytes /
-         static_cast<double>(costs.num_microbatches);
+  const double input = input_bytes / static_cast<double>(costs.num_microbatches);
+  const double encoded =
+      encoded_bytes({.item_bytes = input,
+                     .num_channels = num_workers,
+                     .received = costs.activations,
+                     .num_slots = copies.in_flight + 1,
+                     .sent = costs.gradients,
+                     .num_unsent = num_unsent_max(copies.in_flight * copies.num_replicas + 2)},
+                    costs.stages_apart);
+  return static_cast<double>(slots + upstream + 1) * input + encoded;
 }
 
 std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,

@@ -17,6 +17,9 @@
 //                                   last minibatches
 //   + the served step               with asynchronous shards: of another replica's gradient
 //   + what is kept                  n (saved + output) at the first stage
+//   + encoded items                 where a codec encodes what crosses: a receiver has as many as slots, a
+//                                   sender as many as may not have left, and what topk has left out; where
+//                                   these wait apart each channel has one in the device's memory
 //   + data                          at the first and the last stage, the minibatches that n microbatches in a
 //                                   row of one replica are of: min(n, 1 + ceil((n - 1) r / m))
 //
@@ -45,6 +48,12 @@ struct LayerMemory {
   double forward_s = 0;    // what a recompute adds
 };
 
+// Bytes that a codec adds for each byte that crosses a cut in one direction. 0: nothing is encoded.
+struct CodecShares {
+  double wire = 0;      // of an encoded item
+  double residual = 0;  // at its sender, of what topk has left out
+};
+
 // What does not depend on the plan.
 struct MemoryCosts {
   double model_copies = 1;            // of the weights, besides versions and gradients: the model as given
@@ -52,6 +61,9 @@ struct MemoryCosts {
   double step_copies = 0;             // of a layer's parameters, that a step makes and drops
   double data_bytes = 0;              // of a minibatch
   std::int64_t num_microbatches = 1;  // m
+  CodecShares activations = {};
+  CodecShares gradients = {};
+  bool stages_apart = false;  // encoded items wait in host memory, beside the device's that is counted
   // Where a stage has replicas.
   bool asynchronous = false;      // shards: an owner's, besides versions, and a copy for each other replica
   bool reduces_together = false;  // no shards

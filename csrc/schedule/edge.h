@@ -49,6 +49,15 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
+// Microbatches that a channel of an edge between stages has room for. A receiver of gradients has slots for
+// the one that is used and the next; a receiver of activations has more, as it keeps them.
+inline constexpr std::int64_t kNumGradientSlots = 2;
+// At the sender, by how many the stage upstream may have in flight: never more are on their way, and what a
+// neighbour has released may come back a little late.
+[[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
+  return 2 * in_flight_upstream + 4;
+}
+
 struct EdgeHash {
   [[nodiscard]] std::size_t operator()(const Edge& edge) const {
     auto hash = static_cast<std::uint64_t>(edge.kind);

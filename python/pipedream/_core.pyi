@@ -225,6 +225,10 @@ def partition(
     num_microbatches: int = 1,
 ) -> tuple[list[tuple[int, int, int]], float]: ...
 
+NUM_GRADIENT_SLOTS: int
+
+def num_unsent_max(in_flight_upstream: int) -> int: ...
+
 class MemoryCosts:
     def __init__(
         self,
@@ -234,6 +238,9 @@ class MemoryCosts:
         step_copies: float = 0.0,
         data_bytes: float = 0.0,
         num_microbatches: int = 1,
+        activations: tuple[float, float] = (0.0, 0.0),
+        gradients: tuple[float, float] = (0.0, 0.0),
+        stages_apart: bool = False,
         asynchronous: bool = False,
         reduces_together: bool = False,
         whole_tensors: bool = False,

@@ -12,6 +12,7 @@ import typer
 
 from pipedream.command_line import JsonOption, check_output, links_or_bandwidth, print_result, with_notes
 from pipedream.common.units import parse_bandwidth
+from pipedream.planning.codec_choice import parse_codec_text
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import AUTO, DELAY_MAX
@@ -96,7 +97,11 @@ def partition_command(
         int, typer.Option(help="Besides, as hosts without a GPU, that may serve as spare shards.")
     ] = 0,
     codec: Annotated[
-        str | None, typer.Option(help="For runs with it: pushes=factors, which `run` takes from the plan.")
+        str | None,
+        typer.Option(
+            help="For runs with it: pushes=factors, which `run` takes from the plan. With --memory also a"
+            " codec of what crosses, for which there is room then."
+        ),
     ] = None,
     sync: _Sync = "bsp",
     staleness: _Staleness = 0,
@@ -128,7 +133,7 @@ def partition_command(
         optimizer_copies=optimizer_copies,
         recompute=recompute,
         spare_workers=spare_workers,
-        codec=None if codec is None else _codec(codec),
+        codec=None if codec is None else parse_codec_text(codec),
         sync=sync,
         staleness=staleness,
         whole_tensors=whole_tensors,
@@ -173,13 +178,6 @@ def _microbatches(text: str | None) -> int | str | None:
 
 def _one_or_each(text: str | None) -> str | list[str] | None:
     return text.split(",") if text is not None and "," in text else text
-
-
-def _codec(text: str) -> dict[str, str]:
-    parts = [part.partition("=") for part in text.split(",")]
-    if not all(separator for _, separator, _ in parts):
-        raise ValueError(f"--codec is {text!r}: plans are made for pushes=factors, or without")
-    return {where.strip(): name.strip() for where, _, name in parts}
 
 
 _Number = TypeVar("_Number", int, float)

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import torch
-from pipedream.links.codec_choice import codec_between, parse_codec
 from pipedream.model.tensor_spec import DimOrder, as_sent, as_used, order_in_memory
+from pipedream.planning.codec_choice import codec_between, parse_codec
 
 __all__ = ["CodecOracle", "encoded_bytes"]
 

@@ -50,17 +50,22 @@ _CUTS: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe", "microbatches": 4},
 )
 """Schedules with their microbatches, as partition() and run() take both."""
+_CODECS: tuple[Any, ...] = ("bf16", {"gradients": "topk:0.1"}, {"activations": "int8"}, "topk:0.2")
 
 
 class _Job:
     """A model, a plan and options, drawn by number: the same at every rank."""
+
+    ends: tuple[int, ...] = (16, 96, 256, 512)
+    inner: tuple[int, ...] = ends
 
     def __init__(self, number: int) -> None:
         draw = random.Random(number)
         self.replicas = _REPLICAS[number % len(_REPLICAS)]
         self.optimizer = draw.choice([*_OPTIMIZERS])
         self.sync = draw.choice(_SYNCS)
-        widths = [draw.choice((16, 96, 256, 512)) for _ in range(2 * len(self.replicas) + 3)]
+        inner = [self.inner] * (2 * len(self.replicas) + 1)
+        widths = [draw.choice(among) for among in (self.ends, *inner, self.ends)]
         linears = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
         self.model = nn.Sequential(*linears)
         self.widths = widths[0], widths[-1]
@@ -103,7 +108,18 @@ class _CutJob(_Job):
         self.batch_size = 16
 
 
-_JOBS = {"whole": _Job, "cut": _CutJob}
+class _EncodedJob(_CutJob):
+    """With codecs, few data and much that crosses."""
+
+    ends, inner = (8,), (512,)
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.cut = self.cut | {"codec": _CODECS[number % len(_CODECS)]}
+        self.batch_size = 128
+
+
+_JOBS = {"whole": _Job, "cut": _CutJob, "encoded": _EncodedJob}
 
 
 def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
@@ -134,7 +150,11 @@ def _temporaries_bytes(job: _Job) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [*(("whole", number) for number in range(14)), *(("cut", number) for number in range(14))],
+    [
+        *(("whole", number) for number in range(14)),
+        *(("cut", number) for number in range(14)),
+        *(("encoded", number) for number in (3, 4, 7, 8)),
+    ],
 )
 def test_a_plan_has_what_its_run_predicts_and_little_more(farm: Farm, kind: str, number: int) -> None:
     job = _JOBS[kind](number)

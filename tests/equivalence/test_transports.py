@@ -21,10 +21,10 @@ from farm import Farm
 from oracle import assert_memory_as_predicted, assert_same_numbers
 from pipedream import RunResult, reference
 from pipedream.links.addresses import is_loopback, resolve_bind
-from pipedream.links.codec_choice import codec_between, parse_codec
 from pipedream.links.keys import write_key_file, write_key_folder
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.splitter import split
+from pipedream.planning.codec_choice import codec_between, parse_codec
 from ports import free_ports
 from rehearsing import boundaries_of
 from training import (

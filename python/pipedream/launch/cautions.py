@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from pipedream._core import ScheduleOptions
-from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of, roots_of
+from pipedream.planning.codec_choice import pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import mean_delay, schedule_of
 

@@ -18,9 +18,9 @@ from pipedream import _core
 from pipedream.budget.footprint import Footprint
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
-from pipedream.links.codec_choice import codec_of_pushes, pushes_factors
 from pipedream.model.factored import Factors
 from pipedream.model.layers import dtype_name
+from pipedream.planning.codec_choice import codec_of_pushes, pushes_factors
 from pipedream.stage.factors import FactorLayer, are_smaller, mean_product
 from pipedream.stage.gradients import updated_parameters
 

@@ -28,7 +28,6 @@ from pipedream.data.first_minibatch import KeptMinibatch
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream, fingerprint
 from pipedream.launch.devices import choose_device_type
-from pipedream.links.codec_choice import NO_CODEC, codec_between
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
 from pipedream.model.calls import is_compiled
@@ -40,6 +39,7 @@ from pipedream.model.precision import autocast_region
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.model.untouched import untouched
+from pipedream.planning.codec_choice import NO_CODEC, codec_between
 from pipedream.report.first_figures import FirstFigures, compares_gradients, compares_losses
 from pipedream.report.status import StatusBoard
 from pipedream.stage.gradients import figures_of

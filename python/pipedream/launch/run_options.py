@@ -32,9 +32,9 @@ from pipedream.common.own_rank import is_rank_0
 from pipedream.common.table import shorten
 from pipedream.common.units import parse_size
 from pipedream.links.addresses import parse_ports
-from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
+from pipedream.planning.codec_choice import parse_codec, parse_codec_text
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.program import Program
 from pipedream.planning.schedule_rules import schedule_name

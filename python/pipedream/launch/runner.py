@@ -34,7 +34,6 @@ from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.launch.weight_files import check_room
 from pipedream.launch.worker import run_worker
-from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
@@ -45,6 +44,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
+from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run

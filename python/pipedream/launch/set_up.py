@@ -31,10 +31,10 @@ from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
-from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
+from pipedream.planning.codec_choice import pushes_factors
 from pipedream.planning.shapes import Shapes, cover, describe_shapes, next_kind, shapes_of_parts
 from pipedream.report.first_figures import FirstFigures
 

@@ -27,9 +27,9 @@ from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import RunChannel
-from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.exchange_names import exchange_names
 from pipedream.model.stage_module import StageModule
+from pipedream.planning.codec_choice import codec_of_pushes
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.shard_client import ReplicaChannels

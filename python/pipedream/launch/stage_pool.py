@@ -48,11 +48,11 @@ from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, Torc
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import RunChannel, edge_name
-from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.exchange_names import FACTORS, exchange_names
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
+from pipedream.planning.codec_choice import codec_of_pushes
 from pipedream.stage.asynchronous_server import AsynchronousServer
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer

@@ -19,11 +19,11 @@ from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.links.channels import ShardSpec, TieSpec
-from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.model.factories import with_delay
 from pipedream.model.stage_module import Tie
 from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
+from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.planning.plan_schedule import mean_delays
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters

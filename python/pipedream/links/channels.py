@@ -17,17 +17,17 @@ import torch
 from pipedream import _core
 from pipedream.common.rank_tree import parent_of
 from pipedream.data.stream import ForwardedData
-from pipedream.links.codec_choice import (
+from pipedream.links.state_transfer import PIECE_BYTES
+from pipedream.model.boundary import Boundary
+from pipedream.model.layers import dtype_name
+from pipedream.model.tensor_spec import TensorSpec
+from pipedream.planning.codec_choice import (
     NO_CODEC,
     CodecChoice,
     codec_between,
     codec_of_pushes,
     pushes_factors,
 )
-from pipedream.links.state_transfer import PIECE_BYTES
-from pipedream.model.boundary import Boundary
-from pipedream.model.layers import dtype_name
-from pipedream.model.tensor_spec import TensorSpec
 from pipedream.planning.plan import Plan
 
 __all__ = [
@@ -409,8 +409,8 @@ def _add_edge(
         in_flight = _core.num_microbatches_in_flight(schedule, upstream)
         add(
             activations if goes_downstream else gradients,
-            slots=in_flight_downstream + 1 if goes_downstream else 2,
-            unsent=2 * in_flight + 4,  # never more are in flight; the rest: released a little late
+            slots=in_flight_downstream + 1 if goes_downstream else _core.NUM_GRADIENT_SLOTS,
+            unsent=_core.num_unsent_max(in_flight),
             num_microbatches=schedule.num_microbatches,
             codec=codec_between(codec, sender, receiver),
             num_transfers_kept=NUM_TRANSFERS_KEPT,

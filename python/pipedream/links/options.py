@@ -21,9 +21,9 @@ from pipedream.links.addresses import (
     resolve_bind,
     route_address,
 )
-from pipedream.links.codec_choice import CodecChoice, parse_codec
 from pipedream.links.keys import CurveKeys, keys_of
 from pipedream.links.libzmq import find_libzmq
+from pipedream.planning.codec_choice import CodecChoice, parse_codec
 from pipedream.planning.trace import read_clock
 
 __all__ = ["TRANSPORTS", "LinkOptions", "make_link_options"]

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.units import format_bytes
+from pipedream.planning.codec_choice import DIRECTIONS, NO_CODEC, parse_codec
 
 if TYPE_CHECKING:
     from pipedream.planning.layer_profile import LayerProfile, Profile
@@ -28,12 +29,13 @@ __all__ = [
     "FACTOR_CODEC",
     "FactoredSum",
     "are_smaller",
-    "check_planned_codec",
+    "check_has_factors",
     "checked_codec",
     "core_factors",
     "describe_factored",
     "factored_figures",
     "factored_sum",
+    "split_codec",
 ]
 
 FACTOR_CODEC = {"pushes": "factors"}
@@ -97,29 +99,39 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
     return rows
 
 
-def check_planned_codec(codec: Any, profile: Profile) -> dict[str, str]:
-    """As checked_codec(). Raises ValueError, besides, for factors that the profile does not know."""
-    checked = checked_codec(codec)
-    if checked and not any(layer.factors for layer in profile.layers):
+def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """The codec that a plan is made for, as checked_codec(), and those of what crosses cuts, for which a
+    limit of memory leaves room."""
+    if not has_limit:
+        return checked_codec(codec), {}
+    choice = parse_codec(codec)
+    crossing = {where: choice.pop(where) for where in DIRECTIONS if where in choice}
+    return checked_codec(choice), crossing
+
+
+def check_has_factors(profile: Profile) -> None:
+    """Raises ValueError where a profile knows no factors, which are asked for."""
+    if not any(layer.factors for layer in profile.layers):
         raise ValueError(
             "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
             " connected layers"
         )
-    return checked
 
 
 def checked_codec(codec: Any) -> dict[str, str]:
     """The codec that a plan is made for, {} or FACTOR_CODEC. Raises ValueError for another."""
+    refusal = (
+        f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, plan"
+        " for what it saves by giving more bandwidth, and with memory=... for the room that one of"
+        " activations and gradients takes"
+    )
     if codec is not None and not isinstance(codec, Mapping):
-        raise TypeError(f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without")
-    given = {where: name for where, name in (codec or {}).items() if name not in (None, "none")}
+        raise TypeError(refusal)
+    given = {where: name for where, name in (codec or {}).items() if name not in (None, NO_CODEC)}
     if not given:
         return {}
     if given != FACTOR_CODEC:
-        raise ValueError(
-            f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, and"
-            " plan for what it saves by giving more bandwidth"
-        )
+        raise ValueError(refusal)
     return dict(FACTOR_CODEC)
 
 

@@ -6,15 +6,17 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.rank_tree import children_of
 from pipedream.common.units import format_bytes, parse_size
+from pipedream.planning.codec_choice import codec_between
 from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
@@ -27,6 +29,8 @@ __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_w
 _TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
 _ELEMENT_BYTES = 8  # of data, whose type a profile does not say
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
+_CROSSING_DTYPES = ("float32", "bfloat16")  # of what crosses, whose type a profile does not say
+_ENCODED_BYTES = 1 << 20  # of the tensor by which a codec's shares are found
 
 
 class NothingFitsError(ValueError):
@@ -62,6 +66,8 @@ class Limits:
     has_spares: bool = False
     drains: bool = False
     """Whether a round may have several minibatches of a replica."""
+    codec: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Of the run, of "activations" and "gradients"."""
 
     @property
     def any(self) -> bool:
@@ -142,6 +148,9 @@ class Limits:
             step_copies=self.optimizer_copies,
             data_bytes=self.data_bytes,
             num_microbatches=num_microbatches,
+            activations=_codec_shares(codec_between(dict(self.codec), 0, 1)),
+            gradients=_codec_shares(codec_between(dict(self.codec), 1, 0)),
+            stages_apart=not is_host,
             asynchronous=self.sync == "asp",
             reduces_together=self.sync == "allreduce",
             whole_tensors=self.whole_tensors,
@@ -201,6 +210,7 @@ def make_limits(
     whole_tensors: bool,
     has_spares: bool,
     drains: bool,
+    codec: Mapping[str, str],
     profile: Profile,
 ) -> Limits:
     """Raises ValueError naming the argument that cannot be."""
@@ -252,7 +262,22 @@ def make_limits(
         whole_tensors=whole_tensors,
         has_spares=has_spares,
         drains=drains,
+        codec=codec,
     )
+
+
+@functools.cache
+def _codec_shares(name: str) -> tuple[float, float]:
+    """What a codec adds for each byte that crosses: of what travels, and of what it keeps; at most, whatever
+    type crosses."""
+    from pipedream import _core
+
+    wire, residual = 0, 0
+    for dtype in _CROSSING_DTYPES:
+        _, wire_bytes, residual_bytes, encodes = _core.channel_bytes([(dtype, 1, _ENCODED_BYTES)], name)
+        if encodes:
+            wire, residual = max(wire, wire_bytes), max(residual, residual_bytes)
+    return wire / _ENCODED_BYTES, residual / _ENCODED_BYTES
 
 
 def _host_bytes(profile: Profile, num_workers: int) -> int:

@@ -41,7 +41,7 @@ def check_partition_arguments(
     cost_model: str,
     schedule: str,
     has_speeds: bool,
-    has_codec: bool,
+    has_factors: bool,
     sync: Any,
     staleness: Any,
 ) -> None:
@@ -91,7 +91,7 @@ def check_partition_arguments(
             "spare_workers are planned for by cost_model='paper' with schedule 'pipedream' and one bandwidth:"
             " leave them out, or give a plan's stages num_spare_shards yourself"
         )
-    if spare_workers and has_codec:
+    if spare_workers and has_factors:
         raise ValueError(
             "spare_workers own shards, and of factors replicas make versions by themselves: leave out"
             " spare_workers or codec"
@@ -99,11 +99,11 @@ def check_partition_arguments(
     if sync not in _SYNCS:
         raise ValueError(f"sync is {sync!r}: it is one of {', '.join(_SYNCS)}")
     is_asynchronous = rules is not None and rules.may_be_asynchronous
-    if sync == "asp" and (not is_asynchronous or spare_workers or has_codec):
+    if sync == "asp" and (not is_asynchronous or spare_workers or has_factors):
         raise ValueError(
             "sync is 'asp', which has schedule 'pipedream', no spare_workers and no factors: leave them out"
         )
-    if sync == "allreduce" and (spare_workers or has_codec):
+    if sync == "allreduce" and (spare_workers or has_factors):
         raise ValueError("sync is 'allreduce', which has no spare_workers and no factors: leave them out")
     if not is_whole(staleness) or staleness < 0:
         raise ValueError(f"staleness is {staleness!r}: give a number of rounds, 0 or more")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipedream.common.units import parse_bandwidth
-from pipedream.planning.factor_rule import check_planned_codec
+from pipedream.planning.factor_rule import check_has_factors, split_codec
 from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, make_limits
@@ -53,7 +53,7 @@ def partition(
     recompute: bool = True,
     hides_links: bool = True,
     spare_workers: int = 0,
-    codec: Mapping[str, str] | None = None,
+    codec: str | Mapping[str, str] | None = None,
     sync: str = "bsp",
     staleness: int = 0,
     whole_tensors: bool = False,
@@ -99,6 +99,8 @@ def partition(
     codec: {"pushes": "factors"} plans for replicas that push gradients of fully connected layers as their
         factors where these are smaller (docs/parameter-server.md), by a profile that has measured which. The
         plan carries it, and `run` takes it from there. A plan without says how much faster one with it is.
+        With memory, codecs of "activations" and "gradients" (or one name for both) leave room for what a run
+        with them keeps encoded; give that codec to `run`, too. Times are of what is not encoded.
     sync, staleness: of the run, as memory depends on them: "ssp" keeps versions and gradients of more rounds,
         "asp" more of what replicas share, and with "allreduce" each has the optimizer's whole state.
     whole_tensors: whether replicas need room for an optimizer that does not work element by element, whose
@@ -110,6 +112,7 @@ def partition(
     kind.
     """
     links = bandwidth if isinstance(bandwidth, LinkProfile) else None
+    planned_codec, crossing_codec = split_codec(codec, has_limit=memory is not None)
     check_partition_arguments(
         profile,
         num_workers,
@@ -121,14 +124,15 @@ def partition(
         cost_model=cost_model,
         schedule=schedule,
         has_speeds=speeds is not None,
-        has_codec=bool(codec),
+        has_factors=bool(planned_codec),
         sync=sync,
         staleness=staleness,
     )
     schedule, chooses = schedule_name(schedule), AUTO in (schedule, microbatches)
-    planned_codec = check_planned_codec(codec, profile)
     asked = profile
-    if not planned_codec:
+    if planned_codec:
+        check_has_factors(profile)
+    else:
         profile = profile.without_factors()
     bytes_per_s = (
         bandwidth.speeds_of_first(num_workers)[0]
@@ -148,6 +152,7 @@ def partition(
         whole_tensors=whole_tensors,
         has_spares=spare_workers > 0,
         drains=schedule != AUTO and rules_of(schedule).drains,
+        codec=crossing_codec,
         profile=profile,
     )
     problem = PlanProblem(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipedream.common.document import check_list, check_number
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
-from pipedream.planning.factor_rule import factored_sum
+from pipedream.planning.factor_rule import check_has_factors, factored_sum
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile, pass_costs
 from pipedream.planning.link_profile import LinkProfile
@@ -276,12 +276,9 @@ def simulate_plan(
     )
     stage_links, bandwidth = _links_of(plan, plan_file, traced, bandwidth_bytes_per_s, links)
     num_microbatches = traced.options.num_microbatches
-    if factors and not any(layer.factors for layer in profile.layers):
-        raise ValueError(
-            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
-            " connected layers"
-        )
-    if not factors:
+    if factors:
+        check_has_factors(profile)
+    else:
         profile = profile.without_factors()
     of_rounds = minibatches_of_round(traced.options)
     shares = [

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.agreement import OWN, compared, given
-from pipedream.links.codec_choice import PUSHES, pushes_factors
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
+from pipedream.planning.codec_choice import PUSHES, pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
 from pipedream.planning.schedule_rules import rules_of

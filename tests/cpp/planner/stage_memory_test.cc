@@ -12,14 +12,15 @@ constexpr MemoryCosts kNoCopies{.model_copies = 0};
 
 std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
                                   std::vector<std::int64_t> in_flight, double saved_bytes,
-                                  std::vector<bool> recompute = {false, false}) {
+                                  std::vector<bool> recompute = {false, false},
+                                  const MemoryCosts& costs = kNoCopies) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 10, .parameter_bytes = 0},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 0}};
   const std::vector<LayerMemory> memory(2, {.saved_bytes = saved_bytes, .forward_s = 0});
   const std::vector<StageCopies> copies = {StageCopies::stashing(first_replicas, in_flight[0], 1),
                                            StageCopies::stashing(last_replicas, in_flight[1], 1)};
   return memory_of_plan(layers, memory, {{0, 0, first_replicas}, {1, 1, last_replicas}}, copies, recompute,
-                        kNoCopies);
+                        costs);
 }
 
 constexpr double kDropped = 2 * 10;  // by a backward
@@ -88,6 +89,52 @@ TEST(StageMemory, ARecomputeKeepsOutputsUntilTheyHaveLeftAndGradientsOfAllInFlig
   EXPECT_EQ(memory_of_two(1, 1, {3, 1}, 100, {true, true}),
             (std::vector<double>{100 + (3 + 2) * 10 + 2 * 10 + kDropped,
                                  2 * 10 + 100 + 10 + (3 + 1) * 10 + kDropped}));
+}
+
+// What codecs add to a plan of two stages: of 10 bytes that cross 5 are sent as activations, and 2 as
+// gradients, of which all that is left out is kept.
+std::vector<double> encoded_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
+                                   std::vector<std::int64_t> in_flight, bool stages_apart) {
+  const MemoryCosts costs{.model_copies = 0,
+                          .activations = {.wire = 0.5},
+                          .gradients = {.wire = 0.2, .residual = 1},
+                          .stages_apart = stages_apart};
+  const std::vector<double> without = memory_of_two(first_replicas, last_replicas, in_flight, 100);
+  std::vector<double> added =
+      memory_of_two(first_replicas, last_replicas, in_flight, 100, {false, false}, costs);
+  for (std::size_t stage = 0; stage < added.size(); ++stage) added[stage] -= without[stage];
+  return added;
+}
+
+TEST(StageMemory, EncodedItemsWaitInEverySlotAndUntilTheyHaveLeft) {
+  // Of two in flight upstream 2 * 2 + 4 may not have left; two slots for gradients, and for activations.
+  EXPECT_EQ(encoded_of_two(1, 1, {2, 1}, false), (std::vector<double>{8 * 5 + 2 * 2, 2 * 5 + 8 * 2 + 10}));
+  // Three channels each way; of the four in flight upstream 2 * 4 + 4.
+  EXPECT_EQ(encoded_of_two(1, 3, {4, 1}, false)[0], 3 * (12 * 5 + 2 * 2));
+  EXPECT_EQ(encoded_of_two(3, 1, {2, 1}, false)[1], 3 * (2 * 5 + 8 * 2 + 10));
+}
+
+TEST(StageMemory, ADeviceThatEncodesHasOneItemPerChannel) {
+  EXPECT_EQ(encoded_of_two(1, 1, {2, 1}, true), (std::vector<double>{5 + 2, 5 + 2 + 10}));
+  EXPECT_EQ(encoded_of_two(1, 3, {4, 1}, true)[0], 3 * (5 + 2));
+}
+
+TEST(StageMemory, TheBoundForAnyStageUpstreamHoldsWithCodecs) {
+  for (const bool apart : {false, true}) {
+    const MemoryCosts costs{.activations = {.wire = 0.5, .residual = 2},
+                            .gradients = {.wire = 0.2, .residual = 1},
+                            .stages_apart = apart};
+    for (std::int64_t replicas = 1; replicas <= 5; ++replicas) {
+      for (std::int64_t in_flight = 1; in_flight <= 6; ++in_flight) {
+        for (std::int64_t above = 1; above <= 6; ++above) {
+          const auto copies = StageCopies::stashing(replicas, in_flight, 1);
+          const std::int64_t upstream = 1 + (in_flight * replicas + above - 1) / above;
+          EXPECT_LE(crossing_bytes(10, copies, StageCopies::stashing(above, upstream, 1), costs),
+                    crossing_bytes_max(10, copies, replicas + above, costs));
+        }
+      }
+    }
+  }
 }
 
 TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {

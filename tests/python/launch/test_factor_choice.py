@@ -12,8 +12,8 @@ from pipedream.budget.footprint import Footprint
 from pipedream.launch import factor_choice
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.factor_choice import FactorChoice
-from pipedream.links.codec_choice import parse_codec
 from pipedream.model.splitter import split
+from pipedream.planning.codec_choice import parse_codec
 from pipedream.planning.plan import Plan, Stage
 from torch import nn
 

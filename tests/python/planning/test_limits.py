@@ -213,6 +213,37 @@ def test_on_a_host_every_worker_has_the_whole_model_and_what_weights_travel_in()
         partition(host, 3, 1e9, memory="11MiB")
 
 
+@pytest.mark.parametrize("device", [None, "CPU, 2 threads"])
+def test_what_codecs_keep_of_what_crosses_is_in_the_memory(device: str | None) -> None:
+    # A worker needed more than its plan by what is encoded, or has been left out.
+    profile = replace(_profile([(10, 1 << 20, 100, 100), (10, 0, 100, 100)]), device=device)
+    asked: dict[str, Any] = {"boundaries": [0], "replicas": [1, 1], "memory": "1GiB"}
+
+    def needed(codec: Any) -> list[float]:
+        plan = partition(profile, 2, 1e6, codec=codec, **asked)
+        assert plan.codec == {}
+        return [num_bytes / (1 << 20) for num_bytes in plan.predicted["stage_memory_bytes"]]
+
+    without = needed(None)
+    both = [a - b for a, b in zip(needed("bf16"), without, strict=True)]
+    gradients = [a - b for a, b in zip(needed({"gradients": "bf16"}), without, strict=True)]
+    if device is None:  # memory of its own, in which one item of each channel is encoded
+        assert both == pytest.approx([1.0, 1.0])
+        assert gradients == pytest.approx([0.5, 0.5])
+    else:
+        assert both == pytest.approx([(8 + 2) / 2, (2 + 8) / 2])
+        assert gradients == pytest.approx([2 / 2, 8 / 2])
+    with pytest.raises(NothingFitsError):
+        partition(profile, 2, 1e6, codec="bf16", **(asked | {"memory": int(max(without) * (1 << 20)) + 1}))
+
+
+@pytest.mark.parametrize("codec", [{(0, 1): "bf16"}, {"pushes": "bf16"}])
+def test_a_codec_for_which_no_room_is_planned_is_refused(codec: Any) -> None:
+    profile = _profile([(10, 100, 100, 100)])
+    with pytest.raises(ValueError, match=r"with memory=\.\.\. for the room that one of activations and"):
+        partition(profile, 2, 1e6, codec=codec, memory="1GiB")
+
+
 def test_data_are_in_the_memory_of_who_reads_them() -> None:
     profile = replace(_profile([(10, 0, 0, 0)] * 2), max_shapes={"inputs": (4, 8), "targets": (4,)})
     plan = partition(profile, 2, 1e9, boundaries=[0], memory="1GiB")

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipedream import _core
-
 __all__ = [
+    "DIRECTIONS",
     "FACTORS",
     "NO_CODEC",
     "PUSHES",
@@ -33,7 +32,7 @@ PUSHES = "pushes"
 """What replicas push to the owners of shards. A name for all does not mean it."""
 FACTORS = "factors"
 """Of pushes: gradients of fully connected layers go as factors where these are smaller (stage/factors.py)."""
-_DIRECTIONS = ("activations", "gradients")
+DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
 
@@ -46,7 +45,7 @@ def parse_codec(codec: Any) -> CodecChoice:
         return {}
     if isinstance(codec, str):
         name = _codec_name("codec", codec)
-        return dict.fromkeys(_DIRECTIONS, name)
+        return dict.fromkeys(DIRECTIONS, name)
     if not isinstance(codec, Mapping):
         raise TypeError(f"codec is a {type(codec).__name__}: give {_EXAMPLE}")
     choice: CodecChoice = {}
@@ -77,7 +76,7 @@ def parse_codec_text(text: str) -> str | dict[str, str]:
 def check_pairs(choice: CodecChoice, num_stages: int) -> None:
     """Refuses pairs of stages between which nothing travels."""
     for where in choice:
-        if where in (*_DIRECTIONS, PUSHES):
+        if where in (*DIRECTIONS, PUSHES):
             continue
         sender, receiver = map(int, where.split("->"))
         if (
@@ -92,7 +91,7 @@ def check_pairs(choice: CodecChoice, num_stages: int) -> None:
 
 def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
     """The codec's name from one stage to its neighbour."""
-    direction = _DIRECTIONS[0] if sender < receiver else _DIRECTIONS[1]
+    direction = DIRECTIONS[0] if sender < receiver else DIRECTIONS[1]
     return choice.get(f"{sender}->{receiver}", choice.get(direction, NO_CODEC))
 
 
@@ -129,7 +128,7 @@ def _name_of_pushes(name: Any) -> str:
 
 def _where(key: Any) -> str:
     """A key in the form that a choice has."""
-    if key in (*_DIRECTIONS, PUSHES):
+    if key in (*DIRECTIONS, PUSHES):
         return str(key)
     pair = key
     if isinstance(key, str):
@@ -149,6 +148,8 @@ def _stage_of(text: str) -> int | None:
 
 
 def _codec_name(what: str, name: Any) -> str:
+    from pipedream import _core
+
     if not isinstance(name, str):
         raise TypeError(f"{what} is a {type(name).__name__}: give {_EXAMPLE}")
     try:

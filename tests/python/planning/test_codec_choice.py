@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipedream.links.codec_choice import (
+from pipedream.planning.codec_choice import (
     check_pairs,
     codec_between,
     codec_of_pushes,
