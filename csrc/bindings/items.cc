@@ -47,25 +47,27 @@ constexpr PyMemberDef number_member(const char* name, std::size_t offset, const 
 }
 
 // Its values become Python's when they are read: most are not.
-std::array<PyMemberDef, 15> g_members{{
+std::array<PyMemberDef, 16> g_members{{
     object_member("kind", offsetof(PyWorkItem, kind),
-                  "FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND, RECV or DONE"),
+                  "FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE"),
     number_member("stage", offsetof(PyWorkItem, stage)),
     number_member("minibatch", offsetof(PyWorkItem, minibatch)),
     number_member("microbatch", offsetof(PyWorkItem, microbatch)),
     number_member("read_slot", offsetof(PyWorkItem, read_slot)),
     number_member("write_slot", offsetof(PyWorkItem, write_slot)),
     object_member("edge", offsetof(PyWorkItem, edge), "SEND, RECV: which; else None."),
-    object_member(
-        "tensors", offsetof(PyWorkItem, tensors),
-        "FORWARD: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's, "
-        "none where both ends are this worker's."),
+    object_member("tensors", offsetof(PyWorkItem, tensors),
+                  "FORWARD, EVALUATE: activations from upstream. BACKWARD: gradients from downstream. RECV: "
+                  "the edge's, "
+                  "none where both ends are this worker's."),
     {"data_fingerprint", T_ULONGLONG, offset_of(offsetof(ItemFields, data_fingerprint)), READONLY,
      "FORWARD: of the minibatch's data, as the first stage took it."},
     {"gradients_overflowed", T_BOOL, offset_of(offsetof(ItemFields, gradients_overflowed)), READONLY,
      "FORWARD: whether a stage upstream has had some that did."},
     {"is_empty", T_BOOL, offset_of(offsetof(ItemFields, is_empty)), READONLY,
      "FORWARD: the microbatch has no samples."},
+    {"is_end_of_data", T_BOOL, offset_of(offsetof(ItemFields, is_end_of_data)), READONLY,
+     "EVALUATE: there are no more validation minibatches, so there is nothing to compute."},
     {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), READONLY,
      "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
     number_member("freed_slot", offsetof(PyWorkItem, freed_slot),

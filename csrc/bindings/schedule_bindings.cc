@@ -26,10 +26,16 @@ namespace {
 
 using Programs = std::vector<std::vector<Instruction>>;
 
+// (boundary, validation minibatches)
+using EvaluatedFields = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
 std::vector<Instruction> make_worker_program(const ScheduleOptions& options, std::int64_t rank,
-                                             std::int64_t num_minibatches) {
+                                             std::int64_t num_minibatches, const EvaluatedFields& evaluated) {
   const py::gil_scoped_release release;
-  return make_program(options, Rank(rank), num_minibatches);
+  if (evaluated.empty()) return make_program(options, Rank(rank), num_minibatches);
+  std::vector<Evaluated> all;
+  for (const auto& [boundary, number] : evaluated) all.push_back({MinibatchId(boundary), number});
+  return make_program(options, Rank(rank), num_minibatches, all);
 }
 
 ReplayReport replay_programs(const ScheduleOptions& options, std::int64_t num_minibatches,
@@ -312,7 +318,7 @@ void bind_options(py::module_& module) {
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
                        std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
                        std::int64_t staleness, bool uses_allreduce, bool asynchronous,
-                       std::shared_ptr<ListedProgram> program) {
+                       std::shared_ptr<ListedProgram> program, bool evaluates) {
              ScheduleOptions options{schedule, std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
              if (const ScheduleRules* const rules = find_rules(schedule)) options.schedule = rules->name;
@@ -326,6 +332,7 @@ void bind_options(py::module_& module) {
              options.uses_allreduce = uses_allreduce;
              options.asynchronous = asynchronous;
              options.program = std::move(program);
+             options.evaluates = evaluates;
              check_schedule_options(options);
              return options;
            }),
@@ -336,7 +343,7 @@ void bind_options(py::module_& module) {
            py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
            py::arg("oldest_version") = py::none(), py::arg("staleness") = 0,
            py::arg("uses_allreduce") = false, py::arg("asynchronous") = false,
-           py::arg("program") = py::none())
+           py::arg("program") = py::none(), py::arg("evaluates") = false)
       .def(
           "with_recompute",
           [](ScheduleOptions options, std::vector<bool> recompute) {
@@ -370,6 +377,7 @@ void bind_options(py::module_& module) {
             return std::const_pointer_cast<ListedProgram>(options.program);  // bound without setters
           })
       .def_property_readonly("rules", [](const ScheduleOptions& options) { return rules_of(options); })
+      .def_readonly("evaluates", &ScheduleOptions::evaluates)
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -484,8 +492,11 @@ void bind_schedules(py::module_& module) {
 }
 
 void bind_programs(py::module_& module) {
-  module.def("make_program", &make_worker_program, py::arg("options"), py::arg("rank"),
-             py::arg("num_minibatches"), "The whole list of one worker's instructions.");
+  module.def(
+      "make_program", &make_worker_program, py::arg("options"), py::arg("rank"), py::arg("num_minibatches"),
+      py::arg("evaluated") = EvaluatedFields(),
+      "The whole list of one worker's instructions. evaluated: (boundary, validation minibatches) of each "
+      "evaluation.");
   module.def(
       "add_transfers",
       [](const ScheduleOptions& options, const Programs& computed, std::int64_t num_minibatches) {
@@ -499,6 +510,7 @@ void bind_programs(py::module_& module) {
       },
       py::arg("options"), py::arg("programs"), py::arg("num_minibatches"),
       "Lists of what the workers compute, with the sends and receives that stand around it.");
+  module.attr("NUM_EVALUATION_SLOTS") = kNumEvaluationSlots;
   module.def("print_programs", &print_programs, py::arg("programs"),
              "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
   module.def(

@@ -87,6 +87,8 @@ double work_ms_of(const Instruction& step, const StageDurations& stage) {
       return is_first ? stage.backward_ms : stage.later_backward_ms;
     case Opcode::kUpdate:
       return stage.is_spare(step.replica) ? stage.spare_update_ms : stage.update_ms;
+    case Opcode::kEvaluate:
+      return stage.forward_ms;  // of whatever size: the lists do not say it
     case Opcode::kSend:
     case Opcode::kRecv:
       break;
@@ -103,6 +105,7 @@ double waking_ms_of(Opcode opcode, const WakingDurations& waking) {
     case Opcode::kUpdate:
       return waking.update_ms;
     case Opcode::kRecompute:
+    case Opcode::kEvaluate:
     case Opcode::kSend:
     case Opcode::kRecv:
       break;
@@ -277,7 +280,8 @@ class Replay {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
       // Tied parameters and norms take no time beside these.
-      if (edge.kind == EdgeKind::kActivation) lane.transfer_ms = boundary.activation_ms;
+      if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
+        lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
       lane.latency_ms = boundary.latency_ms;
     }

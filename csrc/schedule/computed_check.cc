@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "schedule/evaluations.h"
 #include "schedule/list_checks.h"
 
 namespace pipedream {
@@ -32,6 +33,8 @@ class StageChecker {
 
  private:
   [[nodiscard]] Fault check_range(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_boundary(const Instruction& evaluate) const;
+  [[nodiscard]] Fault check_evaluate(const Instruction& instruction) const;
   [[nodiscard]] Fault check_forward(const Instruction& instruction) const;
   [[nodiscard]] Fault check_recompute(const Instruction& instruction) const;
   [[nodiscard]] Fault check_backward(const Instruction& instruction) const;
@@ -72,8 +75,10 @@ class StageChecker {
 
   std::int64_t num_forwarded_ = 0;  // items
   std::int64_t num_backwarded_ = 0;
-  bool recomputed_ = false;  // the next item to go backward
-  std::int64_t newest_;      // version, and so also the next round to update
+  bool recomputed_ = false;       // the next item to go backward
+  MinibatchId evaluated_at_{-1};  // the boundary of the last evaluation, and its items so far
+  std::int64_t num_evaluated_ = 0;
+  std::int64_t newest_;  // version, and so also the next round to update
   std::int64_t versions_live_max_ = 1;
   std::int64_t num_in_flight_max_ = 0;
 };
@@ -106,6 +111,8 @@ Fault StageChecker::check(const Instruction& instruction) const {
       return check_backward(instruction);
     case Opcode::kUpdate:
       return check_update(instruction);
+    case Opcode::kEvaluate:
+      return check_evaluate(instruction);
     case Opcode::kSend:
     case Opcode::kRecv:
       break;
@@ -115,6 +122,7 @@ Fault StageChecker::check(const Instruction& instruction) const {
 
 Fault StageChecker::check_range(const Instruction& instruction) const {
   const std::int64_t first = options_.first_minibatch.value();
+  if (instruction.opcode == Opcode::kEvaluate) return check_boundary(instruction);
   if (instruction.minibatch.value() >= 0 && instruction.minibatch.value() < first) {
     return "the minibatch is before the first, " + std::to_string(first);
   }
@@ -140,6 +148,30 @@ Fault StageChecker::check_range(const Instruction& instruction) const {
   if (is_update || owner == replica_) return {};
   return std::string(num_microbatches_ == 1 ? "the minibatch" : "the microbatch") + " is replica " +
          std::to_string(owner.value()) + "'s";
+}
+
+Fault StageChecker::check_boundary(const Instruction& evaluate) const {
+  const std::int64_t boundary = evaluate.minibatch.value();
+  const std::int64_t group = minibatches_between_drains(options_);
+  if (replica_ != ReplicaIndex(0)) return "replica 0 of a stage evaluates";
+  const bool is_boundary = boundary % group == 0 || boundary == num_minibatches_;
+  if (boundary < options_.first_minibatch.value() || boundary > num_minibatches_ || !is_boundary) {
+    return "an evaluation is before a multiple of " + std::to_string(group) +
+           " minibatches from the first, or at the end of " + std::to_string(num_minibatches_);
+  }
+  const std::int64_t due = evaluate.minibatch == evaluated_at_ ? num_evaluated_ : 0;
+  if (evaluate.minibatch >= evaluated_at_ && evaluate.microbatch.value() == due) return {};
+  return "evaluations go in order; the next of the boundary is number " + std::to_string(due);
+}
+
+// What is there is what all updates before the boundary have made, and no later one.
+Fault StageChecker::check_evaluate(const Instruction& instruction) const {
+  const WeightVersion version = version_at_boundary(rounds_, instruction.minibatch);
+  if (instruction.version != version) {
+    return "the version before the minibatch is " + std::to_string(version.value());
+  }
+  if (version.value() == newest_) return {};
+  return "the newest version is " + std::to_string(newest_);
 }
 
 Fault StageChecker::check_forward(const Instruction& instruction) const {
@@ -277,6 +309,10 @@ void StageChecker::apply(const Instruction& instruction) {
       return;
     case Opcode::kUpdate:
       ++newest_;
+      return;
+    case Opcode::kEvaluate:
+      num_evaluated_ = instruction.microbatch.value() + 1;
+      evaluated_at_ = instruction.minibatch;
       return;
     case Opcode::kSend:
     case Opcode::kRecv:

@@ -25,6 +25,8 @@ const char* edge_kind_name(EdgeKind kind) {
       return "push";
     case EdgeKind::kPull:
       return "pull";
+    case EdgeKind::kEvaluation:
+      return "evaluation";
   }
   PD_CHECK(false, "edge kind " << static_cast<int>(kind));
 }

@@ -22,11 +22,12 @@ enum class EdgeKind {
   kNorm,          // the gradients' norm, an item per update: partial sums upstream, then the total down
   kPush,          // between replicas, an item per round: the gradient of the receiver's shard
   kPull,          // between replicas, an item per round: what the sender's update wrote to its shard
+  kEvaluation,    // downstream, an item per validation minibatch and one that says that there are no more
 };
 
-inline constexpr std::array<EdgeKind, 7> kEdgeKinds = {
+inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
     EdgeKind::kActivation, EdgeKind::kGradient, EdgeKind::kTiedGradient, EdgeKind::kTiedVersion,
-    EdgeKind::kNorm,       EdgeKind::kPush,     EdgeKind::kPull};
+    EdgeKind::kNorm,       EdgeKind::kPush,     EdgeKind::kPull,         EdgeKind::kEvaluation};
 
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
@@ -52,6 +53,8 @@ struct Edge {
 // Microbatches that a channel of an edge between stages has room for. A receiver of gradients has slots for
 // the one that is used and the next; a receiver of activations has more, as it keeps them.
 inline constexpr std::int64_t kNumGradientSlots = 2;
+// The most items that an edge of kind kEvaluation holds: its sender waits for room.
+inline constexpr std::int64_t kNumEvaluationSlots = 2;
 // At the sender, by how many the stage upstream may have in flight: never more are on their way, and what a
 // neighbour has released may come back a little late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {

@@ -22,14 +22,15 @@ class Reader {
   Opcode read_opcode() {
     const std::string_view word = next_word();
     if (const auto opcode = find_opcode(word)) return *opcode;
-    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND or RECV is expected");
+    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND or RECV is expected");
   }
 
   EdgeKind read_edge_kind() {
     const std::string_view word = next_word();
     if (const auto kind = find_edge_kind(word)) return *kind;
     fail(found(word) +
-         " where activation, gradient, tied_gradient, tied_version, norm, push or pull is expected");
+         " where activation, gradient, tied_gradient, tied_version, norm, push, pull or evaluation is "
+         "expected");
   }
 
   // "stage 1", or "stage 1 replica 2"
@@ -103,7 +104,9 @@ std::optional<Opcode> find_opcode(std::string_view name) {
 namespace {
 
 // Of the items of such an edge each is a microbatch's.
-bool is_by_microbatch(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
+bool is_by_microbatch(EdgeKind kind) {
+  return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
+}
 
 std::string transfer_to_string(const Instruction& instruction) {
   std::ostringstream text;

@@ -1,7 +1,7 @@
 // One step of a worker's program. A schedule is data: the runtime, the validator, the simulator and the
 // pictures read the same instructions. Plain values; any thread.
 //
-//   computes       FORWARD, RECOMPUTE, BACKWARD, UPDATE of a stage
+//   computes       FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE of a stage
 //   travels        SEND, RECV: one item over an edge (edge.h)
 #pragma once
 
@@ -23,6 +23,7 @@ enum class Opcode {
                // neighbour
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
   kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
+  kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
   // What travels. An item is what the instruction before it made, or what the one after it needs.
   kSend,  // never waits: what the edge may hold is bounded (validator.h)
   kRecv,  // waits for the edge's next item
@@ -35,11 +36,12 @@ struct OpcodeTraits {
   bool writes_version = false;   // else, where it computes, it reads one
 };
 
-inline constexpr std::array<OpcodeTraits, 6> kOpcodeTraits = {{
+inline constexpr std::array<OpcodeTraits, 7> kOpcodeTraits = {{
     {.name = "FORWARD"},
     {.name = "RECOMPUTE"},
     {.name = "BACKWARD"},
     {.name = "UPDATE", .is_of_microbatch = false, .writes_version = true},
+    {.name = "EVALUATE"},
     {.name = "SEND", .travels = true},  // as its edge's items are
     {.name = "RECV", .travels = true},
 }};
@@ -56,9 +58,11 @@ struct Instruction {
   StageIndex stage;            // of a SEND the edge's sender, of a RECV its receiver
   MinibatchId minibatch;       // of an UPDATE, and of what travels once a round, the round's first
   MicrobatchIndex microbatch;  // 0 for an update, and for what travels once a minibatch
-  WeightVersion version;       // 0 where nothing is read or written
-  Edge edge{};                 // of SEND and RECV
-  ReplicaIndex replica{};      // of the stage; of SEND and RECV the edge's, at this end
+  // An EVALUATE, and what travels for it, has the minibatch before which the weights are evaluated, and as
+  // microbatch the number of its validation minibatch.
+  WeightVersion version;   // 0 where nothing is read or written
+  Edge edge{};             // of SEND and RECV
+  ReplicaIndex replica{};  // of the stage; of SEND and RECV the edge's, at this end
 
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
@@ -66,7 +70,8 @@ struct Instruction {
 // "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4",
 // of replicas but the first "UPDATE stage 0 replica 1 minibatch 4 writes version 3",
 // "SEND activation stage 0 to stage 1 minibatch 3 microbatch 0", "RECV tied_version stage 0 to stage 2
-// minibatch 3": the version that the owner's update of minibatch 3 wrote
+// minibatch 3": the version that the owner's update of minibatch 3 wrote; "EVALUATE stage 1 minibatch 4
+// microbatch 2 reads version 4": validation minibatch 2, with the weights before minibatch 4
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
 // The inverse, blanks at both ends allowed. Throws UserError naming the text and what is wrong with it.

@@ -46,6 +46,7 @@ std::string fault_of(const Instruction& instruction, Rank rank) {
   if (travels(instruction.opcode) || instruction.opcode == Opcode::kRecompute) {
     return "sends, receives and recomputing are added to a program; leave the line out";
   }
+  if (instruction.opcode == Opcode::kEvaluate) return "a program of your own has no evaluations";
   if (instruction.replica.value() != 0) return "a program of your own has one replica of each stage";
   const std::string stage = std::to_string(rank.value());
   if (instruction.stage.value() != rank.value()) {

@@ -274,6 +274,15 @@ void check_spares(const ScheduleOptions& options) {
                   " with spares, which push and pull by rounds alone; leave one of the two out");
 }
 
+void check_evaluates(const ScheduleOptions& options) {
+  const char* what = nullptr;
+  if (options.asynchronous) what = "asynchronous shards, whose replicas have no version in common";
+  if (options.staleness > 0) what = "a staleness, by which replicas come to a version at different times";
+  if (options.program != nullptr) what = "a program of its own, which has no place for them";
+  if (what == nullptr) return;
+  throw UserError("there are evaluations with " + std::string(what) + "; leave one of the two out");
+}
+
 void check_start(const ScheduleOptions& options) {
   const std::int64_t first = options.first_minibatch.value();
   if (first < 0 || first > kNumMinibatchesMax) {
@@ -304,6 +313,7 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_spares(options);
   check_start(options);
   check_replicated(options);
+  if (options.evaluates) check_evaluates(options);
 }
 
 std::int64_t num_microbatches_min(const ScheduleOptions& options) {

@@ -333,6 +333,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                std::optional<std::int64_t> num_minibatches) {
   check_stage(options, instruction.stage);
   check_minibatch(instruction.minibatch);
+  if (instruction.opcode == Opcode::kEvaluate) return Phase::kSteady;
   check_microbatch(options, instruction.microbatch);
   if (options.program != nullptr) return listed_phase_of(options, instruction, num_minibatches);
   const Rounds rounds = make_rounds(options, instruction.stage);
@@ -417,9 +418,10 @@ void ComputeCursor::advance() {
     case Opcode::kUpdate:
       ++num_updates_;
       break;
+    case Opcode::kEvaluate:
     case Opcode::kSend:
     case Opcode::kRecv:
-      PD_CHECK(false, to_string(*instruction) << " is not computed");
+      PD_CHECK(false, to_string(*instruction) << " is not computed by a schedule");
   }
   options_.program != nullptr ? advance_listed() : pass_over_absent();
 }

@@ -139,6 +139,8 @@ struct ScheduleOptions {
   bool asynchronous = false;
   // The lists of kListedSchedule (listed_program.h), which also say in_flight and num_microbatches.
   std::shared_ptr<const ListedProgram> program{};
+  // Whether there are edges for validation minibatches (evaluations.h).
+  bool evaluates = false;
 };
 
 // Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
@@ -152,7 +154,8 @@ struct ScheduleOptions {
 // than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
 // ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
 // and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
-// than the plan, or with replicas, ties, an oldest version or a schedule's name.
+// than the plan, or with replicas, ties, an oldest version or a schedule's name; and evaluations with
+// asynchronous shards, a staleness or a program of its own.
 void check_schedule_options(const ScheduleOptions& options);
 // The fewest microbatches with which the other options pass.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
@@ -243,6 +246,13 @@ class ComputeCursor {
   // Whether that is so: to be asked where the number comes from another process.
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const;
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
+
+  // The newest version that all stages here have.
+  [[nodiscard]] WeightVersion newest_version() const {
+    return WeightVersion(rounds_.first_version().value() + num_updates_ / order_.num_chunks);
+  }
+  // The replica's own microbatches that are forwarded, absent ones counted too.
+  [[nodiscard]] std::int64_t num_forwarded() const { return num_forwarded_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
   [[nodiscard]] Rank rank() const { return rank_; }

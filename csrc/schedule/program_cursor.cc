@@ -1,14 +1,16 @@
 // Walks one worker's whole program: what it computes, with the transfers around that. See transfers.h.
 #include <algorithm>
 #include <cstddef>
+#include <string>
 
 #include "base/check.h"
+#include "base/failure.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
 
 ProgramCursor::ProgramCursor(const ScheduleOptions& options, Rank rank)
-    : compute_(options, rank), transfers_(options, rank) {
+    : compute_(options, rank), evaluations_(options, rank), transfers_(options, rank) {
   instructions_.reserve(1 + transfers_.num_added_max());
   early_.reserve(transfers_.num_added_max());
   refill();
@@ -27,25 +29,54 @@ std::optional<Instruction> ProgramCursor::following() const {
 void ProgramCursor::advance() {
   PD_CHECK(position_ < instructions_.size(), "rank " << rank().value() << ": the program is over");
   if (++position_ < instructions_.size()) return;
-  if (computed_) compute_.advance();
+  if (computed_ && computed_->opcode == Opcode::kEvaluate) {
+    evaluations_.advance();
+  } else if (computed_) {
+    compute_.advance();
+  }
   refill();
+}
+
+void ProgramCursor::begin_evaluation(MinibatchId boundary) {
+  evaluations_.begin(boundary);
+  if (!current()) refill();
 }
 
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
+  if (computed_ && computed_->opcode == Opcode::kEvaluate) return;
   if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
   // Before a forward that does not exist pulls may have been done.
   const auto done = static_cast<std::ptrdiff_t>(position_);
-  early_.assign(instructions_.begin(), instructions_.begin() + done);
+  early_.insert(early_.end(), instructions_.begin(), instructions_.begin() + done);
   refill();
 }
 
 void ProgramCursor::refill() {
   position_ = 0;
   computed_ = compute_.current();
+  if (evaluations_.is_due(computed_, compute_.newest_version())) {
+    computed_ = evaluations_.current();
+    return fill_evaluation(*computed_);
+  }
   if (!computed_) return refill_at_end();
   fill();
+}
+
+// What it receives early is left out where it would stand otherwise: of what earlier evaluations have
+// received only that which is still to come there.
+void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
+  instructions_.clear();
+  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // else all have come
+    transfers_.add_versions_of(evaluate, compute_.num_forwarded(), instructions_);
+    const std::vector<Instruction> versions = instructions_;
+    leave_out_early();
+    early_ = versions;
+  }
+  transfers_.add_before(evaluate, instructions_);
+  instructions_.push_back(evaluate);
+  transfers_.add_after(evaluate, instructions_);
 }
 
 // Before what is done of them, and of this, nothing changes: the members of a round are its first replicas.
@@ -72,6 +103,57 @@ void ProgramCursor::refill_at_end() {
     if (instructions_.empty()) return;
     leave_out_early();
   } while (instructions_.empty());
+}
+
+namespace {
+
+// Throws UserError unless the run may be evaluated there.
+void check_evaluated(const ScheduleOptions& options, std::int64_t num_minibatches,
+                     const std::vector<Evaluated>& evaluated) {
+  std::int64_t before = options.first_minibatch.value() - 1;
+  for (const auto& [boundary, num_evaluated] : evaluated) {
+    const std::int64_t group = minibatches_between_drains(options);
+    const bool is_boundary = boundary.value() % group == 0 || boundary.value() == num_minibatches;
+    if (!options.evaluates || !is_boundary || boundary.value() <= before ||
+        boundary.value() > num_minibatches) {
+      throw UserError("there is no evaluation before minibatch " + std::to_string(boundary.value()) +
+                      "; evaluations ascend up to " + std::to_string(num_minibatches) +
+                      ", where the options have them, before multiples of " + std::to_string(group));
+    }
+    if (num_evaluated < 0 || num_evaluated > kEvaluatedMinibatchesMax) {
+      throw UserError("an evaluation of " + std::to_string(num_evaluated) + " validation minibatches");
+    }
+    before = boundary.value();
+  }
+}
+
+}  // namespace
+
+std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank, std::int64_t num_minibatches,
+                                      const std::vector<Evaluated>& evaluated) {
+  check_num_minibatches(options, num_minibatches);
+  check_evaluated(options, num_minibatches, evaluated);
+  ProgramCursor cursor(options, rank);
+  cursor.set_num_minibatches(num_minibatches);
+  const Place here = placement_of(options).places_at(rank).front();
+  auto next = evaluated.begin();  // of those that have not begun
+  const auto ends_at = [&](const Instruction& evaluate) {
+    const auto is_it = [&](const Evaluated& one) { return one.boundary == evaluate.minibatch; };
+    return std::ranges::find_if(evaluated, is_it)->num_minibatches == evaluate.microbatch.value();
+  };
+  std::vector<Instruction> instructions;
+  for (;;) {
+    const std::optional<Instruction> instruction = cursor.current();
+    const bool evaluates = next != evaluated.end() && here.replica == ReplicaIndex(0);
+    const bool begins = evaluates && (!instruction || (instruction->opcode == Opcode::kForward &&
+                                                       instruction->minibatch == next->boundary));
+    if (begins) cursor.begin_evaluation((next++)->boundary);
+    if (!instruction && !begins) return instructions;
+    if (!instruction) continue;
+    if (instruction->opcode == Opcode::kEvaluate && ends_at(*instruction)) cursor.end_evaluation();
+    instructions.push_back(*instruction);
+    cursor.advance();
+  }
 }
 
 }  // namespace pipedream

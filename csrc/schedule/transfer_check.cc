@@ -230,12 +230,16 @@ class TransferChecker {
   // What is read has come.
   [[nodiscard]] Fault check_received(const Instruction& instruction) const {
     if (instruction.opcode == Opcode::kUpdate) return {};
+    const bool evaluates = instruction.opcode == Opcode::kEvaluate;
     for (const auto& [edge, newest] : newest_received_) {
       const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
-      if (edge.to.stage != instruction.stage || (is_tied && instruction.opcode != Opcode::kForward)) continue;
+      const bool reads_tied = evaluates || instruction.opcode == Opcode::kForward;
+      if (edge.to.stage != instruction.stage || (is_tied && !reads_tied)) continue;
       WeightVersion read = instruction.version;
       // Of a stage that owns ties pulls bring those too.
-      if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
+      if (evaluates) {
+        read = version_at_boundary(rounds_of(options_, edge.from.stage), instruction.minibatch);
+      } else if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
         const WeightVersion tied =
             tied_version(options_, edge.from.stage, instruction.minibatch, instruction.microbatch);
         read = is_tied ? tied : std::max(read, tied);
@@ -259,6 +263,8 @@ class TransferChecker {
         return opcode == Opcode::kUpdate;
       case EdgeKind::kPush:
         return opcode == Opcode::kBackward;
+      case EdgeKind::kEvaluation:
+        return opcode == Opcode::kEvaluate;
       case EdgeKind::kNorm:
         return false;
     }

@@ -54,6 +54,9 @@ void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>&
   }
 }
 
+// To the stage downstream.
+Edge evaluation_edge(StageIndex stage) { return {EdgeKind::kEvaluation, {stage, {}}, {stage.next(), {}}}; }
+
 // From every replica to each other owner of a shard, and back.
 void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge>& edges) {
   const std::int64_t num_replicas = placement.num_replicas(stage);
@@ -110,6 +113,9 @@ std::vector<Edge> edges_of(const ScheduleOptions& options) {
     if (stage < last_stage(options)) add_cut(placement, stage, edges);
     if (!options.uses_allreduce) add_replicas(placement, stage, edges);
   }
+  for (StageIndex stage; options.evaluates && stage < last_stage(options); stage = stage.next()) {
+    edges.push_back(evaluation_edge(stage));
+  }
   for (const TiedStages& tied : options.ties) add_tie(options, placement, tied, edges);
   const bool drains = drains_every_minibatch(options);
   for (std::int64_t rank = 0; options.exchanges_norms && rank < placement.num_ranks(); ++rank) {
@@ -138,6 +144,8 @@ EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
     case EdgeKind::kPush:
       return {from.first_of(edge.from.replica, from.first_version().value()).value(),
               from.minibatches_per_round};
+    case EdgeKind::kEvaluation:
+      return {0, 0};
     case EdgeKind::kPull:
     case EdgeKind::kNorm:
     case EdgeKind::kTiedVersion:
@@ -189,6 +197,10 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
     }
     case Opcode::kUpdate:
       return add_before_update(computed, instructions);
+    case Opcode::kEvaluate:
+      if (stage.value() == 0) return;
+      instructions.push_back(receive(evaluation_edge(upstream_of(stage)), minibatch, computed.microbatch));
+      return;
     case Opcode::kRecompute:
     case Opcode::kSend:
     case Opcode::kRecv:
@@ -213,6 +225,25 @@ void Transfers::add_before_forward(const Instruction& forward, std::vector<Instr
   if (!exchanges_shards_ || !stashes_) return;
   WeightVersion newest = newest_read(rule_, forward.stage, forward.stage, own_index);
   while (newest < rule_.version_of(number)) {
+    newest = newest.next();
+    receive_pulls(newest, instructions);
+  }
+}
+
+void Transfers::add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
+                                std::vector<Instruction>& instructions) const {
+  for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
+    const TiedStages& tied = options_.ties[tie];
+    if (tied.user != evaluate.stage) continue;
+    WeightVersion newest = newest_read(tied_rules_[tie], tied.user, tied.owner, num_forwarded);
+    while (newest < version_at_boundary(rounds_at(tied.owner), evaluate.minibatch)) {
+      newest = newest.next();
+      receive_version(tied, newest, instructions);
+    }
+  }
+  if (!exchanges_shards_ || !stashes_) return;
+  WeightVersion newest = newest_read(rule_, evaluate.stage, evaluate.stage, num_forwarded);
+  while (newest < evaluate.version) {
     newest = newest.next();
     receive_pulls(newest, instructions);
   }
@@ -263,6 +294,10 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
       if (!exchanges_shards_ || options_.asynchronous) return;
       send_pulls(computed.version, instructions);
       if (!stashes_) receive_pulls(computed.version, instructions);
+      return;
+    case Opcode::kEvaluate:
+      if (stage == last_stage(options_)) return;
+      instructions.push_back(send(evaluation_edge(stage), minibatch, computed.microbatch));
       return;
     case Opcode::kRecompute:
     case Opcode::kSend:

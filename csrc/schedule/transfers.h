@@ -18,6 +18,9 @@
 //                     SEND norm upstream
 //                     RECV norm from upstream      the total, downstream
 //                     SEND norm downstream
+//   before EVALUATE   RECV evaluation from upstream; before the first of its boundary, of a user RECV
+//                     tied_version, of a replica RECV pull: those up to the boundary's that have not come yet
+//   after EVALUATE    SEND evaluation downstream
 //   after UPDATE      of an owner, SEND tied_version to every user's replicas; of a replica, SEND pull to
 //                     every other one, and for naive, whose only slot it is, RECV pull from every other one
 //   at the end        of a user, RECV tied_version, of a replica, RECV pull: those that no minibatch has read
@@ -62,6 +65,7 @@
 
 #include "base/ids.h"
 #include "schedule/edge.h"
+#include "schedule/evaluations.h"
 #include "schedule/instruction.h"
 #include "schedule/placement.h"
 #include "schedule/program.h"
@@ -90,6 +94,10 @@ class Transfers {
   // Adds what stands before, or after, an instruction that the worker computes.
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
+  // Adds the versions that stand before an EVALUATE of a replica that has forwarded so many microbatches: all
+  // that it has not received for these.
+  void add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
+                       std::vector<Instruction>& instructions) const;
   // Adds what is received after the last update: of every tied parameter and other shard the index-th
   // version, from 0 on, that no minibatch has read. Nothing from some index on.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
@@ -165,28 +173,46 @@ class ProgramCursor {
   }
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
+  // As of Evaluations. What is current stays so, unless the program is over.
+  void begin_evaluation(MinibatchId boundary);
+  void end_evaluation() { evaluations_.end(); }
+  [[nodiscard]] bool may_evaluation_be(bool is_last) const { return evaluations_.may_be(is_last); }
+
   [[nodiscard]] const ScheduleOptions& options() const { return compute_.options(); }
   [[nodiscard]] Rank rank() const { return compute_.rank(); }
 
  private:
   void refill();
+  void fill_evaluation(const Instruction& evaluate);
   void refill_at_end();
   void fill();
   void leave_out_early();
 
   ComputeCursor compute_;
+  Evaluations evaluations_;
   Transfers transfers_;
   std::vector<Instruction> instructions_;  // the one that is computed next, with its transfers
   std::size_t position_ = 0;               // in them
   std::optional<Instruction> computed_;    // that one, if there is one
   std::int64_t num_finals_ = 0;            // of add_final()
-  std::vector<Instruction> early_;         // pulls before a forward that turned out not to exist
+  // Versions that were received before a forward that turned out not to exist, or for an evaluation.
+  std::vector<Instruction> early_;
+};
+
+// An evaluation of a run.
+struct Evaluated {
+  MinibatchId boundary;
+  std::int64_t num_minibatches = 0;  // validation minibatches
 };
 
 // The whole list of one worker, for replay, tests, text and pictures. Throws UserError as
 // make_compute_program.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
+// With evaluations at these boundaries, which ascend. Throws UserError for one that cannot be.
+[[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
+                                                    std::int64_t num_minibatches,
+                                                    const std::vector<Evaluated>& evaluated);
 
 // What asynchronous shards do for others besides the lists of their workers, one list for each push edge: in
 // the order of these; none where there are none. Each is a party of its own, at the edge's receiver.

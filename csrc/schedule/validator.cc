@@ -7,7 +7,8 @@
 // whether a deadlock exists does not depend on the workers' speeds, and one replay in any order proves it.
 // How long a queue grows does depend on them: when its reader has done j instructions, what was written
 // into the queue is most when all other workers have gone as far as they can, so the worst case of all
-// queues of one reader is the replay in which that worker moves only when nobody else can. Both steps are
+// queues of one reader is the replay in which that worker moves only when nobody else can. Evaluations have
+// queues that a writer waits for when they are full, which is a Kahn network again. Both steps are
 // linear in the number of instructions, the second once per worker.
 // What asynchronous shards do for others stands in lists of their own, which the second step takes for those
 // of further workers: each waits for one replica alone, so this is a Kahn network, too, though the order in
@@ -21,6 +22,7 @@
 
 #include "base/check.h"
 #include "base/failure.h"
+#include "schedule/evaluations.h"
 #include "schedule/list_checks.h"
 
 namespace pipedream {
@@ -40,7 +42,9 @@ constexpr std::size_t kNoEdge = static_cast<std::size_t>(-1);
 
 // Items come in the order in which they are asked for (check_items), so counting is enough.
 struct Queue {
-  std::size_t reader = 0;  // worker, where there is one
+  std::size_t reader = 0;  // workers, where there are any
+  std::size_t writer = 0;
+  bool is_bounded = false;  // to kNumEvaluationSlots: a SEND waits while it is full
   std::int64_t num_queued = 0;
   std::int64_t num_queued_max = 0;
 };
@@ -84,6 +88,9 @@ Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edge
     : programs_(programs), groups_(programs.size()) {
   const Placement placement = placement_of(options);
   queues_.resize(edges.size());
+  for (std::size_t edge = 0; edge < edges.size(); ++edge) {
+    queues_[edge].is_bounded = edges[edge].kind == EdgeKind::kEvaluation;
+  }
   for (const Place& place : placement.places()) {
     for (ReplicaIndex other; options.uses_allreduce && other.value() < placement.num_replicas(place.stage);
          other = other.next()) {
@@ -98,6 +105,7 @@ Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edge
       const std::size_t edge =
           travels(instruction.opcode) ? static_cast<std::size_t>(found - edges.begin()) : kNoEdge;
       if (instruction.opcode == Opcode::kRecv) queues_[edge].reader = worker;
+      if (instruction.opcode == Opcode::kSend) queues_[edge].writer = worker;
       indices.push_back(edge);
     }
   }
@@ -134,8 +142,10 @@ bool Pipeline::step(std::size_t worker) {
     Queue& queue = queues_[edge];
     if (programs_[worker][position].opcode == Opcode::kRecv) {
       if (queue.num_queued == 0) return false;
+      if (queue.is_bounded && queue.num_queued == kNumEvaluationSlots) awake_.push_back(queue.writer);
       --queue.num_queued;
     } else {
+      if (queue.is_bounded && queue.num_queued == kNumEvaluationSlots) return false;
       if (++queue.num_queued == 1) awake_.push_back(queue.reader);
       queue.num_queued_max = std::max(queue.num_queued_max, queue.num_queued);
     }
@@ -178,6 +188,8 @@ std::string Pipeline::describe_deadlock(std::size_t num_workers) const {
     text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for ";
     if (instruction.opcode == Opcode::kRecv) {
       text << to_string(instruction.edge.from);
+    } else if (instruction.opcode == Opcode::kSend) {
+      text << "room at " << to_string(instruction.edge.to);
     } else {
       text << "the other replicas";
     }

@@ -10,8 +10,15 @@ namespace {
 // Beyond, the record grows by doubling.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-// What is made and needed by FORWARD and BACKWARD, and so comes and leaves with them.
-bool goes_with_work(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
+// What is made and needed by FORWARD, BACKWARD and EVALUATE, and so comes and leaves with them.
+bool goes_with_work(EdgeKind kind) {
+  return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
+}
+
+Failure untrue_end_of_evaluation(const std::string& channel) {
+  return {FailureKind::kCorruptFrame,
+          channel + ": the sender says that the validation minibatches end elsewhere than they do"};
+}
 
 Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
   return {FailureKind::kCorruptFrame,
@@ -24,6 +31,7 @@ std::string describe(const Instruction& instruction) {
   if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
   if (instruction.edge.kind == EdgeKind::kActivation) return opcode_name(Opcode::kForward);
   if (instruction.edge.kind == EdgeKind::kGradient) return opcode_name(Opcode::kBackward);
+  if (instruction.edge.kind == EdgeKind::kEvaluation) return opcode_name(Opcode::kEvaluate);
   return std::string(opcode_name(instruction.opcode)) + " of " + to_string(instruction.edge);
 }
 
@@ -96,6 +104,11 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!travels(instruction->opcode)) {
       // Where nothing is waited for, a failure elsewhere would pass unseen.
       if (const auto failure = wakeup_.failure()) return located(*failure);
+      if (instruction->opcode == Opcode::kEvaluate) {
+        const Result<bool> may_begin = wait_to_evaluate(deadline);
+        if (!may_begin) return may_begin.failure();
+        if (!may_begin.value()) return std::optional<WorkItem>();
+      }
       return std::optional<WorkItem>(hand_out(*instruction));
     }
     if (instruction->opcode == Opcode::kSend) {
@@ -150,7 +163,11 @@ void StageEngine::end_item() {
 // By the one after it, which the item is for.
 void StageEngine::keep(ReceivedItem item) {
   Part& part = part_of(doing_.stage);
-  (doing_.edge.kind == EdgeKind::kActivation ? part.activation : part.gradient) = std::move(item);
+  if (doing_.edge.kind == EdgeKind::kEvaluation) {
+    part.evaluation = std::move(item);
+  } else {
+    (doing_.edge.kind == EdgeKind::kActivation ? part.activation : part.gradient) = std::move(item);
+  }
 }
 
 Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<ReceivedItem> received) {
@@ -204,6 +221,18 @@ std::optional<WorkItem> StageEngine::upcoming() const {
   work.read_version = following->version;
   work.read_slot = part_of(following->stage).stage_part.slots->slot_of(following->version);
   return work;
+}
+
+// Until what it makes has room: how many there will be is not known, so the program does not bound it.
+Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
+  const Part& part = part_of(doing_.stage);
+  const bool is_last = part.evaluation && part.evaluation->fields.is_end_of_data;
+  if (part.evaluation && !cursor_.may_evaluation_be(is_last)) {
+    return located(untrue_end_of_evaluation(to_string(doing_)));
+  }
+  const std::optional<Instruction> next = cursor_.following();
+  SendChannel* const target = next ? target_of(*next) : nullptr;
+  return target == nullptr ? Result<bool>(true) : wait_for_room(*target, deadline);
 }
 
 // What tied parameters and norms send: the program bounds it, and what has left may be known a little late.
@@ -273,6 +302,10 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
       work.write_slot = slots.begin_update();
       PD_CHECK(work.write_version == instruction.version, to_string(instruction));
       break;
+    case Opcode::kEvaluate:  // nothing is kept: the next UPDATE stands behind it
+      work.read_slot = slots.slot_of(instruction.version);
+      work.received = std::exchange(part.evaluation, std::nullopt);
+      break;
     case Opcode::kSend:
     case Opcode::kRecv:
       PD_CHECK(false, to_string(instruction) << " is not computed");
@@ -299,6 +332,10 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
       slots.publish(slots.begin_update());
       break;
     }
+    case Opcode::kEvaluate:
+      if (made.fields.is_end_of_data) cursor_.end_evaluation();
+      send_with_work(std::move(made));
+      break;
     case Opcode::kSend:
       send(doing_, std::move(made));
       break;
@@ -330,6 +367,11 @@ bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) co
   const MinibatchId next = part.rounds.minibatch_of(number);
   if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
   return version >= part.rule.oldest_from(number);
+}
+
+void StageEngine::begin_evaluation(MinibatchId boundary) {
+  PD_CHECK(!handed_out_ || doing_.opcode == Opcode::kForward, to_string(doing_));
+  cursor_.begin_evaluation(boundary);
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches) {

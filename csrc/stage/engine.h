@@ -6,6 +6,7 @@
 //   next_work() -> RECOMPUTE minibatch 1, read slot 1                    compute, complete()
 //   next_work() -> BACKWARD  minibatch 1, read slot 1, gradient tensors  compute, complete(gradients)
 //   next_work() -> UPDATE    minibatch 1, read slot 1, write slot 2      step, complete()
+//   next_work() -> EVALUATE  boundary 4, read slot 2, input tensors      compute, complete(outputs)
 //   next_work() -> RECV      edge, minibatch 1, tensors                  take them in, complete()
 //   next_work() -> SEND      edge, minibatch 1                           complete(tensors)
 //   next_work() -> DONE      there were num_minibatches
@@ -49,7 +50,7 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate, and kRecv of a push: of the update that takes it
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // whether what the item sends or has received lives there
-  // kForward: activations from upstream, absent at the first stage. kBackward: gradients from
+  // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
   // downstream, absent at the last. kRecv: the edge's item, absent where it goes from hand to hand.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // where all is done
@@ -131,6 +132,10 @@ class StageEngine {
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
   // been told yet, on the clock of now_ns(); not before the end of the one before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
+  // Asks for an evaluation of the weights before this minibatch: at replica 0 of every stage, while its first
+  // FORWARD of the minibatch is being done, or when all is done. EVALUATEs then come at their place in the
+  // program; one completed with is_end_of_data is the stage's last, and the one downstream is told so by it.
+  void begin_evaluation(MinibatchId boundary);
   // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage, or
   // the RECV of a push: there is no such minibatch, but so many.
   void end_of_data(std::int64_t num_minibatches);
@@ -169,9 +174,10 @@ class StageEngine {
     bool stashes = true;                 // a forward keeps its version until its backward
     std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
-    // Received for the next forward and the next backward.
+    // Received for the next forward, the next backward and the next evaluation.
     std::optional<ReceivedItem> activation;
     std::optional<ReceivedItem> gradient;
+    std::optional<ReceivedItem> evaluation;
   };
 
   [[nodiscard]] Part& part_of(StageIndex stage);
@@ -181,6 +187,7 @@ class StageEngine {
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
   [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
+  [[nodiscard]] Result<bool> wait_to_evaluate(Deadline deadline);
   [[nodiscard]] Result<bool> wait_for_room(SendChannel& channel, Deadline deadline);
   [[nodiscard]] Result<std::optional<WorkItem>> hand_out_transfer(std::optional<ReceivedItem> received);
   void begin_item();

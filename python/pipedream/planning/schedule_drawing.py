@@ -24,8 +24,18 @@ __all__ = ["PhaseSpan", "ScheduleDrawing"]
 _CHART_WIDTH_MAX = 30.0  # inches, of what time takes
 
 # Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
-_COLOURS = {"FORWARD": (0.34, 0.71, 0.91), "RECOMPUTE": (0.75, 0.88, 0.95), "BACKWARD": (0.95, 0.67, 0.18)}
-_DARKEST = {"FORWARD": 0.62, "RECOMPUTE": 0.84, "BACKWARD": 0.62}  # of a worker's last stage
+_COLOURS = {
+    "FORWARD": (0.34, 0.71, 0.91),
+    "RECOMPUTE": (0.75, 0.88, 0.95),
+    "BACKWARD": (0.95, 0.67, 0.18),
+    "EVALUATE": (0.80, 0.60, 0.70),
+}
+_DARKEST = {
+    "FORWARD": 0.62,
+    "RECOMPUTE": 0.84,
+    "BACKWARD": 0.62,
+    "EVALUATE": 0.62,
+}  # of a worker's last stage
 _IDLE_COLOUR = "#f1f1f1"
 _UPDATE_COLOUR = "#303030"
 _QUIET_COLOUR = "#666666"

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MEANINGS", "StepLabels", "computed"]
 
-MEANINGS = {"FORWARD": "forward", "RECOMPUTE": "recompute", "BACKWARD": "backward", "UPDATE": "update"}
-_LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U"}
+MEANINGS = {
+    "FORWARD": "forward",
+    "RECOMPUTE": "recompute",
+    "BACKWARD": "backward",
+    "UPDATE": "update",
+    "EVALUATE": "evaluation",
+}
+_LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U", "EVALUATE": "E"}
 
 
 class StepLabels:

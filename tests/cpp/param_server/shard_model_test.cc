@@ -135,6 +135,7 @@ class Explorer {
         update(state, index, round);
         break;
       case Opcode::kRecompute:
+      case Opcode::kEvaluate:
         break;
       case Opcode::kSend:
         if (instruction.edge.kind != EdgeKind::kPush) break;

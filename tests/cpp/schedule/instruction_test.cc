@@ -46,7 +46,8 @@ TEST(Instruction, TextSaysWhatIsReadAndWhatIsWritten) {
 }
 
 TEST(Instruction, TextIsParsedBack) {
-  for (const Opcode opcode : {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward, Opcode::kUpdate}) {
+  for (const Opcode opcode :
+       {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward, Opcode::kUpdate, Opcode::kEvaluate}) {
     const Instruction instruction = make(opcode, 7, 12345678901, opcode == Opcode::kUpdate ? 0 : 31, 99);
     EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
   }
@@ -85,7 +86,8 @@ TEST(Instruction, TextOfATransferIsParsedBack) {
 TEST(Instruction, TextOfATransferThatIsBrokenIsRefusedAndNamed) {
   EXPECT_EQ(error_of("SEND weights stage 0 to stage 1 minibatch 0"),
             "\"SEND weights stage 0 to stage 1 minibatch 0\" is not an instruction: \"weights\" where "
-            "activation, gradient, tied_gradient, tied_version, norm, push or pull is expected");
+            "activation, gradient, tied_gradient, tied_version, norm, push, pull or "
+            "evaluation is expected");
   EXPECT_EQ(error_of("RECV norm stage 0 stage 1 minibatch 0"),
             "\"RECV norm stage 0 stage 1 minibatch 0\" is not an instruction: \"stage\" where \"to\" is "
             "expected");
@@ -105,10 +107,10 @@ TEST(Instruction, BlanksAtBothEndsAndBetweenWordsAreAllowed) {
 TEST(Instruction, TextThatIsNoInstructionIsRefusedAndNamed) {
   EXPECT_EQ(error_of(""),
             "\"\" is not an instruction: the text ends where FORWARD, RECOMPUTE, BACKWARD, UPDATE, "
-            "SEND or RECV is expected");
+            "EVALUATE, SEND or RECV is expected");
   EXPECT_EQ(error_of("forward stage 0"),
             "\"forward stage 0\" is not an instruction: \"forward\" where FORWARD, RECOMPUTE, "
-            "BACKWARD, UPDATE, SEND or RECV is expected");
+            "BACKWARD, UPDATE, EVALUATE, SEND or RECV is expected");
   EXPECT_EQ(error_of("FORWARD minibatch 0"),
             "\"FORWARD minibatch 0\" is not an instruction: \"minibatch\" where \"stage\" is expected");
   EXPECT_EQ(error_of("FORWARD stage 0 minibatch"),

@@ -67,7 +67,7 @@ TEST(ProgramText, CommentsEmptyLinesAndForeignLineEndsArePassedOver) {
 TEST(ProgramText, ErrorsNameTheLine) {
   EXPECT_EQ(error_of("worker 0\n\n# nothing\nFORWRD stage 0\n"),
             "line 4: \"FORWRD stage 0\" is not an instruction: \"FORWRD\" where FORWARD, RECOMPUTE, "
-            "BACKWARD, UPDATE, SEND or RECV is expected");
+            "BACKWARD, UPDATE, EVALUATE, SEND or RECV is expected");
   EXPECT_EQ(error_of("UPDATE stage 0 minibatch 0 writes version 1"),
             "line 1: \"UPDATE stage 0 minibatch 0 writes version 1\" stands before the first worker; write "
             "\"worker 0\" above");

@@ -393,6 +393,52 @@ TEST_F(Engine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
   }
 }
 
+// Completes what a run of so many minibatches hands out, with evaluations of so many validation minibatches
+// before minibatch 2 and at the end.
+Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated) {
+  Instructions done;
+  bool is_at_end = false;
+  for (;;) {
+    auto work = engine.next_work(Clock::now() + kPatience);
+    if (!work.ok() || !work.value()) return {};
+    const WorkItem item = std::move(*work.value());
+    if (!item.opcode) {
+      if (is_at_end) return done;
+      is_at_end = true;
+      engine.begin_evaluation(MinibatchId(num_minibatches));
+      continue;
+    }
+    if (item.opcode == Opcode::kForward && item.minibatch.value() == num_minibatches) {
+      engine.end_of_data(num_minibatches);
+      continue;
+    }
+    const bool is_first = item.minibatch.value() == 2 && item.microbatch.value() == 0;
+    if (item.opcode == Opcode::kForward && is_first) {
+      engine.begin_evaluation(MinibatchId(2));
+    }
+    const bool updates = item.opcode == Opcode::kUpdate;
+    done.push_back({*item.opcode, item.stage, item.minibatch, item.microbatch,
+                    updates ? item.write_version : item.read_version, item.edge});
+    Outgoing made;
+    made.fields.is_end_of_data = item.opcode == Opcode::kEvaluate && item.microbatch.value() == num_evaluated;
+    engine.complete(*item.opcode, std::move(made), 0);
+  }
+}
+
+TEST_F(Engine, EvaluatesWhereTheProgramHasItUntilOneSaysThatItIsTheLast) {
+  for (const std::string schedule : {"pipedream", "2bw", "flush"}) {
+    for (const std::int64_t num_evaluated : {0, 3}) {
+      ScheduleOptions options = make_options(schedule, {3}, 2);
+      options.evaluates = true;
+      make(options);
+      const Instructions expected = make_program(
+          options, Rank(0), 4, {{MinibatchId(2), num_evaluated}, {MinibatchId(4), num_evaluated}});
+      EXPECT_EQ(run_evaluating(*engine_, 4, num_evaluated), expected) << schedule;
+      EXPECT_EQ(engine_->spans().size(), expected.size());
+    }
+  }
+}
+
 TEST_F(Engine, SpansKeepTheLatestOldestFirst) {
   const auto expect_the_last = [&](std::size_t num_spans, const Instructions& done) {
     const std::vector<Span> spans = engine_->spans();

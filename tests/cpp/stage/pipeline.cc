@@ -474,9 +474,10 @@ class PipelineWorker {
       case Opcode::kUpdate:
         update(work);
         return true;
+      case Opcode::kEvaluate:
       case Opcode::kSend:
       case Opcode::kRecv:
-        ADD_FAILURE() << "nothing is tied: " << worker_->engine().position();
+        ADD_FAILURE() << "nothing is tied or evaluated: " << worker_->engine().position();
         return false;
     }
     return false;

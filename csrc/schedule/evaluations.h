@@ -1,0 +1,82 @@
+// The evaluations of one worker: forwards of validation minibatches at the weights of a boundary, and where
+// they stand in the worker's list. Pure; one thread.
+//
+// A boundary lies before a minibatch N, a multiple of what minibatches_between_drains() says, or at the end
+// of the run. Its version is what the updates of all minibatches before N have made, and is there from UPDATE
+// N - 1 to UPDATE N. Replica 0 of each stage evaluates it, in a block of EVALUATEs without any other work
+// between:
+//
+//   pipedream, stage 0 of 3, boundary 2    F2 B0 U0 F3 B1 U1 | E2.0 E2.1 E2.2 | F4 B2 U2 ...
+//              stage 2                     F1 B1 U1 F2 B2 | E2.0 E2.1 E2.2 | U2 F3 B3 ...
+//
+// Nobody knows before how many validation minibatches there are. The last item of a block, E2.2 above, says
+// that there are no more: it computes nothing, and travels as the others do.
+//
+// Edges for evaluations hold kNumEvaluationSlots items (edge.h), so a stage may wait for the one downstream
+// of it to begin its block. That ends as long as nothing that stands before a block, at any worker, needs
+// anything that stands behind one. Two places do that:
+//
+//   - right behind UPDATE N - 1 and the first forward of minibatch N, whichever is later: forwards in flight
+//     never grow downstream, so the stage upstream has made what the stage before its block has forwarded.
+//   - on a plan without replicas whose schedule does not drain, before UPDATE N or the first forward of a
+//     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 comes to that right behind UPDATE N - 1, and
+//     the others have work until the first evaluated activation reaches them.
+//
+// Where a worker has several stages, W workers take W validation minibatches of one stage, then the same
+// ones of its next.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/ids.h"
+#include "schedule/instruction.h"
+#include "schedule/program.h"
+
+namespace pipedream {
+
+// Of one evaluation; the item at the end has a number, too.
+inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
+
+// The version at a stage with these rounds before minibatch `boundary`, which is a boundary.
+[[nodiscard]] WeightVersion version_at_boundary(const Rounds& rounds, MinibatchId boundary);
+
+class Evaluations {
+ public:
+  Evaluations(const ScheduleOptions& options, Rank rank);
+
+  // Asks for an evaluation at the boundary: while the first forward of the minibatch is current, or when the
+  // program is over. Boundaries ascend.
+  void begin(MinibatchId boundary);
+  // Whether current() stands right before what the worker would compute next, which is none at the end.
+  // newest: the version that all stages of the worker have.
+  [[nodiscard]] bool is_due(const std::optional<Instruction>& next, WeightVersion newest) const;
+
+  // The EVALUATE to do next. The others need an evaluation that is_due().
+  [[nodiscard]] Instruction current() const;
+  void advance();
+  // Says that current() is the last of its stage. Allowed again where it is the same number.
+  void end();
+  // Whether it may be the last, or another than the last: to be asked where another process says so.
+  [[nodiscard]] bool may_be(bool is_last) const;
+
+ private:
+  [[nodiscard]] std::int64_t chunk() const { return index_ / group_ % num_chunks_; }
+  [[nodiscard]] std::int64_t item() const {
+    return index_ / (group_ * num_chunks_) * group_ + index_ % group_;
+  }
+
+  std::vector<StageIndex> stages_;  // of the worker
+  ReplicaIndex replica_;
+  Rounds rounds_;                          // the same at all stages here
+  bool is_early_ = true;                   // the first of the two places above
+  std::int64_t num_ahead_ = 1;             // of the second: microbatches from the boundary to its bound
+  std::int64_t num_chunks_ = 1;            // stages here
+  std::int64_t group_ = 1;                 // validation minibatches in a row at one of them
+  std::vector<MinibatchId> boundaries_;    // that are asked for, ascending
+  std::int64_t index_ = 0;                 // in the block of the first of them
+  std::optional<std::int64_t> last_item_;  // of each stage
+};
+
+}  // namespace pipedream
