@@ -24,7 +24,7 @@ constexpr Py_ssize_t offset_of(std::size_t in_fields) {
   return static_cast<Py_ssize_t>(offsetof(PyItemFields, fields) + in_fields);
 }
 
-std::array<PyMemberDef, 7> g_members{{
+std::array<PyMemberDef, 8> g_members{{
     {"data_fingerprint", T_ULONGLONG, offset_of(offsetof(ItemFields, data_fingerprint)), 0, nullptr},
     {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), 0, "0: the loss is not scaled."},
     {"gradients_overflowed", T_BOOL, offset_of(offsetof(ItemFields, gradients_overflowed)), 0, nullptr},
@@ -33,6 +33,8 @@ std::array<PyMemberDef, 7> g_members{{
      "That pushed gradients are the sum of; with is_end_of_data: of the run."},
     {"is_end_of_data", T_BOOL, offset_of(offsetof(ItemFields, is_end_of_data)), 0,
      "Instead of gradients: no more come."},
+    {"boundary_events", T_UBYTE, offset_of(offsetof(ItemFields, boundary_events)), 0,
+     "Bits: what is due at the boundary before the minibatch's group, or at the end."},
     {},
 }};
 

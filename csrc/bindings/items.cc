@@ -47,7 +47,7 @@ constexpr PyMemberDef number_member(const char* name, std::size_t offset, const 
 }
 
 // Its values become Python's when they are read: most are not.
-std::array<PyMemberDef, 16> g_members{{
+std::array<PyMemberDef, 17> g_members{{
     object_member("kind", offsetof(PyWorkItem, kind),
                   "FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE"),
     number_member("stage", offsetof(PyWorkItem, stage)),
@@ -70,6 +70,8 @@ std::array<PyMemberDef, 16> g_members{{
      "EVALUATE: there are no more validation minibatches, so there is nothing to compute."},
     {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), READONLY,
      "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
+    {"boundary_events", T_UBYTE, offset_of(offsetof(ItemFields, boundary_events)), READONLY,
+     "FORWARD: what is due at the boundary before the minibatch's group; DONE: at the end."},
     number_member("freed_slot", offsetof(PyWorkItem, freed_slot),
                   "Whose version nobody reads any more because of the item before; -1: none."),
     number_member("num_minibatches", offsetof(PyWorkItem, num_minibatches), "DONE: how many there were."),

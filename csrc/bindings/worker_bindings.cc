@@ -227,8 +227,11 @@ class PyWorker {
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
     worker_->engine().add_compute(began_ns, ended_ns);
   }
-  void end_of_data(std::int64_t num_minibatches) { worker_->engine().end_of_data(num_minibatches); }
   void begin_evaluation(std::int64_t boundary) { worker_->engine().begin_evaluation(MinibatchId(boundary)); }
+  void end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
+    worker_->engine().end_of_data(num_minibatches, events);
+  }
+  std::uint8_t end_events() { return worker_->engine().end_events(); }
   std::optional<std::int64_t> num_minibatches() { return worker_->engine().num_minibatches(); }
 
   bool send_item(const std::string& channel, const py::list& tensors, const ItemFields& fields,
@@ -370,6 +373,7 @@ class PyWorker {
 
     on_device_ = work.on_device;
     ItemFields fields;
+    fields.boundary_events = work.end_events;
     py::list tensors;
     if (work.received) {
       fields = work.received->fields;
@@ -480,10 +484,12 @@ void bind_worker(py::module_& module) {
            "The first work item, and the one after end_of_data(). Blocks; raises RunFailure(kind, message).")
       .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
            "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
-      .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"))
       .def("begin_evaluation", &PyWorker::begin_evaluation, py::arg("boundary"),
            "While the first FORWARD of the minibatch at the boundary is being done, or when all is done: the "
            "program has EVALUATEs of its weights. Only at replica 0 of each stage.")
+      .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"), py::arg("boundary_events") = 0)
+      .def("end_events", &PyWorker::end_events,
+           "What is due at the end of the data; 0 while that is not known.")
       .def("num_minibatches", &PyWorker::num_minibatches, "Of the run; None while that is not known here.")
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
            py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)

@@ -465,6 +465,7 @@ std::optional<Failure> ReceiveChannel::on_end(const FrameHeader& header) {
   ReceivedItem item;
   item.is_end = true;
   item.num_minibatches = num_minibatches;
+  item.fields = header.fields;
   deliver(std::move(item));
   return std::nullopt;
 }

@@ -69,12 +69,14 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const 
   enqueue(item);
 }
 
-void SendChannel::send_end(std::int64_t num_minibatches) {
+void SendChannel::send_end(std::int64_t num_minibatches, std::uint8_t boundary_events) {
   SendItem* const free_item = queue_.take_free();
   if (free_item == nullptr) return wakeup_.fail(starved());
   SendItem& item = *free_item;
   item.is_end = true;
   item.minibatch = MinibatchId(num_minibatches);
+  item.fields = {};
+  item.fields.boundary_events = boundary_events;
   item.tensors.clear();
   item.cut();
   enqueue(item);
@@ -208,6 +210,7 @@ void SendChannel::frame_end(const SendItem& item) {
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kEnd;
   frame.header.minibatch = item.minibatch;
+  frame.header.fields = item.fields;
   link_.load()->send(std::move(frame));
 }
 

@@ -95,8 +95,8 @@ class SendChannel final : public LinkHandler {
   void send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
             const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
             std::shared_ptr<void> keep_alive);
-  // No more items; the receiver learns how many minibatches there were.
-  void send_end(std::int64_t num_minibatches);
+  // No more items; the receiver learns how many minibatches there were, and what is due at their end.
+  void send_end(std::int64_t num_minibatches, std::uint8_t boundary_events = 0);
   // Destroys, on this thread, the keep_alives of items that have left.
   void collect_released() { queue_.collect_released(); }
   // True once the link is open.

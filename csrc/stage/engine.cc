@@ -98,6 +98,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!instruction) {
       WorkItem done;
       done.num_minibatches = cursor_.num_minibatches().value_or(0);
+      done.end_events = end_events_;
       return std::optional<WorkItem>(std::move(done));
     }
     doing_ = *instruction;
@@ -132,7 +133,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
         if (!cursor_.may_set_num_minibatches(item->num_minibatches)) {
           return located(untrue_end(source->options().name, item->num_minibatches));
         }
-        learn_num_minibatches(item->num_minibatches);
+        learn_end(item->num_minibatches, item->fields.boundary_events);
         continue;
       }
     }
@@ -374,7 +375,7 @@ void StageEngine::begin_evaluation(MinibatchId boundary) {
   cursor_.begin_evaluation(boundary);
 }
 
-void StageEngine::end_of_data(std::int64_t num_minibatches) {
+void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
   PD_CHECK(handed_out_, num_minibatches << " minibatches at " << to_string(doing_));
   const bool may_be =
       num_minibatches <= doing_.minibatch.value() && cursor_.may_set_num_minibatches(num_minibatches);
@@ -397,14 +398,15 @@ void StageEngine::end_of_data(std::int64_t num_minibatches) {
     }
   }
   end_item();
-  learn_num_minibatches(num_minibatches);
+  learn_end(num_minibatches, events);
 }
 
-void StageEngine::learn_num_minibatches(std::int64_t num_minibatches) {
+void StageEngine::learn_end(std::int64_t num_minibatches, std::uint8_t events) {
   cursor_.set_num_minibatches(num_minibatches);
+  end_events_ = events;
   for (const EdgeChannel& channel : channels_) {
     if (channel.edge.kind == EdgeKind::kActivation && channel.sends != nullptr) {
-      channel.sends->send_end(num_minibatches);
+      channel.sends->send_end(num_minibatches, events);
     }
   }
 }

@@ -53,7 +53,8 @@ struct WorkItem {
   // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
   // downstream, absent at the last. kRecv: the edge's item, absent where it goes from hand to hand.
   std::optional<ReceivedItem> received;
-  std::int64_t num_minibatches = 0;  // where all is done
+  std::int64_t num_minibatches = 0;  // where all is done, as the next
+  std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
 };
 
 // One stage of this worker. The slots outlive the engine.
@@ -137,10 +138,11 @@ class StageEngine {
   // program; one completed with is_end_of_data is the stage's last, and the one downstream is told so by it.
   void begin_evaluation(MinibatchId boundary);
   // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage, or
-  // the RECV of a push: there is no such minibatch, but so many.
-  void end_of_data(std::int64_t num_minibatches);
+  // the RECV of a push: there is no such minibatch, but so many; with what is due at their end.
+  void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
   // Of the run, once that is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
+  [[nodiscard]] std::uint8_t end_events() const { return end_events_; }
 
   // After next_work() gave nothing: the item whose tensors have not come, if it is known which, without them.
   [[nodiscard]] std::optional<WorkItem> upcoming() const;
@@ -198,7 +200,7 @@ class StageEngine {
   [[nodiscard]] WorkItem hand_out(const Instruction& instruction);
   [[nodiscard]] std::optional<SlotIndex> release_version();
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
-  void learn_num_minibatches(std::int64_t num_minibatches);
+  void learn_end(std::int64_t num_minibatches, std::uint8_t events);
   void record(Opcode opcode, std::int64_t compute_ns);
 
   ProgramCursor cursor_;
@@ -209,6 +211,7 @@ class StageEngine {
   std::vector<SendChannel*> sending_;  // those whose items collect_released() has not all seen
   Wakeup& wakeup_;
 
+  std::uint8_t end_events_ = 0;
   bool handed_out_ = false;
   Instruction doing_;
   std::int64_t asked_ns_ = 0;  // 0: not asking

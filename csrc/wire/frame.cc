@@ -44,7 +44,7 @@ struct WireHeader {
   std::uint32_t payload_checksum;
   std::uint16_t slot;
   std::uint8_t codec;
-  std::uint8_t reserved_before;  // zero
+  std::uint8_t boundary_events;
   std::uint64_t further_slots;
   std::uint32_t num_minibatches;
   std::uint32_t header_checksum;  // CRC-32C of all bytes before it
@@ -79,7 +79,7 @@ static_assert(offsetof(WireHeader, flags) == 183);
 static_assert(offsetof(WireHeader, payload_checksum) == 184);
 static_assert(offsetof(WireHeader, slot) == 188);
 static_assert(offsetof(WireHeader, codec) == 190);
-static_assert(offsetof(WireHeader, reserved_before) == 191);
+static_assert(offsetof(WireHeader, boundary_events) == 191);
 static_assert(offsetof(WireHeader, further_slots) == 192);
 static_assert(offsetof(WireHeader, num_minibatches) == 200);
 static_assert(offsetof(WireHeader, header_checksum) == 204);
@@ -220,6 +220,9 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (fields.is_empty) return not_zero(header, "is_empty", 1);
   if (fields.num_minibatches != 0) return not_zero(header, "num_minibatches", fields.num_minibatches);
   if (fields.is_end_of_data) return not_zero(header, "is_end_of_data", 1);
+  if (fields.boundary_events != 0 && header.kind != FrameKind::kEnd) {
+    return not_zero(header, "boundary_events", fields.boundary_events);
+  }
   return std::nullopt;
 }
 
@@ -254,7 +257,6 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
   if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
   if ((wire.flags & ~kKnownFlags) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
   if (!is_known_codec(wire.codec)) return corrupt_field("codec", wire.codec, "unknown");
-  if (wire.reserved_before != 0) return corrupt("the reserved byte is not 0");
   return std::nullopt;
 }
 
@@ -311,6 +313,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.further_slots = header.further_slots;
   wire.num_minibatches = header.fields.num_minibatches;
   wire.codec = static_cast<std::uint8_t>(header.codec);
+  wire.boundary_events = header.fields.boundary_events;
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
@@ -374,6 +377,7 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.fields.is_empty = (wire.flags & kFlagEmpty) != 0;
   header.fields.num_minibatches = wire.num_minibatches;
   header.fields.is_end_of_data = (wire.flags & kFlagEndOfData) != 0;
+  header.fields.boundary_events = wire.boundary_events;
   header.plan_hash = wire.plan_hash;
   header.num_work_items = wire.num_work_items;
   header.has_pulse = (wire.flags & kFlagPulse) != 0;

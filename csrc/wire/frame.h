@@ -69,7 +69,7 @@ struct FrameHeader {
   // Bytes of the chunk that the sender has written into the receiver's slot itself (same host, shared
   // memory); the frame then has no payload.
   std::uint64_t placed_bytes = 0;
-  ItemFields fields{};               // TENSOR: of the item, the same in all its frames
+  ItemFields fields{};               // TENSOR: of the item, the same in all its frames; END: boundary_events
   std::uint64_t plan_hash = 0;       // HELLO
   std::uint64_t num_work_items = 0;  // BEAT: that the sender has completed
   bool has_pulse = false;            // BEAT: the sender's program lives, not only its process
@@ -94,9 +94,10 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // microbatch within their bounds, num_dims <= 8, no negative dimension, shape x dtype without overflow and,
 // unless encoded, == tensor_bytes, chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor,
 // one of these two zero, tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of
-// other kinds than TENSOR leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last,
-// or one slot and the place that is posted for it) and, but for ABORT, have no payload; plan_hash is HELLO's
-// alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's, has_last_slot TENSOR's.
+// other kinds than TENSOR leave the tensor's and the item's fields zero (END has boundary_events, CREDIT has
+// slots, 65,535 the last, or one slot and the place that is posted for it) and, but for ABORT, have no
+// payload; plan_hash is HELLO's alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's,
+// has_last_slot TENSOR's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

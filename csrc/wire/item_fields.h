@@ -21,6 +21,9 @@ struct ItemFields {
   std::uint32_t num_minibatches = 0;
   // Instead of gradients: there are no more, and the tensors have no elements.
   bool is_end_of_data = false;
+  // Bits that say what is due at the boundary before the minibatch's group; of an end, at the end. The
+  // engine passes them on and knows none of them.
+  std::uint8_t boundary_events = 0;
 
   friend bool operator==(const ItemFields&, const ItemFields&) = default;
 };

@@ -498,6 +498,7 @@ class WorkItem:
     is_empty: bool
     is_end_of_data: bool
     loss_scale: float
+    boundary_events: int
     freed_slot: int
     num_minibatches: int
 
@@ -508,6 +509,7 @@ class ItemFields:
     is_empty: bool
     num_minibatches: int
     is_end_of_data: bool
+    boundary_events: int
     def __init__(
         self,
         *,
@@ -517,6 +519,7 @@ class ItemFields:
         is_empty: bool = False,
         num_minibatches: int = 0,
         is_end_of_data: bool = False,
+        boundary_events: int = 0,
     ) -> None: ...
 
 class TensorExchange:
@@ -617,8 +620,9 @@ class Worker:
         /,
     ) -> WorkItem: ...
     def add_compute(self, began_ns: int, ended_ns: int) -> None: ...
-    def end_of_data(self, num_minibatches: int) -> None: ...
     def begin_evaluation(self, boundary: int) -> None: ...
+    def end_of_data(self, num_minibatches: int, boundary_events: int = 0) -> None: ...
+    def end_events(self) -> int: ...
     def num_minibatches(self) -> int | None: ...
     def send_item(
         self, channel: str, tensors: list[Any], fields: ItemFields = ..., timeout_s: float = 1e9

@@ -85,6 +85,7 @@ inline void change_metadata(FrameHeader& header, std::uint64_t value) {
       return;
     case 0:
       header.fields.data_fingerprint = value;
+      header.fields.boundary_events = static_cast<std::uint8_t>(value >> 56U);
       return;
     case 1:
       header.fields.loss_scale = std::bit_cast<double>(value);

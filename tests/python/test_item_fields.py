@@ -14,6 +14,8 @@ def test_fields_are_what_they_are_made_and_set_to() -> None:
     fields.gradients_overflowed = fields.is_end_of_data = True
     assert (fields.loss_scale, fields.is_empty, fields.data_fingerprint) == (0.5, True, 7)
     assert fields.gradients_overflowed and fields.is_end_of_data
+    fields.boundary_events = 255
+    assert fields.boundary_events == 255
 
 
 def test_what_is_no_field_is_refused() -> None:

@@ -637,10 +637,11 @@ TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
     send_one_tensor(minibatch);
     EXPECT_EQ(take().minibatch, MinibatchId(minibatch));
   }
-  sender_->send_end(13);  // 11 is the last of this share
+  sender_->send_end(13, 0xA5);  // 11 is the last of this share
   const ReceivedItem end = take();
   EXPECT_TRUE(end.is_end);
   EXPECT_EQ(end.num_minibatches, 13);
+  EXPECT_EQ(end.fields.boundary_events, 0xA5);
 }
 
 TEST_P(Channels, MinibatchOfAnotherShareIsRefused) {

@@ -53,7 +53,8 @@ FrameHeader tensor_header() {
                    .gradients_overflowed = true,
                    .is_empty = true,
                    .num_minibatches = 0x89ABCDEF,
-                   .is_end_of_data = true};
+                   .is_end_of_data = true,
+                   .boundary_events = 0xA5};
   header.slot = 0x0102;
   header.has_last_slot = true;
   header.has_payload_checksum = true;
@@ -211,6 +212,7 @@ TEST(Frame, BytesOnTheWireNeverChange) {
   EXPECT_EQ(bytes[kSlotAt], std::byte{2});
   EXPECT_EQ(bytes[kSlotAt + 1], std::byte{1});
   EXPECT_EQ(bytes[kCodecAt], std::byte{0});
+  EXPECT_EQ(bytes[191], std::byte{0xA5});
   EXPECT_EQ(encoded(encoded_header())[kCodecAt], std::byte{4});
   EXPECT_EQ(encoded(placed_header())[kPlacedBytesAt + 1], std::byte{8192 >> 8});
   EXPECT_EQ(encoded(header_of_kind(FrameKind::kBeat))[kKindAt], std::byte{7});
@@ -346,6 +348,13 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       violation.break_rule(header);
       expect_refused(encoded(header), violation.field);
     }
+    FrameHeader with_events = header_of_kind(kind);
+    with_events.fields.boundary_events = 1;
+    if (kind == FrameKind::kEnd) {
+      EXPECT_EQ(decode(encoded(with_events)).value().fields.boundary_events, 1);
+    } else {
+      expect_refused(encoded(with_events), "boundary_events");
+    }
     FrameHeader with_payload = header_of_kind(kind);
     with_payload.payload_bytes = 1;
     EXPECT_EQ(decode(encoded(with_payload)).ok(), kind == FrameKind::kAbort) << frame_kind_name(kind);
@@ -407,7 +416,6 @@ TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   expect_refused(forged(good, kFlagsAt, std::uint8_t{64}), "flags");
   expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
   expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
-  expect_refused(forged(good, 191, std::uint8_t{1}), "reserved");
   HeaderBytes flipped = good;
   flipped[24] ^= std::byte{1};
   expect_refused(flipped, "header_checksum");
