@@ -52,9 +52,10 @@ class MinibatchSource:
         self._group_size = group_size
         self.larger = None
 
-    def go_on(self, stream: MinibatchStream) -> None:
-        """From now on they come from this stream, which ends by itself before a larger one."""
+    def go_on(self, stream: MinibatchStream, group_size: int) -> None:
+        """From now on they come from this stream, which ends by itself before a group with a larger one."""
         self.stream = stream
+        self._group_size = group_size
         self.larger = None
 
     @property

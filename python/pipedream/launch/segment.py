@@ -120,15 +120,15 @@ class Segment:
     def train(self, source: MinibatchSource) -> dict[str, Any]:
         """What this worker reports; a rank beyond the plan has nothing to."""
         run = self.run
+        group_size = _core.minibatches_between_drains(run.schedule())
         if isinstance(self._data, ForwardedData):
-            source.go_on(_received_stream(run, self.core, self._data))
+            source.go_on(_received_stream(run, self.core, self._data), group_size)
         if self._spare is not None:
             return self._spare.prepare().serve()
         if not run.own_stages():
             return {}
         boundary = self._rehearsed.input_boundary
         if boundary is not None and not source.stream.looks_ahead:
-            group_size = _core.minibatches_between_drains(run.schedule())
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         self._loop = self._make_loop(source)
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
@@ -145,7 +145,8 @@ class Segment:
 
     def _hear_what_follows(self, source: MinibatchSource) -> Following | None:
         run, core, rank = self.run, self.core, self.run.rank
-        larger = source.larger
+        was_stopped = self._loop is not None and self._loop.was_stopped
+        larger = None if was_stopped else source.larger
         mine = None
         if larger is not None:
             mine = Following(larger.first, larger.minibatch, describe_shapes(larger.shapes))

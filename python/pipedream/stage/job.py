@@ -25,6 +25,7 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
 from pipedream.planning.schedule_rules import rules_of
 from pipedream.report.status import StatusBoard
+from pipedream.stage.boundaries import StopOrder
 
 __all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
 
@@ -134,6 +135,8 @@ class WorkerPlace:
     """How often the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
+    stop_order: StopOrder | None = None
+    """None: nobody may end the run early."""
     folder: Path | None = None
     """Of a local worker, for its caller. None: the user has the model of this process, and finds it again on
     the device where it was."""

@@ -40,6 +40,7 @@ class EndOfData:
     """In place of what an item made: there is no such minibatch."""
 
     num_minibatches: int
+    boundary_events: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,9 @@ class ShardClient(StageGradients):
         if self._num_pushed < self._rounds.num_begun(self._replica, num_minibatches):
             return
         self._has_told_end = True
-        fields = _core.ItemFields(num_minibatches=num_minibatches, is_end_of_data=True)
+        fields = _core.ItemFields(
+            num_minibatches=num_minibatches, is_end_of_data=True, boundary_events=self._core.end_events()
+        )
         if self._factors is not None:  # whose item is the first of a round
             self._factors.push_end(fields)
             return
@@ -343,5 +346,5 @@ def own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None
 
 def received_of(item: _core.ReceivedItem) -> Received | EndOfData:
     if item.fields.is_end_of_data:
-        return EndOfData(item.fields.num_minibatches)
+        return EndOfData(item.fields.num_minibatches, item.fields.boundary_events)
     return Received(item.fields.num_minibatches, [from_dlpack(capsule) for capsule in item.take_tensors()])

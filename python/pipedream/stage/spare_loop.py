@@ -80,7 +80,7 @@ class SpareLoop:
                 newest_slot = work.write_slot
             done = self._do(work)
             if isinstance(done, EndOfData):
-                core.end_of_data(done.num_minibatches)
+                core.end_of_data(done.num_minibatches, done.boundary_events)
                 work = core.next_work()
             else:  # of what travels the time is in the span of the update
                 compute_ns = 0 if work.edge is not None else user.take_elapsed_ns()

@@ -39,6 +39,15 @@ from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.asynchronous_server import AsynchronousServer
+from pipedream.stage.boundaries import (
+    STOP,
+    Boundaries,
+    BoundaryListener,
+    Planned,
+    StageZeroGate,
+    Stopping,
+    stop_lead,
+)
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.first_gradients import make_first_gradients
@@ -148,6 +157,10 @@ class WorkerLoop:
             schedule=schedule,
         )
         self._losses = self._make_losses()
+        self.was_stopped = False
+        """Before the data were over."""
+        self._boundaries = Boundaries(schedule, stages, self._boundary_listeners())
+        self._gate = self._make_gate() if 0 in stages else None
         self._runners = {
             part.stage.stage_index: self._make_runner(
                 part, boundaries, backward_seeds.get(part.stage.stage_index)
@@ -169,6 +182,23 @@ class WorkerLoop:
         self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
         self._poisons = _core.poisons_released_slots()
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
+
+    def _make_gate(self) -> StageZeroGate:
+        order, stopping = self._place.stop_order, None
+        if order is not None:
+            lead = stop_lead(self._schedule, sync_every=self._options.sync_every)
+            stopping = Stopping(order, decides=self._place.rank == 0, lead=lead)
+        return StageZeroGate(
+            self._data, self._boundaries.group_size, self._planned_events(), decisions=stopping
+        )
+
+    def _planned_events(self) -> list[Planned]:
+        """What is due at boundaries that follow from the data; at every replica of stage 0 the same."""
+        return []
+
+    def _boundary_listeners(self) -> list[BoundaryListener]:
+        """What this worker does at boundaries."""
+        return []
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
@@ -201,6 +231,8 @@ class WorkerLoop:
             boundary_out=None if is_last else boundaries[stage_index],
             reader=self._reader if is_first or is_last else None,
             losses=self._losses if is_last else None,
+            boundaries=self._boundaries,
+            gate=self._gate if is_first else None,
             backward_seed=backward_seed,
             clones_inputs=clones_inputs,
             copies_targets=copies_data,
@@ -239,7 +271,10 @@ class WorkerLoop:
                 self._clock.finish()
             for runner in self._runners.values():
                 runner.parts.weights.check_gradients_taken()
-            self._check_end(work.num_minibatches)
+            self.was_stopped = bool(work.boundary_events & STOP)
+            if not self.was_stopped:  # else the data would go on
+                self._check_end(work.num_minibatches)
+            self._boundaries.end(work.num_minibatches, work.boundary_events)
             is_over = not goes_on()
             for stage, runner in self._runners.items():
                 runner.finish(newest_slots[stage], is_over=is_over)
@@ -260,7 +295,7 @@ class WorkerLoop:
             made = self._do(runner, work)
             if isinstance(made, EndOfData):
                 user.drop_elapsed()
-                core.end_of_data(made.num_minibatches)
+                core.end_of_data(made.num_minibatches, made.boundary_events)
                 work = core.next_work()
             elif work.edge is not None:  # its time is in the span of the item after it
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
@@ -268,6 +303,8 @@ class WorkerLoop:
                 if work.kind == "UPDATE":
                     newest_slots[stage] = work.write_slot
                 work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
+                if done.kind == "UPDATE":
+                    self._boundaries.note_update(stage, minibatch)
             for server in servers:  # the core may have learned how many minibatches there are
                 server.tell_end()
             if self._poisons and done.kind == "BACKWARD":
@@ -281,7 +318,7 @@ class WorkerLoop:
             return self._transfers.do(work, runner.gradient_slot)
         if kind == "FORWARD":
             sent = runner.forward(work)
-            return EndOfData(self._data.num_minibatches) if sent is None else sent
+            return self._end_of_data() if sent is None else sent
         if kind == "BACKWARD":
             made = runner.backward(work)
             if self._first_gradients is not None:
@@ -291,6 +328,10 @@ class WorkerLoop:
             return runner.recompute(work)
         self._update(runner, work)
         return []
+
+    def _end_of_data(self) -> EndOfData:
+        assert self._gate is not None
+        return EndOfData(*self._gate.end)
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
         """While the tensors of the next item are waited for: what needs none of them. upcoming: that item,
@@ -422,8 +463,9 @@ class WorkerLoop:
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
             "losses": self._losses.values,
-            "samples": self._data.samples,
-            "epochs": self._data.epochs,
+            "samples": self._data.samples[: self._core.num_minibatches()],
+            "epochs": self._data.epochs[: self._core.num_minibatches()],
+            "stopped": self.was_stopped,
             "data": {"source": self._source(), "read_ns": self._data.read_ns},
         }
 

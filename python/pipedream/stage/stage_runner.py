@@ -28,6 +28,7 @@ from pipedream.model.evaluated_norms import EvaluatedNorms
 from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
+from pipedream.stage.boundaries import Boundaries, StageZeroGate
 from pipedream.stage.gradients import GradientFigures, StageGradients
 from pipedream.stage.job import JobOptions
 from pipedream.stage.loss_scale import LossScaling
@@ -61,6 +62,10 @@ class StageParts:
     """At the first and the last stage."""
     losses: LossRecord | None
     """At the last stage."""
+    boundaries: Boundaries
+    """Of the worker."""
+    gate: StageZeroGate | None
+    """At the first stage."""
     backward_seed: int | None
     """Seed of the backward's draws; None if it draws nothing, or from the process's generators."""
     clones_inputs: bool | None
@@ -92,8 +97,10 @@ class StageRunner:
         self.is_first = parts.boundary_in is None
         self.is_last = parts.boundary_out is None
         self.parts = parts
+        self._follows_in_hand = parts.boundaries.has_stage(self.stage_index - 1)
         self._weights, self._gradients = parts.weights, parts.gradients
         self._losses = parts.losses
+        self._boundaries, self._gate = parts.boundaries, parts.gate
         self.fields = self._activation_fields = _core.ItemFields()
         """What travels with the tensors of the latest item."""
         self._gradient_fields = _core.ItemFields()
@@ -164,6 +171,7 @@ class StageRunner:
             return None
         minibatch, microbatch = work.minibatch, work.microbatch
         self.fields = fields = self._activation_fields
+        fields.boundary_events = self._begin_boundary(work)
         if not self.is_last:
             fields.data_fingerprint, fields.is_empty = piece.fingerprint, piece.is_empty
         self._begin_forward(work)
@@ -223,9 +231,7 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = self._begins_minibatch[work.microbatch] and not self._user.run(
-            "reading data", reader.source.fetch, work.minibatch
-        )
+        is_over = self._begins_minibatch[work.microbatch] and not self._admits(work.minibatch)
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
         if not self.is_first and (
             piece is None or piece.fingerprint != work.data_fingerprint or piece.is_empty != work.is_empty
@@ -234,6 +240,24 @@ class StageRunner:
         if piece is not None and self.parts.copies_targets:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
+
+    def _admits(self, minibatch: int) -> bool:
+        """Reads it. False: there is no such minibatch."""
+        assert self.parts.reader is not None
+        source = self.parts.reader.source
+        fetch = functools.partial(self._user.run, "reading data", source.fetch)
+        return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
+
+    def _begin_boundary(self, work: _core.WorkItem) -> int:
+        """What is due at the boundary before the forward's group, where it is the stage's first there."""
+        events = work.boundary_events
+        if self._gate is not None:
+            events = self._gate.events
+        elif not events and self._follows_in_hand:
+            events = self._boundaries.events_in_hand(work.minibatch)
+        if events:
+            self._boundaries.begin(self.stage_index, work.minibatch, events)
+        return events
 
     def _begin_forward(self, work: _core.WorkItem) -> None:
         if self._loss_scaling is not None:

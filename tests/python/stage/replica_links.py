@@ -59,6 +59,9 @@ class ReplicaLinks:
     def num_minibatches(self) -> int | None:
         return self.known_end
 
+    def end_events(self) -> int:
+        return 0
+
     def num_queued(self, channel: str) -> int:
         return len(self.queues.get(channel, ()))
 
