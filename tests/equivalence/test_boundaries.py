@@ -99,10 +99,10 @@ def test_events_come_to_all_stages_between_the_updates_of_their_boundary(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], group: int
 ) -> None:
     training = Training(
-        "mlp", len(replicas), replicas=replicas, epochs=3, num_minibatches=5, short_last=False, **how
+        "mlp", len(replicas), replicas=replicas, epochs=3, num_minibatches=7, short_last=False, **how
     )
-    total = 15
-    expected = _expected(5, 3, group)
+    total = 21
+    expected = _expected(7, 3, group)
     for rank, (num_losses, events) in enumerate(
         farm.results(_train_recorded, training, num_ranks=training.num_workers)
     ):

@@ -33,6 +33,7 @@ from pipedream.launch.failure import cause_of, is_explained, traceback_of
 from pipedream.launch.first_loss import FirstLoss
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
+from pipedream.launch.interrupts import interrupts_stop, may_stop_early
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.script_capture import CapturedScript, capture_script
@@ -115,12 +116,19 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous),
             _trained_weights_told(stages, options, folder),
+            _interrupts_told(options, board),
         ):
             _launch(task, options.plan, board, expected, script)
         if options.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         return RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+
+
+def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.AbstractContextManager[None]:
+    if not may_stop_early(options, under_torchrun=False):
+        return contextlib.nullcontext()
+    return interrupts_stop(board.ask_for_stop, lambda: board.newest() >= 0, speaks=True)
 
 
 @contextlib.contextmanager

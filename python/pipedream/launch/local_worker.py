@@ -14,6 +14,7 @@ from pathlib import Path
 from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
+from pipedream.launch.interrupts import may_stop_early
 from pipedream.launch.script_logging import ScriptLogging
 from pipedream.launch.script_state import ScriptState
 from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read_part, write_part
@@ -102,6 +103,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             incarnation=0,
             rendezvous=rendezvous,
             board=board,
+            stop_order=board if may_stop_early(options, under_torchrun=False) else None,
             folder=folder,
         )
         result = run_worker(place, options, model, data)

@@ -29,6 +29,7 @@ from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
+from pipedream.launch.interrupts import Interrupt, may_stop_early
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
@@ -476,4 +477,5 @@ def _check_process() -> None:
 
 def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
     with this_rank(prefix) as place, generators_kept():
-        return run_worker(place, options, model, data)
+        order = Interrupt() if may_stop_early(options, under_torchrun=True) else None
+        return run_worker(replace(place, stop_order=order), options, model, data)

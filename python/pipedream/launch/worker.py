@@ -18,6 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from pipedream.launch.cautions import warn_if_late
 from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
+from pipedream.launch.interrupts import interrupts_stop
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.segment import Following, Segment
 from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
@@ -113,9 +115,17 @@ class _Worker:
             try:
                 part.place()
                 rehearsed = set_up(run, self.links, device, stream, part)
-                return self._train(run, device, rehearsed, data, stream, part)
+                with self._interrupts_stop():
+                    return self._train(run, device, rehearsed, data, stream, part)
             except _core.RunFailure as failure:
                 raise_failure(*failure.args)
+
+    def _interrupts_stop(self) -> AbstractContextManager[None]:
+        """Where no caller hears of them."""
+        order = self._place.stop_order
+        if order is None or self._place.board is not None:
+            return contextlib.nullcontext()
+        return interrupts_stop(order.ask_for_stop, lambda: True, speaks=self._place.rank == 0)
 
     def _train(
         self,

@@ -157,6 +157,9 @@ class RunResult:
     again and began anew: they read the newest version as the run's first does. Given these,
     pipedream.reference computes the same numbers. `memory` has the most of any of the plans, per term; the
     time in between is in no figure."""
+    stopped_at: int | None = None
+    """Minibatches that were trained on when the run was stopped early, by Ctrl-C or a callback: all stages
+    ended with the version after so many. None where the data were used up."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
     """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
     parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
@@ -313,6 +316,7 @@ def combine_reports(
         bytes_synced=sum(report["synced_bytes"] for report in reports),
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),
+        stopped_at=len(losses) if reports[0]["stopped"] else None,
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
         drained_at=reports[0]["drained_at"],
         updates_read=[_updates_read(schedule, stage, of_stages[stage]) for stage in range(plan.num_stages)],

@@ -1,6 +1,8 @@
-"""What the caller of local workers can see of them while they run, and after one was killed.
+"""What the caller of local workers and they themselves see of each other while they run, and after one was
+killed.
 
-A small file that all of them map; it survives the worker. Each rank writes its own entry.
+A small file that all of them map; it survives the worker. Each rank writes its own entry; the caller asks
+for an early end, and rank 0 says where it is.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ _NUM_LOSSES_AT_FIRST = 4096
 
 
 class StatusBoard:
-    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank; and beside it, for
-    each replica of the last stage, a file of its losses so far: their number, then 8 bytes per minibatch, and
-    room for more."""
+    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank, and as many for
+    each of the two values of an early end; and beside it, for each replica of the last stage, a file of its
+    losses so far: their number, then 8 bytes per minibatch, and room for more."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
-            path.write_bytes(b"\xff" * (8 * num_workers))  # -1: at no minibatch yet
+            path.write_bytes(b"\xff" * (8 * (num_workers + 2)))  # -1: at no minibatch yet
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 8 * num_workers)
+            self._map = mmap.mmap(file.fileno(), 8 * (num_workers + 2))
         self._minibatches = memoryview(self._map).cast("q")
+        self._num_workers = num_workers
+        self._asked, self._stop_at = num_workers, num_workers + 1  # entries after those of the ranks
         self._path = path
         self._counts: memoryview[int] = memoryview(b"")  # of a file: of the worker that adds losses
         self._losses: memoryview[float] = memoryview(b"").cast("d")  # the same memory
@@ -41,6 +45,27 @@ class StatusBoard:
 
     def read(self, rank: int) -> int:
         return int(self._minibatches[rank])
+
+    def newest(self) -> int:
+        """The latest minibatch that any worker has begun; -1: none has."""
+        return max(self._minibatches[: self._num_workers])
+
+    def ask_for_stop(self) -> None:
+        """By the caller: the run ends at the next boundary that rank 0 chooses."""
+        self._minibatches[self._asked] = 1
+
+    @property
+    def is_stop_asked(self) -> bool:
+        return self._minibatches[self._asked] == 1
+
+    @property
+    def stop_at(self) -> int:
+        """The boundary at which the run ends early; -1: it is not known."""
+        return self._minibatches[self._stop_at]
+
+    @stop_at.setter
+    def stop_at(self, minibatch: int) -> None:
+        self._minibatches[self._stop_at] = minibatch
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
         """Of the next minibatch of this replica of the last stage; by its worker."""

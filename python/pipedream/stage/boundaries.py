@@ -140,7 +140,6 @@ class StageZeroGate:
         self._decisions = decisions
         self._first_of_run = first_of_run
         self._group = -1
-        self._postponed = 0
         self.events = 0
         """Due at the boundary before the group that is forwarded now."""
         self.end = (0, 0)
@@ -168,9 +167,7 @@ class StageZeroGate:
         if events & STOP:
             self.end = (group, events)
             return False
-        if self._source.num_minibatches < group + self._group_size:  # and there are no more
-            self._postponed |= events
-        else:
+        if self._source.num_minibatches >= group + self._group_size:  # else they are due at the end
             self.events = events
         return True
 
@@ -178,8 +175,10 @@ class StageZeroGate:
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
             return 0  # the next segment begins there
-        last = (end - 1) - (end - 1) % self._group_size  # the boundary before
-        return self._postponed | self._planned_in(last, end, is_end=True)
+        begin = (end - 1) - (end - 1) % self._group_size  # the boundary before
+        if end % self._group_size and begin > self._first_of_run:
+            begin -= self._group_size  # what was due before a short group is due here
+        return self._planned_in(begin, end, is_end=True)
 
     def _planned_in(self, begin: int, end: int, *, is_end: bool = False) -> int:
         """Events whose place is after the one minibatch and not after the other."""
