@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
@@ -21,15 +23,16 @@ from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
-from pipedream.model.class_registries import register_classes
+from pipedream.model.layers import Model, roots_of
 from pipedream.model.loader_generators import generator_states
 from pipedream.model.seeding import RngState
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
 
-__all__ = ["STORE_PREFIX", "run_local_worker"]
+__all__ = ["STORE_PREFIX", "register_classes", "run_local_worker"]
 
 STORE_PREFIX = "pipedream"
+_OUTPUTS_MODULES = ("transformers.utils.output_capturing", "transformers.utils.generic")  # the newer first
 
 
 def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
@@ -110,3 +113,22 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
     if rank == 0:  # which has read all data
         write_part(folder, "generators", generator_states(data), "")
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
+
+
+def register_classes(model: Model) -> None:
+    """Does for each module of the model what its constructor did in the process that made it, where a library
+    keeps something of its class: a module that was sent has run no constructor.
+
+    transformers looks up there which outputs of inner modules (the router logits of a mixture of experts) a
+    model's forward collects; without the entry they are None.
+    """
+    modules = [module for _, root in roots_of(model) for module in root.modules()]
+    for name in _OUTPUTS_MODULES:
+        registry: Any = getattr(sys.modules.get(name), "_CAN_RECORD_REGISTRY", None)
+        if registry is None:
+            continue
+        for module in modules:
+            if hasattr(module, "_can_record_outputs"):
+                # By the class's text in all versions, though newer ones are given the module.
+                dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
+        return

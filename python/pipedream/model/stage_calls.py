@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from pipedream.common.regions import Region, within
-from pipedream.model.backward import run_backward
 from pipedream.model.boundary import check_loss, map_tensors
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.stage_module import StageModule
 
-__all__ = ["StageCalls", "backward", "backward_of_loss", "leaves_of"]
+__all__ = ["StageCalls", "backward", "backward_of_loss", "leaves_of", "run_backward"]
 
 
 class StageCalls:
@@ -74,6 +74,14 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     ]
     if roots:
         run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward(roots, gradients) but for its comparison of shapes, which the engine repeats,
+    and for which torch imports the compiler's symbolic shapes: 0.4 s of a process that compiles nothing."""
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:

@@ -10,9 +10,12 @@ plan_search.py finds the plan; here are its arguments, and what is said beside t
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.factor_rule import check_has_factors, split_codec
@@ -28,10 +31,14 @@ from pipedream.planning.plan_search import best_plan, compared_with_factors
 from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.schedule_choice import best_of_schedules
 from pipedream.planning.schedule_rules import rules_of, schedule_name
-from pipedream.planning.search_progress import SearchProgress
 from pipedream.planning.spares import with_spares
 
-__all__ = ["make_plan", "partition"]
+__all__ = ["SearchProgress", "make_plan", "partition"]
+
+_FIRST_S = 1.0
+_TERMINAL_PERIOD_S = 0.25
+_LINE_PERIOD_S = 5.0
+_CLEAR_LINE = "\r\x1b[K"
 
 
 def partition(
@@ -274,3 +281,45 @@ def make_plan(
         Limits(),
     )
     return problem.simulated_plan(stages) if problem.is_simulated else problem.formula_plan(stages)
+
+
+class SearchProgress:
+    """How far a search over plans is, on stderr; a context manager.
+
+    It shows nothing for a search that is over in a second. On a terminal it shows one line that changes and
+    is gone at the end, elsewhere (a log file, CI) a line every few seconds.
+    """
+
+    def __init__(self, *, enabled: bool = True, file: TextIO | None = None) -> None:
+        """file: where it is shown, None is stderr."""
+        self._file = file or sys.stderr
+        self._enabled = enabled
+        self._is_terminal = self._file.isatty()
+        self._has_line = False
+        self._next_s = time.monotonic() + _FIRST_S
+
+    def __enter__(self) -> SearchProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._has_line:
+            print(_CLEAR_LINE, end="", file=self._file, flush=True)
+
+    def advance(self, num_plans: int, plans_max: int, least_ms: float) -> None:
+        """So many plans, of so many at most, were looked at; the fastest one's milliseconds per minibatch."""
+        now_s = time.monotonic()
+        if not self._enabled or now_s < self._next_s:
+            return
+        self._next_s = now_s + (_TERMINAL_PERIOD_S if self._is_terminal else _LINE_PERIOD_S)
+        best = f"{least_ms:.3f} ms per minibatch"
+        text = f"planning: {num_plans} of at most {plans_max} plans simulated, {best}"
+        if self._is_terminal:
+            print(f"{_CLEAR_LINE}{text}", end="", file=self._file, flush=True)
+            self._has_line = True
+        else:
+            print(text, file=self._file, flush=True)

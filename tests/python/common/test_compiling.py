@@ -38,7 +38,7 @@ _TRAINS = """
 import functools, sys, torch
 from pipedream import optim
 from pipedream.budget.footprint import make_meter
-from pipedream.model.backward import run_backward
+from pipedream.model.stage_calls import run_backward
 from pipedream.model.factories import try_factories
 from pipedream.stage.job import CallerSettings
 CallerSettings.capture().apply()

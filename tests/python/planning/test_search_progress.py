@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from pipedream.planning import search_progress
-from pipedream.planning.search_progress import SearchProgress
+from pipedream.planning import partitioner
+from pipedream.planning.partitioner import SearchProgress
 
 
 class _Terminal(io.StringIO):
@@ -24,7 +24,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr(search_progress, "time", clock)
+    monkeypatch.setattr(partitioner, "time", clock)
     return clock
 
 

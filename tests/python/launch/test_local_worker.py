@@ -1,4 +1,4 @@
-"""class_registries.py: a model that was sent has what its constructor registered."""
+"""local_worker.py: a model that was sent has what its constructor registered."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from networks import needed
+from pipedream.launch.local_worker import register_classes
 from pipedream.model.batches import call_model, parts_of
-from pipedream.model.class_registries import register_classes
 from pipedream.model.cut_model import cut_model
 from pipedream.model.layers import Model
 from torch import nn
