@@ -128,39 +128,15 @@ void bind_instruction(py::module_& module) {
       .def("__repr__", [](const Instruction& instruction) { return "<" + to_string(instruction) + ">"; });
 }
 
-// (stage, replica, shard, rank)
-using PlaceFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-std::vector<PlaceFields> place_fields(const std::vector<Place>& places) {
-  std::vector<PlaceFields> fields;
-  fields.reserve(places.size());
-  for (const Place& place : places) {
-    fields.emplace_back(place.stage.value(), place.replica.value(), place.shard.value(), place.rank.value());
-  }
-  return fields;
-}
-
-Placement make_placement(const std::vector<PlaceFields>& fields) {
-  std::vector<Place> places;
-  places.reserve(fields.size());
-  for (const auto& [stage, replica, shard, rank] : fields) {
-    places.push_back({StageIndex(stage), ReplicaIndex(replica), ShardIndex(shard), Rank(rank)});
-  }
-  return Placement(std::move(places));
-}
-
 void bind_placement(py::module_& module) {
-  py::class_<Placement>(module, "Placement", "Who is where: (stage, replica, shard) <-> rank.")
-      .def(py::init(&make_placement), py::arg("places"), "Of (stage, replica, shard, rank).")
+  py::class_<Placement>(module, "Placement", "Who is where: (stage, replica) <-> rank.")
       .def_static("at_ranks", &Placement::at_ranks, py::arg("rank_of_stage"),
-                  "One replica of each stage, unsharded, at these ranks.")
+                  "One replica of each stage, at these ranks.")
       .def_static("in_order", &Placement::in_order, py::arg("num_replicas"),
                   py::arg("num_spares") = std::vector<std::int64_t>(),
                   "Stage by stage, and in it replica by replica, each at the next rank; then so the spares.")
       .def_property_readonly("num_stages", &Placement::num_stages)
       .def_property_readonly("num_ranks", &Placement::num_ranks)
-      .def_property_readonly("places",
-                             [](const Placement& placement) { return place_fields(placement.places()); })
       .def(
           "num_replicas",
           [](const Placement& placement, std::int64_t stage) {
@@ -176,16 +152,29 @@ void bind_placement(py::module_& module) {
       .def_property_readonly("num_spares", &Placement::num_spares, "Of all stages; they have the last ranks.")
       .def(
           "rank_of",
-          [](const Placement& placement, std::int64_t stage, std::int64_t replica, std::int64_t shard) {
-            return placement.rank_of(StageIndex(stage), ReplicaIndex(replica), ShardIndex(shard)).value();
+          [](const Placement& placement, std::int64_t stage, std::int64_t replica) {
+            return placement.rank_of(StageIndex(stage), ReplicaIndex(replica)).value();
           },
-          py::arg("stage"), py::arg("replica") = 0, py::arg("shard") = 0)
+          py::arg("stage"), py::arg("replica") = 0)
       .def(
-          "places_at",
-          [](const Placement& placement, std::int64_t rank) {
-            return place_fields(placement.places_at(Rank(rank)));
+          "ranks_of",
+          [](const Placement& placement, std::int64_t stage) {
+            std::vector<std::int64_t> ranks;
+            const std::int64_t num_replicas = placement.num_replicas(StageIndex(stage));
+            for (std::int64_t replica = 0; replica < num_replicas; ++replica) {
+              ranks.push_back(placement.rank_of(StageIndex(stage), ReplicaIndex(replica)).value());
+            }
+            return ranks;
           },
-          py::arg("rank"))
+          py::arg("stage"), "Of its replicas, in order.")
+      .def(
+          "replica_at",
+          [](const Placement& placement, std::int64_t rank) {
+            const std::vector<Place> places = placement.places_at(Rank(rank));
+            if (places.empty()) throw UserError("nothing is placed at rank " + std::to_string(rank));
+            return places.front().replica.value();
+          },
+          py::arg("rank"), "Of the first stage there; of a spare, counted on from the replicas.")
       .def(
           "stages_at",
           [](const Placement& placement, std::int64_t rank) {

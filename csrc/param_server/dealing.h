@@ -21,11 +21,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "schedule/placement.h"
+#include "base/ids.h"
 #include "schedule/shard_sizes.h"
 #include "weights/weight_layout.h"
 
 namespace pipedream {
+
+using ShardIndex = StrongId<struct ShardIndexTag>;  // of the stage's owners: replicas, then spares
 
 // Consecutive elements of a parameter.
 struct ShardPiece {

@@ -86,14 +86,6 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   ": " + why);
 }
 
-void check_whole_replicas(const Placement& placement) {
-  for (const Place& place : placement.places()) {
-    if (place.shard.value() == 0) continue;
-    throw UserError("stage " + std::to_string(place.stage.value()) +
-                    " has several shards, which are not built yet; give each replica one rank");
-  }
-}
-
 // Why a place of a plan without several stages at a worker belongs at another rank.
 const char* why_elsewhere(const Placement& placement, const Place& place) {
   if (placement.stages_at(place.rank).size() > 1)
@@ -139,7 +131,6 @@ void check_placement(const ScheduleOptions& options) {
   const Placement& placement = options.placement;
   if (placement.empty()) return;
   check_length("placement", static_cast<std::size_t>(placement.num_stages()), options);
-  check_whole_replicas(placement);
   if (rules_of(options).has_stage_per_worker) {
     check_one_stage_per_worker(placement);
   } else {

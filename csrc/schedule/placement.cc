@@ -13,25 +13,21 @@ namespace {
 // Far above any cluster; keeps counts of places inside 64 bits.
 constexpr std::int64_t kNumRanksMax = std::int64_t{1} << 30;
 
-auto order_of(const Place& place) { return std::tie(place.stage, place.replica, place.shard); }
+auto order_of(const Place& place) { return std::tie(place.stage, place.replica); }
 
-// "stage 1 replica 0 shard 0"
-std::string name_of(StageIndex stage, std::int64_t replica, std::int64_t shard) {
-  return "stage " + std::to_string(stage.value()) + " replica " + std::to_string(replica) + " shard " +
-         std::to_string(shard);
+// "stage 1 replica 0"
+std::string name_of(StageIndex stage, std::int64_t replica) {
+  return "stage " + std::to_string(stage.value()) + " replica " + std::to_string(replica);
 }
 
-std::string name_of(const Place& place) {
-  return name_of(place.stage, place.replica.value(), place.shard.value());
-}
+std::string name_of(const Place& place) { return name_of(place.stage, place.replica.value()); }
 
 std::string at_rank(const Place& place) { return " at rank " + std::to_string(place.rank.value()); }
 
 void check_numbers(const Place& place) {
-  const auto [least, most] =
-      std::minmax({place.stage.value(), place.replica.value(), place.shard.value(), place.rank.value()});
+  const auto [least, most] = std::minmax({place.stage.value(), place.replica.value(), place.rank.value()});
   if (least >= 0 && most < kNumRanksMax) return;
-  throw UserError(name_of(place) + at_rank(place) + ": all four are counted from 0, to " +
+  throw UserError(name_of(place) + at_rank(place) + ": all three are counted from 0, to " +
                   std::to_string(kNumRanksMax - 1));
 }
 
@@ -47,7 +43,7 @@ Placement::Placement(std::vector<Place> places) : places_(std::move(places)) {
             [](const Place& one, const Place& other) { return order_of(one) < order_of(other); });
   count_stages();
   check_spares();
-  check_grid();
+  check_gaps();
   check_ranks();
 }
 
@@ -55,7 +51,7 @@ Placement Placement::at_ranks(const std::vector<std::int64_t>& rank_of_stage) {
   std::vector<Place> places;
   places.reserve(rank_of_stage.size());
   for (const std::int64_t rank : rank_of_stage) {
-    places.push_back({StageIndex(static_cast<std::int64_t>(places.size())), {}, {}, Rank(rank)});
+    places.push_back({StageIndex(static_cast<std::int64_t>(places.size())), {}, Rank(rank)});
   }
   return Placement(std::move(places));
 }
@@ -70,8 +66,7 @@ Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas,
   const auto add = [&places](std::size_t stage, std::int64_t first, std::int64_t count, bool is_spare) {
     for (std::int64_t replica = first; replica < first + count; ++replica) {
       const Rank next(static_cast<std::int64_t>(places.size()));
-      places.push_back(
-          {StageIndex(static_cast<std::int64_t>(stage)), ReplicaIndex(replica), {}, next, is_spare});
+      places.push_back({StageIndex(static_cast<std::int64_t>(stage)), ReplicaIndex(replica), next, is_spare});
     }
   };
   const auto check_count = [&places](std::size_t stage, std::int64_t count, std::int64_t least,
@@ -101,7 +96,6 @@ void Placement::count_stages() {
     Stage& stage = stages_.back();
     stage.num_owners = places_[index].replica.value() + 1;
     if (!places_[index].is_spare) stage.num_replicas = stage.num_owners;
-    stage.num_shards = std::max(stage.num_shards, places_[index].shard.value() + 1);
   }
 }
 
@@ -116,7 +110,7 @@ void Placement::check_spares() const {
   }
 }
 
-void Placement::check_grid() const {
+void Placement::check_gaps() const {
   for (std::size_t index = 1; index < places_.size(); ++index) {
     if (order_of(places_[index]) != order_of(places_[index - 1])) continue;
     throw UserError(name_of(places_[index]) + " is placed twice," + at_rank(places_[index - 1]) + " and" +
@@ -126,12 +120,10 @@ void Placement::check_grid() const {
   for (std::size_t stage_index = 0; stage_index < stages_.size(); ++stage_index) {
     const Stage& stage = stages_[stage_index];
     const StageIndex due_stage(static_cast<std::int64_t>(stage_index));
-    for (std::int64_t replica = 0; replica < stage.num_owners; ++replica) {
-      for (std::int64_t shard = 0; shard < stage.num_shards; ++shard, ++next) {
-        const Place due{due_stage, ReplicaIndex(replica), ShardIndex(shard), {}};
-        if (next < places_.size() && order_of(places_[next]) == order_of(due)) continue;
-        throw UserError(name_of(due) + " is placed nowhere; stages, replicas and shards have no gaps");
-      }
+    for (std::int64_t replica = 0; replica < stage.num_owners; ++replica, ++next) {
+      const Place due{due_stage, ReplicaIndex(replica), {}};
+      if (next < places_.size() && order_of(places_[next]) == order_of(due)) continue;
+      throw UserError(name_of(due) + " is placed nowhere; stages and replicas have no gaps");
     }
   }
 }
@@ -151,10 +143,8 @@ void Placement::check_ranks() const {
     if (index == 0 || by_rank[index - 1].rank != place.rank || by_rank[index - 1].stage != place.stage) {
       continue;
     }
-    if (by_rank[index - 1].replica != place.replica) {
-      throw UserError(name_of(by_rank[index - 1]) + " and " + name_of(place) + " are both" + at_rank(place) +
-                      "; replicas of a stage lie at different ranks");
-    }
+    throw UserError(name_of(by_rank[index - 1]) + " and " + name_of(place) + " are both" + at_rank(place) +
+                    "; replicas of a stage lie at different ranks");
   }
 }
 
@@ -170,19 +160,13 @@ std::int64_t Placement::num_replicas(StageIndex stage) const { return stage_at(s
 
 std::int64_t Placement::num_owners(StageIndex stage) const { return stage_at(stage).num_owners; }
 
-std::int64_t Placement::num_shards(StageIndex stage) const { return stage_at(stage).num_shards; }
-
-Rank Placement::rank_of(StageIndex stage, ReplicaIndex replica, ShardIndex shard) const {
+Rank Placement::rank_of(StageIndex stage, ReplicaIndex replica) const {
   const Stage& found = stage_at(stage);
-  const bool exists = replica.value() >= 0 && replica.value() < found.num_owners && shard.value() >= 0 &&
-                      shard.value() < found.num_shards;
-  if (!exists) {
-    throw UserError(name_of(stage, replica.value(), shard.value()) + " does not exist; the stage has " +
-                    std::to_string(found.num_owners) + " replicas of " + std::to_string(found.num_shards) +
-                    " shards");
+  if (replica.value() < 0 || replica.value() >= found.num_owners) {
+    throw UserError(name_of(stage, replica.value()) + " does not exist; the stage has " +
+                    std::to_string(found.num_owners) + " replicas");
   }
-  const std::int64_t index = replica.value() * found.num_shards + shard.value();
-  return places_[found.first_place + static_cast<std::size_t>(index)].rank;
+  return places_[found.first_place + static_cast<std::size_t>(replica.value())].rank;
 }
 
 std::vector<Place> Placement::places_at(Rank rank) const {

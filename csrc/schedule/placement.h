@@ -1,12 +1,11 @@
-// Who is where: the rank of every shard of every replica of every stage, and what a rank holds. The one place
-// that computes a rank from a stage. Plain value; any thread.
+// Who is where: the rank of every replica of every stage, and what a rank holds. The one place that computes
+// a rank from a stage. Plain value; any thread.
 //
 //   straight                2-1 replicas            interleaved, 2 workers
 //   stage    0  1  2        stage    0     1        stage    0  1  2  3
 //   rank     0  1  2        rank     0  1  2        rank     0  1  0  1
 //
-// Minibatch i goes to replica i mod r of a stage with r replicas (design.md, section 4). A shard is a part of
-// what one replica of a stage holds; an unsharded stage has one.
+// Minibatch i goes to replica i mod r of a stage with r replicas (design.md, section 4).
 //
 // A spare is a worker beside a stage's replicas that has no minibatches and owns a shard of the stage's
 // parameters as they do (program.h). It counts on from them as a replica, so that replicas and spares
@@ -24,12 +23,9 @@
 
 namespace pipedream {
 
-using ShardIndex = StrongId<struct ShardIndexTag>;  // local to its replica
-
 struct Place {
   StageIndex stage;
   ReplicaIndex replica;
-  ShardIndex shard;
   Rank rank;
   bool is_spare = false;
 
@@ -39,12 +35,12 @@ struct Place {
 class Placement {
  public:
   Placement() = default;  // of no stage
-  // In any order. Throws UserError naming stage, replica, shard and rank for: a negative number, a place that
-  // is given twice or is missing (stages, the replicas of each and the shards of each of them are counted
-  // from 0, without gaps, and all replicas of a stage have as many shards), two replicas of a stage at one
-  // rank, a rank without a place below one that has one, and a spare that does not count on from replicas.
+  // In any order. Throws UserError naming stage, replica and rank for: a negative number, a place that is
+  // given twice or is missing (stages and the replicas of each are counted from 0, without gaps), two
+  // replicas of a stage at one rank, a rank without a place below one that has one, and a spare that does not
+  // count on from replicas.
   explicit Placement(std::vector<Place> places);
-  // One replica of each stage, unsharded, at these ranks.
+  // One replica of each stage at these ranks.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
   // Stage by stage, and in it replica by replica, each at the next rank; then so the spares of every stage,
   // none where none are given.
@@ -58,10 +54,9 @@ class Placement {
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
   [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // replicas and spares
   [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages
-  [[nodiscard]] std::int64_t num_shards(StageIndex stage) const;
-  [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}, ShardIndex shard = {}) const;
+  [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 
-  // In the order of stage, replica, shard; none for a rank that is not in use.
+  // In the order of stages; none for a rank that is not in use.
   [[nodiscard]] std::vector<Place> places_at(Rank rank) const;
   [[nodiscard]] std::vector<StageIndex> stages_at(Rank rank) const;
   [[nodiscard]] const std::vector<Place>& places() const { return places_; }
@@ -75,16 +70,15 @@ class Placement {
     std::size_t first_place = 0;
     std::int64_t num_replicas = 0;
     std::int64_t num_owners = 0;
-    std::int64_t num_shards = 0;
   };
 
   void count_stages();
-  void check_grid() const;
+  void check_gaps() const;
   void check_spares() const;
   void check_ranks() const;
   [[nodiscard]] const Stage& stage_at(StageIndex stage) const;
 
-  std::vector<Place> places_;  // by stage, replica, shard: each stage is a grid without gaps
+  std::vector<Place> places_;  // by stage and replica, without gaps
   std::vector<Stage> stages_;
   std::int64_t num_ranks_ = 0;
   std::int64_t num_spares_ = 0;

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from pipedream.planning.codec_choice import codec_between
 from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
+from pipedream.planning.plan_stage import ranks_of
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -79,11 +79,7 @@ class Limits:
 
     def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
         """Of each stage's slowest worker, where speeds are given; the first stage has the first ones."""
-        slowest, end = [], 0
-        for stage in stages:
-            begin, end = end, end + stage.num_replicas
-            slowest.append(min(self.speeds[begin:end]))
-        return slowest
+        return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
         """The layers as long as the slowest worker of their stage takes."""
@@ -121,8 +117,7 @@ class Limits:
         figures = self.memory_with(stages, profile, options)
         if not self.memory_bytes:
             return figures
-        ends = [*itertools.accumulate(counts)]
-        rooms = [min(self.memory_bytes[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+        rooms = [min(self.memory_bytes[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
         def exceed(figures: dict[str, Any]) -> list[bool]:
             return [has < needs for has, needs in zip(rooms, figures["stage_memory_bytes"], strict=True)]
@@ -162,7 +157,7 @@ class Limits:
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
         """Of a plan: own_bytes of each stage, and what each of its workers has besides."""
-        spared_bytes = _spared_bytes([stage.num_replicas for stage in stages], self)
+        spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [
             self.host_bytes + num_bytes - spared
             for num_bytes, spared in zip(own_bytes, spared_bytes, strict=True)
@@ -293,16 +288,15 @@ def _num_neighbours(rank: int, num_workers: int) -> int:
     return len(children_of(rank, num_workers)) + (rank > 0)
 
 
-def _spared_bytes(counts: Sequence[int], limits: Limits) -> list[int]:
-    """Of host_bytes, by stage with so many replicas, what its ranks do not need, as they have fewer
-    neighbours than any rank may have."""
+def _spared_bytes(stages: Sequence[Stage], limits: Limits) -> list[int]:
+    """The part of host_bytes that the ranks of each stage do not need, as they have fewer neighbours than any
+    rank may have."""
     if not limits.host_bytes:
-        return [0] * len(counts)
-    num_used, end, spared = sum(counts), 0, []
+        return [0] * len(stages)
+    num_used, spared = sum(stage.num_replicas for stage in stages), []
     most = max(_num_neighbours(rank, limits.num_workers) for rank in range(min(limits.num_workers, 2)))
-    for count in counts:
-        begin, end = end, end + count
-        own = max(_num_neighbours(rank, num_used) for rank in range(begin, end))
+    for ranks in ranks_of(stages):
+        own = max(_num_neighbours(rank, num_used) for rank in ranks)
         spared.append((most - own) * _TREE_BUFFERS_BYTES)
     return spared
 

@@ -40,6 +40,7 @@ from pipedream.planning.plan_stage import (
     check_stages,
     check_workers,
     is_counts,
+    placement_of,
     set_field,
     stage_counts,
     stage_from_dict,
@@ -178,13 +179,7 @@ class Plan:
     @functools.cached_property
     def placement(self) -> _core.Placement:
         """Where every replica of every stage is, and every spare."""
-        from pipedream import _core
-
-        if self.stages[0].worker is not None:
-            return _core.Placement.at_ranks([stage.worker or 0 for stage in self.stages])
-        return _core.Placement.in_order(
-            [stage.num_replicas for stage in self.stages], [stage.num_spare_shards for stage in self.stages]
-        )
+        return placement_of(self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, in order; none for a spare, and for a rank beyond the plan."""
@@ -212,10 +207,7 @@ class Plan:
 
     def replica_of(self, rank: int) -> int:
         """Which replica of its stage a rank is; 0 where that has one. Spares count on from the replicas."""
-        if self.spare_stage_of(rank) is not None:
-            return self.placement.places_at(rank)[0][1]
-        stage = self.stages_of(rank)[0]
-        return rank - self.placement.rank_of(stage) if self.stages[stage].num_replicas > 1 else 0
+        return self.placement.replica_at(rank)
 
     def fitting(self, *batches: Any, apart: bool = False) -> Plan:
         """This plan, with memory for minibatches as large as these in every dimension. For data whose shapes

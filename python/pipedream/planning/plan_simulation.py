@@ -350,11 +350,7 @@ def _links_of(
 
 def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
     """By stage, of its replicas; with some schedules workers share stages."""
-    placement = traced.options.placement
-    return [
-        [placement.rank_of(index, replica) for replica in range(stage.num_replicas)]
-        for index, stage in enumerate(plan.stages)
-    ]
+    return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
 def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
@@ -407,7 +403,7 @@ def _stage_times(
     speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
     for index, stage in enumerate(plan.stages):
         # As slow as the slowest of its workers, which the others wait for.
-        speed = min(speeds[plan.placement.rank_of(index, replica)] for replica in range(stage.num_replicas))
+        speed = min(speeds[rank] for rank in plan.placement.ranks_of(index))
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward, backward = pass_costs(layers)
         product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms

@@ -8,16 +8,22 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_object, check_whole, require
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = [
     "STAGE_FIELDS",
     "Stage",
     "check_stages",
     "check_workers",
+    "placement_of",
+    "ranks_of",
     "set_field",
     "stage_counts",
     "stage_from_dict",
@@ -70,6 +76,23 @@ class Stage:
         worker = {} if self.worker is None else {"worker": self.worker}
         spares = {"num_spare_shards": self.num_spare_shards} if self.num_spare_shards else {}
         return {name: getattr(self, name) for name in _NEEDED_FIELDS} | worker | spares | self.extra
+
+
+def placement_of(stages: Sequence[Stage]) -> _core.Placement:
+    """Where every replica of every stage is, and every spare."""
+    from pipedream import _core
+
+    if stages[0].worker is not None:
+        return _core.Placement.at_ranks([stage.worker or 0 for stage in stages])
+    return _core.Placement.in_order(
+        [stage.num_replicas for stage in stages], [stage.num_spare_shards for stage in stages]
+    )
+
+
+def ranks_of(stages: Sequence[Stage]) -> list[list[int]]:
+    """The ranks of each stage's replicas."""
+    placement = placement_of(stages)
+    return [placement.ranks_of(index) for index in range(len(stages))]
 
 
 def is_counts(text: str) -> bool:

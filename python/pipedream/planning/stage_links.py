@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Stage
+from pipedream.planning.plan_stage import ranks_of
 
 __all__ = ["StageLinks"]
 
@@ -41,12 +42,8 @@ class StageLinks:
 
     @classmethod
     def measured(cls, stages: Sequence[Stage], links: LinkProfile) -> StageLinks:
-        """Ranks count on from stage to stage, as in Plan."""
-        ranks: list[range] = []
-        for stage in stages:
-            first = ranks[-1].stop if ranks else 0
-            ranks.append(range(first, first + stage.num_replicas))
-        return cls.between(ranks, links)
+        """Between the ranks that the stages of a plan have."""
+        return cls.between(ranks_of(stages), links)
 
     @classmethod
     def between(cls, ranks: Sequence[Sequence[int]], links: LinkProfile) -> StageLinks:

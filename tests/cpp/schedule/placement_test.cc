@@ -11,8 +11,8 @@ namespace {
 
 using Stages = std::vector<StageIndex>;
 
-Place at(std::int64_t stage, std::int64_t replica, std::int64_t shard, std::int64_t rank) {
-  return {StageIndex(stage), ReplicaIndex(replica), ShardIndex(shard), Rank(rank)};
+Place at(std::int64_t stage, std::int64_t replica, std::int64_t rank) {
+  return {StageIndex(stage), ReplicaIndex(replica), Rank(rank)};
 }
 
 std::string error_of(const std::vector<Place>& places) {
@@ -40,11 +40,10 @@ TEST(Placement, OfReplicasGivesEachTheNextRank) {
   EXPECT_EQ(placement.num_ranks(), 6);
   EXPECT_EQ(placement.num_replicas(StageIndex(0)), 3);
   EXPECT_EQ(placement.num_replicas(StageIndex(1)), 1);
-  EXPECT_EQ(placement.num_shards(StageIndex(2)), 1);
   EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(2)), Rank(2));
   EXPECT_EQ(placement.rank_of(StageIndex(1)), Rank(3));
   EXPECT_EQ(placement.rank_of(StageIndex(2), ReplicaIndex(1)), Rank(5));
-  EXPECT_EQ(placement.places_at(Rank(5)), std::vector<Place>{at(2, 1, 0, 5)});
+  EXPECT_EQ(placement.places_at(Rank(5)), std::vector<Place>{at(2, 1, 5)});
 }
 
 TEST(Placement, OfSparesGivesEachARankAfterThoseOfAllReplicas) {
@@ -64,13 +63,9 @@ TEST(Placement, OfSparesGivesEachARankAfterThoseOfAllReplicas) {
 }
 
 TEST(Placement, RefusesSparesThatDoNotCountOnFromReplicas) {
-  EXPECT_EQ(
-      error_of({{StageIndex(0), ReplicaIndex(0), ShardIndex(0), Rank(0), true}}),
-      "stage 0 replica 0 shard 0 at rank 0 is a spare; spares count on from the replicas of their stage");
-  EXPECT_NE(
-      error_of(
-          {at(0, 0, 0, 0), {StageIndex(0), ReplicaIndex(1), ShardIndex(0), Rank(1), true}, at(0, 2, 0, 2)}),
-      "");
+  EXPECT_EQ(error_of({{StageIndex(0), ReplicaIndex(0), Rank(0), true}}),
+            "stage 0 replica 0 at rank 0 is a spare; spares count on from the replicas of their stage");
+  EXPECT_NE(error_of({at(0, 0, 0), {StageIndex(0), ReplicaIndex(1), Rank(1), true}, at(0, 2, 2)}), "");
   EXPECT_THROW((void)Placement::in_order({2, 1}, {1}), UserError);
   EXPECT_THROW((void)Placement::in_order({2, 1}, {-1, 0}), UserError);
 }
@@ -83,19 +78,10 @@ TEST(Placement, OfSeveralStagesAtARankListsThemInOrder) {
   EXPECT_EQ(placement.stages_at(Rank(2)), Stages());
 }
 
-TEST(Placement, OfShardsFindsEachWhateverTheOrderOfThePlaces) {
-  const Placement placement({at(1, 0, 0, 4), at(0, 1, 1, 3), at(0, 0, 0, 0), at(0, 1, 0, 1), at(0, 0, 1, 2)});
-  EXPECT_EQ(placement.num_shards(StageIndex(0)), 2);
-  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(0), ShardIndex(1)), Rank(2));
-  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(1), ShardIndex(0)), Rank(1));
-  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(1), ShardIndex(1)), Rank(3));
-  EXPECT_EQ(placement.rank_of(StageIndex(1)), Rank(4));
-}
-
-TEST(Placement, OfAllShardsOfAReplicaAtOneRankNamesItsStageOnce) {
-  const Placement placement({at(0, 0, 0, 0), at(0, 0, 1, 0)});
-  EXPECT_EQ(placement.stages_at(Rank(0)), Stages{StageIndex(0)});
-  EXPECT_EQ(placement.places_at(Rank(0)).size(), 2U);
+TEST(Placement, IsTheSameWhateverTheOrderOfThePlaces) {
+  const Placement placement({at(1, 0, 2), at(0, 1, 1), at(0, 0, 0)});
+  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(1)), Rank(1));
+  EXPECT_EQ(placement, Placement::in_order({2, 1}));
 }
 
 TEST(Placement, OfNothingIsEmpty) {
@@ -105,35 +91,32 @@ TEST(Placement, OfNothingIsEmpty) {
 }
 
 TEST(Placement, RefusesAPlaceThatIsGivenTwice) {
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(0, 0, 0, 1)}),
-            "stage 0 replica 0 shard 0 is placed twice, at rank 0 and at rank 1");
+  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 0, 1)}),
+            "stage 0 replica 0 is placed twice, at rank 0 and at rank 1");
 }
 
 TEST(Placement, RefusesGaps) {
-  const std::string why = " is placed nowhere; stages, replicas and shards have no gaps";
-  EXPECT_EQ(error_of({at(1, 0, 0, 0)}), "stage 0 replica 0 shard 0" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(2, 0, 0, 1)}), "stage 1 replica 0 shard 0" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(0, 2, 0, 1)}), "stage 0 replica 1 shard 0" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(0, 1, 0, 1), at(0, 1, 1, 2)}), "stage 0 replica 0 shard 1" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(0, 0, 1, 1), at(0, 1, 0, 2)}), "stage 0 replica 1 shard 1" + why);
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(1, 0, 0, 2)}),
-            "nothing is placed at rank 1, and stage 1 replica 0 shard 0 is at rank 2; ranks have no gaps");
+  const std::string why = " is placed nowhere; stages and replicas have no gaps";
+  EXPECT_EQ(error_of({at(1, 0, 0)}), "stage 0 replica 0" + why);
+  EXPECT_EQ(error_of({at(0, 0, 0), at(2, 0, 1)}), "stage 1 replica 0" + why);
+  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 2, 1)}), "stage 0 replica 1" + why);
+  EXPECT_EQ(error_of({at(0, 0, 0), at(1, 0, 2)}),
+            "nothing is placed at rank 1, and stage 1 replica 0 is at rank 2; ranks have no gaps");
 }
 
 TEST(Placement, RefusesTwoReplicasOfAStageAtOneRank) {
-  EXPECT_EQ(error_of({at(0, 0, 0, 0), at(0, 1, 0, 0)}),
-            "stage 0 replica 0 shard 0 and stage 0 replica 1 shard 0 are both at rank 0; replicas of a stage "
+  EXPECT_EQ(error_of({at(0, 0, 0), at(0, 1, 0)}),
+            "stage 0 replica 0 and stage 0 replica 1 are both at rank 0; replicas of a stage "
             "lie at different ranks");
 }
 
 TEST(Placement, RefusesNumbersOutOfRange) {
-  EXPECT_EQ(error_of({at(0, 0, 0, -1)}),
-            "stage 0 replica 0 shard 0 at rank -1: all four are counted from 0, to 1073741823");
-  EXPECT_NE(error_of({at(-1, 0, 0, 0)}), "");
-  EXPECT_NE(error_of({at(0, -1, 0, 0)}), "");
-  EXPECT_NE(error_of({at(0, 0, -1, 0)}), "");
-  EXPECT_NE(error_of({at(0, 0, 0, std::int64_t{1} << 30)}), "");
-  EXPECT_NE(error_of({at(0, std::int64_t{1} << 62, 0, 0)}), "");
+  EXPECT_EQ(error_of({at(0, 0, -1)}),
+            "stage 0 replica 0 at rank -1: all three are counted from 0, to 1073741823");
+  EXPECT_NE(error_of({at(-1, 0, 0)}), "");
+  EXPECT_NE(error_of({at(0, -1, 0)}), "");
+  EXPECT_NE(error_of({at(0, 0, std::int64_t{1} << 30)}), "");
+  EXPECT_NE(error_of({at(0, std::int64_t{1} << 62, 0)}), "");
   EXPECT_THROW((void)Placement::in_order({1, 0}), UserError);
   EXPECT_THROW((void)Placement::in_order({std::int64_t{1} << 40}), UserError);
 }
@@ -144,9 +127,7 @@ TEST(Placement, RefusesToFindWhatItDoesNotHave) {
   EXPECT_THROW((void)placement.rank_of(StageIndex(-1)), UserError);
   EXPECT_THROW((void)placement.rank_of(StageIndex(0), ReplicaIndex(2)), UserError);
   EXPECT_THROW((void)placement.rank_of(StageIndex(1), ReplicaIndex(-1)), UserError);
-  EXPECT_THROW((void)placement.rank_of(StageIndex(0), ReplicaIndex(0), ShardIndex(1)), UserError);
   EXPECT_THROW((void)placement.num_replicas(StageIndex(2)), UserError);
-  EXPECT_THROW((void)placement.num_shards(StageIndex(2)), UserError);
 }
 
 }  // namespace

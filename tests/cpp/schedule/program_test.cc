@@ -594,14 +594,5 @@ TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
             "workers");
 }
 
-TEST(ScheduleOptions, ShardsAreRefusedUntilTheyAreBuilt) {
-  ScheduleOptions options = make_options("flush", {2, 1});
-  options.placement = Placement({{StageIndex(0), {}, ShardIndex(0), Rank(0)},
-                                 {StageIndex(0), {}, ShardIndex(1), Rank(1)},
-                                 {StageIndex(1), {}, {}, Rank(2)}});
-  EXPECT_EQ(error_of(options),
-            "stage 0 has several shards, which are not built yet; give each replica one rank");
-}
-
 }  // namespace
 }  // namespace pipedream

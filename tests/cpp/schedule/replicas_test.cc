@@ -827,9 +827,9 @@ TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
   EXPECT_EQ(error_of(options),
             "stage 0 has several replicas; schedule \"interleaved\" runs one of each stage");
   options = make_replicated("pipedream", {2, 1});
-  options.placement = Placement({{StageIndex(0), ReplicaIndex(0), {}, Rank(0)},
-                                 {StageIndex(1), {}, {}, Rank(1)},
-                                 {StageIndex(0), ReplicaIndex(1), {}, Rank(2)}});
+  options.placement = Placement({{StageIndex(0), ReplicaIndex(0), Rank(0)},
+                                 {StageIndex(1), {}, Rank(1)},
+                                 {StageIndex(0), ReplicaIndex(1), Rank(2)}});
   EXPECT_EQ(error_of(options),
             "stage 0 replica 1 is at rank 2; it must be at rank 1: stages lie at the ranks in order, replica "
             "by replica");

@@ -191,8 +191,8 @@ TEST(Spares, AreRefusedWhereTheyHaveNoReplicasToServeOrWithWhatTheyKnowNothingOf
   EXPECT_EQ(error_of(with_spares("pipedream", {2, 1}, {0, 1})), "stage 1 has 1 replicas and 1 spares" + why);
   EXPECT_EQ(error_of(with_spares("pipedream", {2, 1}, {3, 0})), "stage 0 has 2 replicas and 3 spares" + why);
   ScheduleOptions misplaced = with_spares("pipedream", {2, 2}, {1, 1});
-  const Place one{StageIndex(0), ReplicaIndex(2), ShardIndex(0), Rank(5), true};
-  const Place other{StageIndex(1), ReplicaIndex(2), ShardIndex(0), Rank(4), true};
+  const Place one{StageIndex(0), ReplicaIndex(2), Rank(5), true};
+  const Place other{StageIndex(1), ReplicaIndex(2), Rank(4), true};
   std::vector<Place> places = Placement::in_order({2, 2}).places();
   places.insert(places.end(), {one, other});
   misplaced.placement = Placement(places);
