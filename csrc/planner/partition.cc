@@ -15,6 +15,7 @@
 #include "base/check.h"
 #include "base/failure.h"
 #include "planner/stage_cost.h"
+#include "schedule/program.h"
 
 namespace pipedream {
 namespace {
@@ -32,7 +33,6 @@ struct Problem {
 };
 
 constexpr std::int64_t kImpossible = -1;
-constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
 
 // A real lower bound, but for rounding, on the replicas m >= 2 with T(m) <= t: from compute_s / m <= t,
 // and from 4 (m - 1) w / (m^2 B) <= t, that is q m^2 - m + 1 >= 0 with q = t B / (4 w).

@@ -57,7 +57,7 @@ ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& f
   return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
 }
 
-// What codecs add at one side of a stage, with so many channels in each direction.
+// Encoded items at one side of a stage, with so many channels in each direction.
 struct EncodedItems {
   double item_bytes = 0;  // of a microbatch
   std::int64_t num_channels = 0;

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import itertools
 
-__all__ = ["NUM_CHILDREN_MAX", "children_of", "parent_of", "subtree_of"]
+__all__ = ["NUM_CHILDREN_MAX", "NUM_PIECES", "PIECE_BYTES", "children_of", "parent_of", "subtree_of"]
 
 NUM_CHILDREN_MAX = 8
+PIECE_BYTES = 1 << 20
+"""What is large travels in pieces of so much at most."""
+NUM_PIECES = 4
+"""That a rank may have from each neighbour in the tree, and not yet used."""
 
 
 def parent_of(rank: int) -> int:

@@ -22,12 +22,11 @@ from pipedream.launch.measured_items import (
     times_alone,
 )
 from pipedream.planning.formulas import parameter_bytes_of
-from pipedream.planning.item_cost import ItemCost
+from pipedream.planning.item_cost import WORK_KINDS, ItemCost
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import (
     POSITIONS,
-    WORK_KINDS,
     PositionCosts,
     RuntimeCosts,
     SyncCost,

@@ -35,7 +35,7 @@ from pipedream.links.addresses import parse_ports
 from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
 from pipedream.planning.codec_choice import parse_codec, parse_codec_text
-from pipedream.planning.partition_arguments import AUTO
+from pipedream.planning.partition_arguments import AUTO, SYNCS
 from pipedream.planning.program import Program
 from pipedream.planning.schedule_rules import schedule_name
 from pipedream.planning.trace import check_trace_path
@@ -335,7 +335,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         'how the replicas of a stage are kept alike: `"bsp"`, `"ssp"` with `staleness`, `"asp"`,'
         ' `"allreduce"`',
         "bsp",
-        _choice_of("bsp", "ssp", "asp", "allreduce"),
+        _choice_of(*SYNCS),
         CommandOption("How the replicas of a stage are kept alike: bsp, ssp, asp or allreduce."),
     ),
     RunOption(

@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 
 from pipedream import _core
-from pipedream.common.rank_tree import parent_of
+from pipedream.common.rank_tree import NUM_PIECES, PIECE_BYTES, parent_of
 from pipedream.data.stream import ForwardedData
-from pipedream.links.state_transfer import PIECE_BYTES
 from pipedream.model.boundary import Boundary
 from pipedream.model.layers import dtype_name
 from pipedream.model.tensor_spec import TensorSpec
@@ -262,14 +261,14 @@ class _ChannelList:
         )
 
     def add_bulk(
-        self, name: str, ends: tuple[int, int], *, slots: int = 4, num_transfers_kept: int = 0
+        self, name: str, ends: tuple[int, int], *, slots: int = NUM_PIECES, num_transfers_kept: int = 0
     ) -> None:
         """For what goes through state_transfer.py."""
         piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
         kept = num_transfers_kept
         self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
 
-    def add_tree(self, sender: int, receiver: int, *, slots: int = 4) -> None:
+    def add_tree(self, sender: int, receiver: int, *, slots: int = NUM_PIECES) -> None:
         """Between a rank and one below it (rank_tree.py), one of the two directions."""
         self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.common.rank_tree import PIECE_BYTES
 from pipedream.model.boundary import exportable
 
 __all__ = [
-    "PIECE_BYTES",
     "receive_document",
     "receive_tensors",
     "relay_document",
@@ -26,8 +26,6 @@ __all__ = [
     "send_document",
     "send_tensors",
 ]
-
-PIECE_BYTES = 1 << 20
 
 
 def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 
-__all__ = ["COUNTED_MAX", "CutCost", "ItemCost", "microbatch_counts"]
+__all__ = ["COUNTED_MAX", "WORK_KINDS", "CutCost", "ItemCost", "microbatch_counts"]
 
+WORK_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
+"""Opcodes of the items that are timed."""
 COUNTED_MAX = 32
 """The most microbatches that a profile times."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.common.rank_tree import children_of
+from pipedream.common.rank_tree import NUM_PIECES, PIECE_BYTES, children_of
 from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.codec_choice import codec_between
 from pipedream.planning.factor_rule import core_factors
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
-_TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
+_TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # from each of a worker's neighbours
 _ELEMENT_BYTES = 8  # of data, whose type a profile does not say
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
 _CROSSING_DTYPES = ("float32", "bfloat16")  # of what crosses, whose type a profile does not say
@@ -67,7 +67,7 @@ class Limits:
     drains: bool = False
     """Whether a round may have several minibatches of a replica."""
     codec: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Of the run, of "activations" and "gradients"."""
+    """The run's codecs of "activations" and "gradients"."""
 
     @property
     def any(self) -> bool:
@@ -263,8 +263,7 @@ def make_limits(
 
 @functools.cache
 def _codec_shares(name: str) -> tuple[float, float]:
-    """What a codec adds for each byte that crosses: of what travels, and of what it keeps; at most, whatever
-    type crosses."""
+    """The most that a codec adds for each byte that crosses, whatever its type: encoded, and left out."""
     from pipedream import _core
 
     wire, residual = 0, 0

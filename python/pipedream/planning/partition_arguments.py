@@ -20,7 +20,8 @@ __all__ = [
     "check_partition_arguments",
 ]
 
-_SYNCS = ("bsp", "ssp", "asp", "allreduce")
+SYNCS = ("bsp", "ssp", "asp", "allreduce")
+"""How the replicas of a stage may be kept alike."""
 _COST_MODELS = ("paper", "calibrated")
 AUTO = "auto"
 """The schedule, or the microbatches, that partition() is to choose."""
@@ -96,8 +97,8 @@ def check_partition_arguments(
             "spare_workers own shards, and of factors replicas make versions by themselves: leave out"
             " spare_workers or codec"
         )
-    if sync not in _SYNCS:
-        raise ValueError(f"sync is {sync!r}: it is one of {', '.join(_SYNCS)}")
+    if sync not in SYNCS:
+        raise ValueError(f"sync is {sync!r}: it is one of {', '.join(SYNCS)}")
     is_asynchronous = rules is not None and rules.may_be_asynchronous
     if sync == "asp" and (not is_asynchronous or spare_workers or has_factors):
         raise ValueError(

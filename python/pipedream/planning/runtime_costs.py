@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.factor_rule import factored_sum
-from pipedream.planning.item_cost import ItemCost
+from pipedream.planning.item_cost import WORK_KINDS, ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, pass_costs
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.shard_shares import num_chunks
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FREE",
     "POSITIONS",
-    "WORK_KINDS",
     "PositionCosts",
     "RuntimeCosts",
     "StageCosts",
@@ -48,7 +47,6 @@ __all__ = [
 
 POSITIONS = ("only", "first", "middle", "last")
 """Of a stage: what its items do beside the model differs."""
-WORK_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 
 @dataclass(frozen=True)

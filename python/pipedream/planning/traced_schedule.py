@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.checks import check_choice
+from pipedream.planning.partition_arguments import SYNCS
 from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.program import PROGRAM, Program
@@ -40,7 +41,6 @@ _REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 # `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
 _TRACED_STAGES_MAX = 1_024
-_SYNCS = ("bsp", "ssp", "asp", "allreduce")
 
 
 class TraceRequest(NamedTuple):
@@ -203,7 +203,7 @@ def _make_options(
 ) -> _core.ScheduleOptions:
     from pipedream import _core
 
-    check_choice("sync", request.sync, _SYNCS)
+    check_choice("sync", request.sync, SYNCS)
     placement, in_flight = _choose_stages(request)
     num_stages, num_workers = placement.num_stages, placement.num_ranks
     is_replicated = num_workers > num_stages

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object
+from pipedream.planning.item_cost import WORK_KINDS
 
 __all__ = ["StageWaking", "Waking", "waking_share", "wakings_from"]
-
-_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Waking:
         given = check_object(where, value)
         shares = check_object(f"{where}.shares", given.get("shares", {}))
         for kind in shares:
-            if kind not in _KINDS:
-                raise ValueError(f"{where}.shares has {kind!r}: known are {', '.join(_KINDS)}")
+            if kind not in WORK_KINDS:
+                raise ValueError(f"{where}.shares has {kind!r}: known are {', '.join(WORK_KINDS)}")
         return cls(
             check_number(f"{where}.after_ms", given.get("after_ms", 0.0)),
             {kind: check_number(f"{where}.shares.{kind}", share) for kind, share in shares.items()},

@@ -91,8 +91,8 @@ TEST(StageMemory, ARecomputeKeepsOutputsUntilTheyHaveLeftAndGradientsOfAllInFlig
                                  2 * 10 + 100 + 10 + (3 + 1) * 10 + kDropped}));
 }
 
-// What codecs add to a plan of two stages: of 10 bytes that cross 5 are sent as activations, and 2 as
-// gradients, of which all that is left out is kept.
+// Codecs add this to a plan of two stages. 10 bytes that cross are 5 as activations, and 2 as gradients,
+// whose residual has 10.
 std::vector<double> encoded_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
                                    std::vector<std::int64_t> in_flight, bool stages_apart) {
   const MemoryCosts costs{.model_copies = 0,
