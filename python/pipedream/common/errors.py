@@ -20,8 +20,8 @@ __all__ = [
     "arrived_error",
     "describe_error",
     "failures_of_others",
-    "losses_kept",
     "one_line",
+    "position_kept",
     "raise_failure",
 ]
 
@@ -35,7 +35,11 @@ class PipelineError(RuntimeError):
 
     losses: Sequence[float] = ()
     """Of the minibatches that were done, in order: in a plain script all of them, under torchrun what this
-    rank knows: all of them where it alone has the last stage, else none. All that ends a run has them."""
+    rank knows: all of them where it alone has the last stage, else none. All that ends a run has them, as it
+    has the next."""
+    minibatch: int | None = None
+    """At which the run ended: the failed worker's, else the newest that any has begun; under torchrun this
+    rank's. None: none had begun."""
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
@@ -89,12 +93,14 @@ def raise_failure(kind: str, message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def losses_kept(losses: Callable[[], list[float]]) -> Iterator[None]:
-    """Around a run: whatever ends it has the losses so far as `error.losses`."""
+def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int | None]) -> Iterator[None]:
+    """Around a run: whatever ends it has the losses so far as `error.losses`, and `error.minibatch`."""
     try:
         yield
     except BaseException as error:
         error.losses = losses()  # type: ignore[attr-defined]  # an interrupt has them, too
+        if getattr(error, "minibatch", None) is None:
+            error.minibatch = minibatch()  # type: ignore[attr-defined]
         raise
 
 

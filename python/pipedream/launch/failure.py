@@ -28,7 +28,11 @@ class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the c
 
 
 def write_error(folder: Path, rank: int, error: Exception) -> None:
+    """The first time that this is called for the rank."""
+    if error_path(folder, str(rank)).exists():
+        return
     record = {
+        "minibatch": getattr(error, "minibatch", None),
         "type": type(error).__name__,
         "message": errors.one_line(error)
         if type(error).__name__ in _ERROR_TYPES
@@ -89,9 +93,15 @@ def cause_of(codes: Mapping[int, int], folder: Path, board: StatusBoard, plan: P
     if cause is None:
         for rank in _silent(codes, folder):
             position = _position(board, rank)
-            return errors.WorkerLost(f"{plan.describe_worker(rank)} {_end_of(codes[rank])} {position}")
+            lost = errors.WorkerLost(f"{plan.describe_worker(rank)} {_end_of(codes[rank])} {position}")
+            return _at(lost, board.read(rank))
         cause = _read_errors(folder)[0]
-    return _ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"])
+    return _at(_ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"]), cause["minibatch"])
+
+
+def _at(error: Exception, minibatch: int | None) -> Exception:
+    error.minibatch = minibatch if minibatch is None or minibatch >= 0 else None  # type: ignore[attr-defined]
+    return error
 
 
 def _end_of(code: int) -> str:

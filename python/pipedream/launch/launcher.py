@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pipedream.common import errors
+from pipedream.common.errors import PipelineError
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
 from pipedream.data.first_minibatch import KeptMinibatch, first_of
 from pipedream.launch.cautions import warn_if_late
@@ -49,6 +50,8 @@ from pipedream.launch.task_files import (
 )
 from pipedream.launch.weight_files import (
     are_complete,
+    is_keeping,
+    load_newest,
     load_weights,
     read_loss_state,
     reserve_room,
@@ -64,7 +67,6 @@ from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
-from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import mean_delays
 from pipedream.report.result import RunResult
 from pipedream.report.status import StatusBoard
@@ -72,6 +74,8 @@ from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.job import CallerSettings, JobOptions
 
 __all__ = ["check_main_is_a_file", "run_locally"]
+
+_KEEPING_S_MAX = 600.0
 
 
 def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> RunResult:
@@ -110,15 +114,16 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
         store, port = host_store()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
-            errors.losses_kept(
-                lambda: board.losses(options.plan.stages[-1].num_replicas, options.microbatches)
+            errors.position_kept(
+                lambda: board.losses(options.plan.stages[-1].num_replicas, options.microbatches),
+                lambda: None if board.newest() < 0 else board.newest(),
             ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous),
             _trained_weights_told(stages, options, folder),
             _interrupts_told(options, board),
         ):
-            _launch(task, options.plan, board, expected, script)
+            _launch(task, options, board, expected, script)
         if options.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
@@ -133,14 +138,31 @@ def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.Abst
 
 @contextlib.contextmanager
 def _trained_weights_told(stages: list[StageModule], options: JobOptions, folder: Path) -> Iterator[None]:
-    """A run that fails when all is trained leaves the weights in the model, and says so."""
+    """A run that fails leaves in the model what its workers have kept, and says so."""
     try:
         yield
-    except RuntimeError as error:
-        if options.gather != "none" and are_complete(options.plan, folder):
-            _take_over(stages, options, folder)
-            error.args = (f"{error}; the training was over, and the model has the trained weights",)
+    except Exception as error:
+        if options.gather != "none":
+            with contextlib.suppress(OSError, PipelineError):
+                _take_over_after(error, stages, options, folder)
         raise
+
+
+def _take_over_after(error: Exception, stages: list[StageModule], options: JobOptions, folder: Path) -> None:
+    """The trained weights where the training was over, else the newest versions of the stages that live."""
+    if are_complete(options.plan, folder):
+        _take_over(stages, options, folder)
+        error.args = (f"{error}; the training was over, and the model has the trained weights",)
+        return
+    missing = load_newest(stages, options.plan, folder)
+    if missing:
+        names = f"stage{'s' if len(missing) > 1 else ''} {' and '.join(map(str, missing))}"
+        error.args = (
+            f"{error}; the model has the newest weights of the other stages, and of {names} those from before"
+            " the run",
+        )
+    elif missing is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note("The model has the newest weights of all stages.")
 
 
 def _take_over(stages: list[StageModule], options: JobOptions, folder: Path) -> None:
@@ -188,12 +210,20 @@ def _functions_of(options: JobOptions) -> list[Any]:
     ]
 
 
+def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> float:
+    """How long workers may take to keep what they have trained, when the run has failed: as long as a work
+    item may take, and as long as they write."""
+    if board.newest() <= 0:
+        return 0.0
+    return _KEEPING_S_MAX if is_keeping(folder) else peer_timeout_s
+
+
 def _launch(
-    task: WorkerTask, plan: Plan, board: StatusBoard, expected: FirstLoss, script: CapturedScript
+    task: WorkerTask, options: JobOptions, board: StatusBoard, expected: FirstLoss, script: CapturedScript
 ) -> None:
     """Returns when all workers have done their part. Raises ValueError where they train another model than
     the caller's."""
-    folder, num_workers = Path(task.folder), plan.workers_used
+    folder, plan, num_workers = Path(task.folder), options.plan, options.plan.workers_used
 
     def look() -> bool:
         differs = expected.differs(board, folder)
@@ -210,6 +240,7 @@ def _launch(
         {RUN_FOLDER_VARIABLE: task.folder},
         functools.partial(is_explained, folder=folder),
         look,
+        lambda: _last_words_s(board, folder, options.links.peer_timeout_s),
     )
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)

@@ -5,6 +5,7 @@ On the main thread of the process, which the fork server has made and which dies
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -109,7 +110,8 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             stop_order=board if may_stop_early(options, under_torchrun=False) else None,
             folder=folder,
         )
-        result = run_worker(place, options, model, data)
+        note_error = functools.partial(write_error, folder, rank)
+        result = run_worker(place, options, model, data, note_error=note_error)
     if rank == 0:  # which has read all data
         write_part(folder, "generators", generator_states(data), "")
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")

@@ -194,8 +194,10 @@ def run(
 
     The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
     TypeError for a mistake in the arguments, errors.PipelineError for a run that fails; its `losses` are
-    those of the minibatches that were done. One that fails when all is trained, as on a full disk, says where
-    the trained weights are. Warns where nothing is trainable, the model is in eval(), or
+    those of the minibatches that were done, its `minibatch` says where it was, and the model has the newest
+    weights of the stages whose workers live. One that fails when all is trained, as on a full disk, says
+    where the trained weights are. The first Ctrl-C ends the run early, with a result, the second one at once.
+    Warns where nothing is trainable, the model is in eval(), or
     the plan leaves workers without work.
     """
     if loss_fn is None:

@@ -117,6 +117,15 @@ class Segment:
         """So far, as far as this worker knows."""
         return [] if self._loop is None else self._loop.losses
 
+    @property
+    def minibatch(self) -> int | None:
+        """At which this worker is; None: it has begun none of the segment."""
+        return None if self._loop is None else self._loop.minibatch
+
+    @property
+    def has_updated(self) -> bool:
+        return self._loop is not None and self._loop.has_updated
+
     def train(self, source: MinibatchSource) -> dict[str, Any]:
         """What this worker reports; a rank beyond the plan has nothing to."""
         run = self.run

@@ -48,7 +48,10 @@ __all__ = [
     "check_room",
     "drop_weights",
     "finish_weights",
+    "is_keeping",
     "keep_elsewhere",
+    "keep_newest",
+    "load_newest",
     "load_weights",
     "move_weights",
     "read_loss_state",
@@ -170,6 +173,44 @@ def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
         ) from error
 
 
+def keep_newest(run: AgreedRun) -> None:
+    """After a failure, for the caller of local workers: this worker's stages as it has them, all of them, as
+    it may be the only replica that is left."""
+    folder = run.place.folder
+    assert folder is not None
+    replica = run.plan.replica_of(run.rank)
+    for stage in run.own_stages():
+        path = _newest_file(folder, stage.stage_index, replica)
+        reserved = _part_of(_file_of(folder, run.plan, stage.stage_index, replica))
+        if reserved.exists():
+            reserved.replace(_part_of(path))
+        save_state([stage], _part_of(path))
+        _part_of(path).replace(path)
+
+
+def is_keeping(folder: Path) -> bool:
+    """Whether a worker is writing what keep_newest() writes."""
+    return any(folder.glob(f"newest-*{_PART}"))
+
+
+def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list[int] | None:
+    """Makes what workers have kept after a failure the stages' state. Returns the stages of which nothing is
+    left, None where nothing was kept at all, and the model is as it was."""
+    missing: list[int] = []
+    has_loaded = False
+    for stage in stages:
+        replicas = range(plan.stages[stage.stage_index].num_replicas)
+        paths = [_newest_file(folder, stage.stage_index, replica) for replica in replicas]
+        kept = [path for path in paths if path.exists()]
+        if not kept:
+            missing.append(stage.stage_index)
+            continue
+        has_loaded = True
+        load_state([stage], kept[0])
+        average_buffers(stage, [saved_values(path) for path in kept[1:]])
+    return missing if has_loaded else None
+
+
 def finish_weights(plan: Plan, folder: Path) -> None:
     """When all workers have written theirs for the user: the buffers' means, the files' names, and the
     index. At rank 0."""
@@ -245,6 +286,10 @@ def _of_other_replicas(folder: Path, plan: Plan, stage: int, suffix: str = "") -
 
 def _part_of(path: Path) -> Path:
     return path.with_name(path.name + _PART)
+
+
+def _newest_file(folder: Path, stage: int, replica: int) -> Path:
+    return folder / f"newest-{stage}-{replica}.safetensors"
 
 
 def _file_of(folder: Path, plan: Plan, stage: int, replica: int = 0) -> Path:

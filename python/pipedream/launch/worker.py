@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from pipedream import _core
-from pipedream.common.errors import afterwards, describe_error, losses_kept, raise_failure
+from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree
@@ -37,6 +37,7 @@ from pipedream.launch.interrupts import interrupts_stop
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.segment import Following, Segment
 from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
+from pipedream.launch.weight_files import keep_newest
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.residuals import Residuals
@@ -57,21 +58,30 @@ _LAST_WORDS_S = 1.0
 
 
 def run_worker(
-    place: WorkerPlace, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData
+    place: WorkerPlace,
+    options: JobOptions,
+    model: Model,
+    data: Iterable[Any] | ForwardedData,
+    *,
+    note_error: Callable[[Exception], None] = lambda error: None,
 ) -> RunResult:
     """This rank's part of the run; returns the whole run's result at every rank, what its trace shows at
     rank 0 only.
 
     Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
-    ranks as options.gather says. Any failure is told to the other workers before it is raised here.
+    ranks as options.gather says. Any failure is told to the other workers, and to note_error, before it is
+    raised here, and before what a local worker has trained is kept for the caller.
     """
     worker = _Worker(place)
     with afterwards(worker.close):
         try:
-            with losses_kept(worker.losses):
+            with position_kept(worker.losses, worker.minibatch):
                 return worker.run(options, model, data)
         except BaseException as error:
             worker.links.say_why(describe_error(error))
+            if isinstance(error, Exception):
+                note_error(error)
+            worker.keep_newest()
             raise
 
 
@@ -95,6 +105,20 @@ class _Worker:
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""
         return [*self._losses_before, *([] if self._segment is None else self._segment.losses)]
+
+    def minibatch(self) -> int | None:
+        """At which this worker is; None: it has begun none."""
+        return None if self._segment is None else self._segment.minibatch
+
+    def keep_newest(self) -> None:
+        """For the caller of local workers, when the run has failed: the newest versions, if they are not the
+        initial ones. Without a word where there is no room, or the device does not answer."""
+        segment = self._segment
+        if segment is None or segment.run.place.folder is None or segment.run.options.gather == "none":
+            return
+        if segment.has_updated or self._losses_before:
+            with contextlib.suppress(Exception):
+                keep_newest(segment.run)
 
     def run(self, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData) -> RunResult:
         torch.set_num_threads(options.num_threads)

@@ -1,7 +1,8 @@
 """The processes of a local run: started by the fork server, watched by their ends alone, ended together.
 
 A worker that ends with another status than 0 ends the run. Its peers may end of that before it does itself:
-unless it is known why, the others get a moment to say it. On the caller's thread.
+unless it is known why, the others get a moment to say it; and then to keep what they have trained. On the
+caller's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,13 +37,14 @@ def run_processes(
     environment: Mapping[str, str],
     is_explained: Callable[[Mapping[int, int]], bool],
     look: Callable[[], bool],
+    last_words_s: Callable[[], float],
 ) -> dict[int, int]:
     """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended. Calls
     look() once all are started, and then again every 50 ms while it returns True; what it raises ends all.
 
     Returns the exit codes (negative: of a signal) of those that failed by themselves, by rank, in the order
-    of their ends; is_explained says whether these tell why the run failed. However it returns, none of the
-    processes is left.
+    of their ends; is_explained says whether these tell why the run failed. From then on the others have
+    last_words_s() to end by themselves. However it returns, none of the processes is left.
     """
     processes: list[Process] = []
     try:
@@ -49,7 +52,7 @@ def run_processes(
             name = f"pipedream-{rank}"
             processes.append(Process(target=target, args=of_rank, name=name, environment=environment))
             processes[-1].start()
-        return _wait(processes, is_explained, look)
+        return _wait(processes, is_explained, look, last_words_s)
     finally:
         _end([process for process in processes if process.pid is not None])
 
@@ -58,16 +61,17 @@ def _wait(
     processes: list[Process],
     is_explained: Callable[[Mapping[int, int]], bool],
     look: Callable[[], bool],
+    last_words_s: Callable[[], float],
 ) -> dict[int, int]:
     codes: dict[int, int] = {}
-    looks = True
+    looks, is_known, known_s = True, False, 0.0
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     deadline_s = float("inf")
     while running and time.monotonic() < deadline_s:
         looks = looks and not codes and look()
         timeout_s = _LOOK_S if looks else None
         if codes:
-            timeout_s = max(0.0, deadline_s - time.monotonic())
+            timeout_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
         for sentinel in connection.wait(list(running), timeout_s):
             assert isinstance(sentinel, int)
             rank = running.pop(sentinel)
@@ -75,11 +79,23 @@ def _wait(
             code = processes[rank].exitcode
             if code:
                 codes[rank] = code
-        if codes and is_explained(codes):
+        if codes and not is_known and is_explained(codes):
+            is_known, known_s = True, time.monotonic()
+        if is_known:
+            deadline_s = known_s + last_words_s()
+        if is_known and all(_is_stopped(processes[rank]) for rank in running.values()):
             return codes
         if codes and deadline_s == float("inf"):
             deadline_s = time.monotonic() + _PATIENCE_S
     return codes
+
+
+def _is_stopped(process: Process) -> bool:
+    """Whether a signal has stopped it, so that it says nothing more."""
+    with contextlib.suppress(OSError, IndexError):
+        stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        return stat.rpartition(")")[2].split()[0] in "tT"
+    return False
 
 
 def _end(processes: Sequence[Process]) -> None:

@@ -104,6 +104,10 @@ class StageGradients:
         """What a backward of the stage runs in."""
         return None
 
+    def whole_slot(self, newest_slot: int) -> int:
+        """Of the newest version that this worker has all of. newest_slot: of its own part of the newest."""
+        return newest_slot
+
     def begin_backward(self) -> None:
         """A backward is next: there is room for what it makes."""
 

@@ -301,6 +301,11 @@ class ShardClient(StageGradients):
         self._slot_of = {v: slot for v, slot in self._slot_of.items() if slot != write_slot}
         self._slot_of[self._newest] = write_slot
 
+    def whole_slot(self, newest_slot: int) -> int:
+        """Of the newest version whose shards have all been pulled."""
+        whole = min([self._newest, *self._newest_pulled.values()])
+        return self._slot_of.get(whole, newest_slot)
+
     # Parts.
 
     def _settle(self, own_slot: int | None, tied_slot: int) -> None:

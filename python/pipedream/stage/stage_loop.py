@@ -157,6 +157,8 @@ class WorkerLoop:
             schedule=schedule,
         )
         self._losses = self._make_losses()
+        self.has_updated = False
+        """Whether a stage has another version than the first."""
         self.was_stopped = False
         """Before the data were over."""
         self._boundaries = Boundaries(schedule, stages, self._boundary_listeners())
@@ -252,6 +254,10 @@ class WorkerLoop:
         """So far; none where the last stage is another worker's, or others have some of them."""
         return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
+    @property
+    def minibatch(self) -> int | None:
+        return None if self._position.minibatch < 0 else self._position.minibatch
+
     def train(self, goes_on: Callable[[], bool]) -> dict[str, Any]:
         """goes_on: asked once all is done, whether only this segment of the run is over."""
         core = self._core
@@ -302,6 +308,7 @@ class WorkerLoop:
             else:
                 if work.kind == "UPDATE":
                     newest_slots[stage] = work.write_slot
+                    self.has_updated = True
                 work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
                 if done.kind == "UPDATE":
                     self._boundaries.note_update(stage, minibatch)
@@ -370,7 +377,7 @@ class WorkerLoop:
             part.stage.draws = None
             if part.offload is not None:
                 part.offload.finish()
-            part.weights.own.restore(newest_slots[part.stage.stage_index])
+            part.weights.own.restore(part.gradients.whole_slot(newest_slots[part.stage.stage_index]))
             for owner, slot in part.tied.newest_slots.items():
                 part.weights.tied[owner].restore(slot)
 

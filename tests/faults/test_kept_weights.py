@@ -1,0 +1,133 @@
+"""What ends a local run early leaves in the caller's model the newest version of every stage that lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from models import Batch
+from pipedream import PipelineError, WorkerLost
+from torch import Tensor, nn
+from training import Training, train_by_reference
+
+_TRAINING = Training("mlp", 3, num_minibatches=12, short_last=False)
+
+
+class _FailsAt:
+    """A loss that does this at the last stage when it is called for the n-th time."""
+
+    def __init__(self, num_calls: int, *, kills: bool = False) -> None:
+        self._num_left = num_calls
+        self._kills = kills
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._num_left -= 1
+        if self._num_left == 0:
+            if self._kills and "RANK" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("no loss today")
+        loss: Tensor = _TRAINING.case.loss_fn(outputs, targets)
+        return loss
+
+
+def _run(model: nn.Module, **options: Any) -> Any:
+    how = {**_TRAINING.options(), "progress": False, **options}
+    return pipedream.run(model, _TRAINING.plan, **how)
+
+
+def _num_updates_of_stages(model: nn.Sequential) -> list[int | None]:
+    """By stage, of how many minibatches its weights are, as the reference has them; None: of no number."""
+    states = [_TRAINING.model().state_dict()]
+    for count in range(1, _TRAINING.num_minibatches + 1):
+        states.append(train_by_reference(replace(_TRAINING, num_minibatches=count))[1])
+    found: list[int | None] = []
+    own = model.state_dict()
+    for stage in _TRAINING.plan.stages:
+        layers = range(stage.first_layer, stage.last_layer + 1)
+        names = [name for name in own if int(name.split(".")[0]) in layers]
+        equal = [
+            count
+            for count, state in enumerate(states)
+            if all(torch.allclose(own[name], state[name], rtol=1e-9, atol=1e-12) for name in names)
+        ]
+        found.append(equal[0] if equal else None)
+    return found
+
+
+def test_after_an_exception_the_model_has_every_stages_newest_version() -> None:
+    model = _TRAINING.model()
+    with pytest.raises(PipelineError, match="no loss today") as caught:
+        _run(model, loss_fn=_FailsAt(8))
+    first, second, last = _num_updates_of_stages(model)
+    assert last == 7  # the forward of the eighth failed, and before it come all backwards of the last stage
+    assert first is not None and second is not None and 4 <= first <= second <= 7
+    assert caught.value.minibatch == 7 and len(caught.value.losses) == 7
+
+
+def test_after_a_lost_worker_the_model_has_the_other_stages_and_the_error_names_that_one() -> None:
+    model = _TRAINING.model()
+    with pytest.raises(WorkerLost) as caught:
+        _run(model, loss_fn=_FailsAt(8, kills=True))
+    assert str(caught.value) == (
+        "stage 2 (rank 2) was killed by SIGKILL at minibatch 7; the model has the newest weights of the other"
+        " stages, and of stage 2 those from before the run"
+    )
+    first, second, last = _num_updates_of_stages(model)
+    assert last == 0
+    assert first is not None and second is not None and 4 <= first <= second <= 7
+    assert caught.value.minibatch == 7 and len(caught.value.losses) == 7
+
+
+def test_a_run_that_fails_before_its_first_update_leaves_the_model_as_it_was() -> None:
+    model = _TRAINING.model()
+    with pytest.raises(PipelineError, match="no loss today"):
+        _run(model, loss_fn=_FailsAt(1))
+    assert _num_updates_of_stages(model) == [0, 0, 0]
+
+
+class _InterruptsCaller:
+    """Minibatches; the caller gets Ctrl-C when the first stage's worker reads this one."""
+
+    def __init__(self, minibatch: int) -> None:
+        self._batches = list(replace(_TRAINING, num_minibatches=40).data())
+        self._minibatch = minibatch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for minibatch, batch in enumerate(self._batches):
+            if minibatch == self._minibatch and os.environ.get("RANK") == "0":
+                os.kill(int(os.environ["TEST_CALLER"]), signal.SIGINT)
+            yield batch
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)], ids=["straight", "2-1"])
+def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
+    replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = replace(_TRAINING, num_stages=len(replicas), replicas=replicas)
+    monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
+    model = training.model()
+    how = {**training.options(), "progress": False, "data": _InterruptsCaller(6)}
+    result = pipedream.run(model, training.plan, **how)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert result.stopped_at is not None and 6 <= result.stopped_at < 40
+    assert "stopping when the minibatches in flight are done" in capfd.readouterr().err
+    expected, state = train_by_reference(replace(training, num_minibatches=result.stopped_at))
+    torch.testing.assert_close(result.losses, expected.losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_left_half_written(tmp_path: Path) -> None:
+    model = _TRAINING.model()
+    with pytest.raises(PipelineError):
+        _run(model, loss_fn=_FailsAt(8), save=str(tmp_path / "saved"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
