@@ -69,7 +69,8 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
         replicas = "-".join(str(stage.num_replicas) for stage in plan.stages)
         raise ValueError(
             f"schedule is a program of {program.num_stages} stages, each at one worker, and the plan is"
-            f" {replicas}: give a plan of as many stages, as of partition(..., straight=True)"
+            f" {replicas}: give a plan of as many stages, as of partition(..., replicas=[1] *"
+            f" {program.num_stages})"
         )
     if microbatches not in (None, 1, program.microbatches):
         raise ValueError(
