@@ -50,7 +50,8 @@ void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_
     throw UserError("there are " + std::to_string(parts.size()) + " parts of " +
                     std::to_string(num_minibatches) + " minibatches: give 1 of each at least");
   }
-  if (!is_aggregated(element)) throw UserError("dtype is " + dtype + ": it must be float32 or float64");
+  if (!is_aggregated(element))
+    throw UserError("dtype is " + dtype + ": it must be float32, float64 or bfloat16");
   std::vector<const void*> addresses;
   for (const std::uintptr_t part : parts)
     addresses.push_back(reinterpret_cast<const void*>(part));  // NOLINT(performance-no-int-to-ptr)

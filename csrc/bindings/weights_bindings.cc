@@ -70,9 +70,9 @@ void sgd_step(const py::sequence& tensors, const std::string& dtype, bool first_
   std::vector<SgdTensor> rows;
   rows.reserve(tensors.size());
   for (const py::handle row : tensors) {
-    const auto [num_elements, weight_in, weight_out, gradient, momentum_buffer] = fields_of<5>(row);
+    const auto [num_elements, weight_in, weight_out, gradient, momentum_buffer, master] = fields_of<6>(row);
     rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
-                    pointer(gradient), pointer(momentum_buffer)});
+                    pointer(gradient), pointer(momentum_buffer), pointer(master)});
   }
   const bool is_cuda = on_cuda(device);
   const py::gil_scoped_release released;
@@ -94,10 +94,11 @@ void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64
   std::vector<AdamTensor> rows;
   rows.reserve(tensors.size());
   for (const py::handle row : tensors) {
-    const auto [num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq] =
-        fields_of<7>(row);
+    const auto [num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master] =
+        fields_of<8>(row);
     rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
-                    pointer(gradient), pointer(exp_avg), pointer(exp_avg_sq), pointer(max_exp_avg_sq)});
+                    pointer(gradient), pointer(exp_avg), pointer(exp_avg_sq), pointer(max_exp_avg_sq),
+                    pointer(master)});
   }
   const bool is_cuda = on_cuda(device);
   const py::gil_scoped_release released;
@@ -118,7 +119,7 @@ void bind_weights(py::module_& module) {
              py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"), py::arg("gradient_scale") = 1,
              py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
              "One out-of-place SGD step. tensors: (num_elements, weight_in, weight_out, gradient,\n"
-             "momentum_buffer) each, addresses as integers.");
+             "momentum_buffer, master) each, addresses as integers; master is 0 but of bfloat16.");
   module.def(
       "adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
       py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
@@ -127,7 +128,7 @@ void bind_weights(py::module_& module) {
       py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
       "One out-of-place Adam, AdamW or, with nesterov, NAdam step; step is 1 for the first.\n"
       "momentum_product: of NAdam's momenta of all steps, this one's included. tensors: (num_elements,\n"
-      "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq) each.");
+      "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master) each.");
   module.def(
       "share_openmp",
       [](const std::string& library_path) { return ThreadTeam::of_process().share_openmp(library_path); },

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/element.h"
 #include "weights/thread_team.h"
 
 namespace pipedream {
@@ -12,36 +13,39 @@ namespace {
 constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 
-template <class T>
-void add_block(std::span<const void* const> parts, T num_minibatches, T* mean, std::int64_t first,
-               std::int64_t count) {
-  alignas(64) T sum[kBlockElements];
-  const T* const part_0 = static_cast<const T*>(parts[0]) + first;
-  std::copy_n(part_0, count, sum);
+template <class Element>
+void add_block(std::span<const void* const> parts, NumberOf<Element> num_minibatches, Element* mean,
+               std::int64_t first, std::int64_t count) {
+  alignas(64) NumberOf<Element> sum[kBlockElements];
+  const Element* const part_0 = static_cast<const Element*>(parts[0]) + first;
+  for (std::int64_t i = 0; i < count; ++i) sum[i] = number_of(part_0[i]);
   for (const void* const part : parts.subspan(1)) {
-    const T* const added = static_cast<const T*>(part) + first;
-    for (std::int64_t i = 0; i < count; ++i) sum[i] += added[i];
+    const Element* const added = static_cast<const Element*>(part) + first;
+    for (std::int64_t i = 0; i < count; ++i) sum[i] += number_of(added[i]);
   }
-  T* const target = mean + first;
-  for (std::int64_t i = 0; i < count; ++i) target[i] = sum[i] / num_minibatches;
+  Element* const target = mean + first;
+  for (std::int64_t i = 0; i < count; ++i) target[i] = element_of<Element>(sum[i] / num_minibatches);
 }
 
-template <class T>
-void aggregate_as(std::span<const void* const> parts, std::int64_t num_minibatches, T* mean,
+template <class Element>
+void aggregate_as(std::span<const void* const> parts, std::int64_t num_minibatches, Element* mean,
                   std::int64_t num_elements, int num_threads) {
   constexpr std::int64_t kTaskElements = kTaskBlocks * kBlockElements;
   const std::int64_t num_tasks = (num_elements + kTaskElements - 1) / kTaskElements;
   ThreadTeam::of_process().run(num_threads, num_tasks, [&](std::int64_t task) {
     const std::int64_t end = std::min(num_elements, (task + 1) * kTaskElements);
     for (std::int64_t first = task * kTaskElements; first < end; first += kBlockElements) {
-      add_block(parts, static_cast<T>(num_minibatches), mean, first, std::min(kBlockElements, end - first));
+      add_block(parts, static_cast<NumberOf<Element>>(num_minibatches), mean, first,
+                std::min(kBlockElements, end - first));
     }
   });
 }
 
 }  // namespace
 
-bool is_aggregated(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kFloat64; }
+bool is_aggregated(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16;
+}
 
 void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_minibatches, void* mean,
                std::int64_t num_elements, int num_threads) {
@@ -51,6 +55,8 @@ void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num
   PD_CHECK(is_aggregated(dtype), dtype_name(dtype));
   if (dtype == DType::kFloat32) {
     aggregate_as(parts, num_minibatches, static_cast<float*>(mean), num_elements, num_threads);
+  } else if (dtype == DType::kBFloat16) {
+    aggregate_as(parts, num_minibatches, static_cast<BFloat16*>(mean), num_elements, num_threads);
   } else {
     aggregate_as(parts, num_minibatches, static_cast<double*>(mean), num_elements, num_threads);
   }

@@ -9,12 +9,12 @@
 
 namespace pipedream {
 
-// float32 and float64.
+// float32, float64 and bfloat16.
 [[nodiscard]] bool is_aggregated(DType dtype);
 
-// mean[i] = ((parts[0][i] + parts[1][i]) + ...) / num_minibatches. A replica without a gradient has no part.
-// mean may be one of the parts; nothing else overlaps. At least one part; their dtype is one
-// that is_aggregated().
+// mean[i] = ((parts[0][i] + parts[1][i]) + ...) / num_minibatches. bfloat16 is added in float32 and rounded
+// once. A replica without a gradient has no part. mean may be one of the parts; nothing else overlaps. At
+// least one part; their dtype is one that is_aggregated().
 void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_minibatches, void* mean,
                std::int64_t num_elements, int num_threads);
 

@@ -14,25 +14,28 @@
 namespace pipedream {
 namespace {
 
-template <class T>
+template <class Element>
 void adam_step(const AdamOptions& options, std::span<const AdamTensor> tensors, std::int64_t step,
                double gradient_scale, int num_threads) {
   const AdamFlags flags = adam_flags(options);
-  const AdamFactors<T> factors = adam_factors<T>(options, step, gradient_scale);
-  const HostKernels<T>& kernels = host_kernels<T>();
+  using Number = NumberOf<Element>;
+  const AdamFactors<Number> factors = adam_factors<Number>(options, step, gradient_scale);
+  const HostKernels<Element>& kernels = host_kernels<Element>();
   const std::size_t num_streams = flags.amsgrad ? 6 : 5;
   const bool exceeds_caches =
-      worth_streaming(static_cast<std::size_t>(sum_of_elements(tensors)) * sizeof(T) * num_streams);
+      worth_streaming(static_cast<std::size_t>(sum_of_elements(tensors)) * sizeof(Number) * num_streams);
   run_over_tensors(
       tensors, num_threads, [&](const AdamTensor& tensor, std::int64_t first, std::int64_t count) {
-        auto* const max_exp_avg_sq = static_cast<T*>(tensor.max_exp_avg_sq);
-        const AdamRange<T> range{count,
-                                 static_cast<const T*>(tensor.weight_in) + first,
-                                 static_cast<T*>(tensor.weight_out) + first,
-                                 static_cast<const T*>(tensor.gradient) + first,
-                                 static_cast<T*>(tensor.exp_avg) + first,
-                                 static_cast<T*>(tensor.exp_avg_sq) + first,
-                                 flags.amsgrad ? max_exp_avg_sq + first : nullptr};
+        auto* const master = static_cast<Number*>(tensor.master);
+        auto* const max_exp_avg_sq = static_cast<Number*>(tensor.max_exp_avg_sq);
+        const AdamRange<Element> range{count,
+                                       static_cast<const Element*>(tensor.weight_in) + first,
+                                       static_cast<Element*>(tensor.weight_out) + first,
+                                       static_cast<const Element*>(tensor.gradient) + first,
+                                       static_cast<Number*>(tensor.exp_avg) + first,
+                                       static_cast<Number*>(tensor.exp_avg_sq) + first,
+                                       flags.amsgrad ? max_exp_avg_sq + first : nullptr,
+                                       kHasMaster<Element> ? master + first : nullptr};
         kernels.adam(flags, factors, range, exceeds_caches && tensor.weight_in != tensor.weight_out);
       });
 }
@@ -70,11 +73,9 @@ void check_adam_tensors(const AdamOptions& options, DType dtype, std::span<const
 void adam_step_host(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                     std::int64_t step, double gradient_scale, int num_threads) {
   check_adam_tensors(options, dtype, tensors, step);
-  if (dtype == DType::kFloat32) {
-    adam_step<float>(options, tensors, step, gradient_scale, num_threads);
-  } else {
-    adam_step<double>(options, tensors, step, gradient_scale, num_threads);
-  }
+  with_element_of(dtype, [&](auto element) {
+    adam_step<decltype(element)>(options, tensors, step, gradient_scale, num_threads);
+  });
 }
 
 }  // namespace pipedream

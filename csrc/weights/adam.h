@@ -35,8 +35,8 @@ struct AdamOptions {
   double momentum_product = 0;  // p(t) of this step
 };
 
-// One parameter of a step; all pointers are to num_elements of the step's dtype, in one order. The moments
-// are zero before the first step.
+// One parameter of a step, as SgdTensor (sgd.h); the moments are float32 where the dtype is bfloat16, and
+// zero before the first step.
 struct AdamTensor {
   std::int64_t num_elements = 0;
   const void* weight_in = nullptr;
@@ -45,6 +45,7 @@ struct AdamTensor {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  // may be null without amsgrad
+  void* master = nullptr;          // of bfloat16 alone
 };
 
 // Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay,

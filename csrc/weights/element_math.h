@@ -1,8 +1,5 @@
-// The arithmetic of one element of the native optimizers, the same text for host and device. Pure; any
-// thread. C++17, as nvcc compiles it too; it includes nothing of ours.
-//
-// Everything is of internal linkage: the host kernels are compiled once per instruction set, and a copy that
-// the linker shared between them could hold instructions that the processor lacks.
+// The arithmetic of one element of the native optimizers, the same text for host and device, and of internal
+// linkage, as base/element.h has it. Pure; any thread. C++17, as nvcc compiles it too.
 //
 // A Flags argument has the members of SgdFlags or AdamFlags, either as constants of its type (host: one
 // loop per combination, without branches) or as values (device: the branches are uniform and cost nothing
@@ -10,14 +7,33 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
+#include <type_traits>
 
-#if defined(__CUDACC__)
-#define PD_ELEMENT static __host__ __device__ __forceinline__
-#else
-#define PD_ELEMENT static inline __attribute__((always_inline))
-#endif
+#include "base/element.h"
 
 namespace pipedream {
+
+// Whether the weights of these elements are too coarse to add steps to: a master copy has them as numbers.
+template <class Element>
+inline constexpr bool kHasMaster = !std::is_same_v<Element, NumberOf<Element>>;
+
+template <class Element>
+PD_ELEMENT NumberOf<Element> weight_before(const Element* weight_in, const NumberOf<Element>* master,
+                                           std::int64_t i) {
+  if constexpr (kHasMaster<Element>) {
+    return master[i];
+  } else {
+    return weight_in[i];
+  }
+}
+
+template <class Element>
+PD_ELEMENT void keep_weight(NumberOf<Element> weight, Element* weight_out, NumberOf<Element>* master,
+                            std::int64_t i) {
+  if constexpr (kHasMaster<Element>) master[i] = weight;
+  weight_out[i] = element_of<Element>(weight);
+}
 
 struct SgdFlags {
   bool has_weight_decay;
@@ -26,7 +42,7 @@ struct SgdFlags {
   bool first_step;
 };
 
-// Scalars rounded to the element type once, as torch does with Python's.
+// Scalars rounded to the type of the arithmetic once, as torch does with Python's.
 template <class T>
 struct SgdFactors {
   T gradient_scale;  // negative to maximize

@@ -34,4 +34,9 @@ const HostKernels<double>& host_kernels<double>() {
   return *chosen_kernels().for_float64;
 }
 
+template <>
+const HostKernels<BFloat16>& host_kernels<BFloat16>() {
+  return *chosen_kernels().for_bfloat16;
+}
+
 }  // namespace pipedream

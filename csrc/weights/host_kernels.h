@@ -11,33 +11,38 @@
 
 namespace pipedream {
 
-// weight_in may equal weight_out; nothing else overlaps.
-template <class T>
+// weight_in may equal weight_out; nothing else overlaps. Where elements have a master copy (kHasMaster), it
+// is read in place of weight_in and replaced.
+template <class Element>
 struct SgdRange {
   std::int64_t num_elements;
-  const T* weight_in;
-  T* weight_out;
-  const T* gradient;
-  T* momentum_buffer;
+  const Element* weight_in;
+  Element* weight_out;
+  const Element* gradient;
+  NumberOf<Element>* momentum_buffer;
+  NumberOf<Element>* master = nullptr;
 };
 
-template <class T>
+template <class Element>
 struct AdamRange {
   std::int64_t num_elements;
-  const T* weight_in;
-  T* weight_out;
-  const T* gradient;
-  T* exp_avg;
-  T* exp_avg_sq;
-  T* max_exp_avg_sq;
+  const Element* weight_in;
+  Element* weight_out;
+  const Element* gradient;
+  NumberOf<Element>* exp_avg;
+  NumberOf<Element>* exp_avg_sq;
+  NumberOf<Element>* max_exp_avg_sq;
+  NumberOf<Element>* master = nullptr;
 };
 
 // streaming: weight_out is written past the caches, which saves reading its lines first; worth it only
 // where the step's memory exceeds the caches. It is not read before the call returns.
-template <class T>
+template <class Element>
 struct HostKernels {
-  void (*sgd)(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming);
-  void (*adam)(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming);
+  void (*sgd)(SgdFlags flags, const SgdFactors<NumberOf<Element>>& factors, const SgdRange<Element>& range,
+              bool streaming);
+  void (*adam)(AdamFlags flags, const AdamFactors<NumberOf<Element>>& factors,
+               const AdamRange<Element>& range, bool streaming);
 };
 
 // One per instruction set; null where this build has none such.
@@ -45,13 +50,14 @@ struct HostKernelSet {
   const char* name;
   const HostKernels<float>* for_float32;
   const HostKernels<double>* for_float64;
+  const HostKernels<BFloat16>* for_bfloat16;
 };
 [[nodiscard]] HostKernelSet baseline_kernels();
 [[nodiscard]] HostKernelSet avx2_kernels();
 
 // The best set that this processor runs.
 [[nodiscard]] bool processor_has_avx2();
-template <class T>
-[[nodiscard]] const HostKernels<T>& host_kernels();
+template <class Element>
+[[nodiscard]] const HostKernels<Element>& host_kernels();
 
 }  // namespace pipedream

@@ -6,7 +6,9 @@
 
 namespace pipedream {
 
-HostKernelSet avx2_kernels() { return {"avx2", &kHostKernels<float>, &kHostKernels<double>}; }
+HostKernelSet avx2_kernels() {
+  return {"avx2", &kHostKernels<float>, &kHostKernels<double>, &kHostKernels<BFloat16>};
+}
 
 }  // namespace pipedream
 #else
@@ -14,7 +16,7 @@ HostKernelSet avx2_kernels() { return {"avx2", &kHostKernels<float>, &kHostKerne
 
 namespace pipedream {
 
-HostKernelSet avx2_kernels() { return {"avx2", nullptr, nullptr}; }
+HostKernelSet avx2_kernels() { return {"avx2", nullptr, nullptr, nullptr}; }
 
 }  // namespace pipedream
 #endif

@@ -3,6 +3,8 @@
 
 namespace pipedream {
 
-HostKernelSet baseline_kernels() { return {"baseline", &kHostKernels<float>, &kHostKernels<double>}; }
+HostKernelSet baseline_kernels() {
+  return {"baseline", &kHostKernels<float>, &kHostKernels<double>, &kHostKernels<BFloat16>};
+}
 
 }  // namespace pipedream

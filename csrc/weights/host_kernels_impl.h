@@ -97,25 +97,32 @@ void for_each_piece(std::int64_t num_elements, T* weight_out, bool streaming, Co
   fence_streams();
 }
 
-template <class Flags, class T>
-void sgd_loop(const SgdFactors<T>& factors_in, const SgdRange<T>& range, bool streaming) {
-  const SgdFactors<T> factors = factors_in;
-  for_each_piece(range.num_elements, range.weight_out, streaming,
-                 [&](std::int64_t first, std::int64_t count, T* target) {
-                   const T* const weight = range.weight_in + first;
-                   const T* const gradient = range.gradient + first;
-                   T* const momentum_buffer = Flags::has_momentum ? range.momentum_buffer + first : nullptr;
-                   PD_INDEPENDENT
-                   for (std::int64_t i = 0; i < count; ++i) {
-                     T momentum = Flags::has_momentum && !Flags::first_step ? momentum_buffer[i] : T{};
-                     target[i] = sgd_element(Flags{}, factors, weight[i], gradient[i], &momentum);
-                     if (Flags::has_momentum) momentum_buffer[i] = momentum;
-                   }
-                 });
+template <class Flags, class Element>
+void sgd_loop(const SgdFactors<NumberOf<Element>>& factors_in, const SgdRange<Element>& range,
+              bool streaming) {
+  using Number = NumberOf<Element>;
+  const SgdFactors<Number> factors = factors_in;
+  for_each_piece(
+      range.num_elements, range.weight_out, streaming,
+      [&](std::int64_t first, std::int64_t count, Element* target) {
+        const Element* const weight = kHasMaster<Element> ? nullptr : range.weight_in + first;
+        Number* const master = kHasMaster<Element> ? range.master + first : nullptr;
+        const Element* const gradient = range.gradient + first;
+        Number* const momentum_buffer = Flags::has_momentum ? range.momentum_buffer + first : nullptr;
+        PD_INDEPENDENT
+        for (std::int64_t i = 0; i < count; ++i) {
+          Number momentum = Flags::has_momentum && !Flags::first_step ? momentum_buffer[i] : Number{};
+          const Number before = weight_before(weight, master, i);
+          keep_weight(sgd_element(Flags{}, factors, before, number_of(gradient[i]), &momentum), target,
+                      master, i);
+          if (Flags::has_momentum) momentum_buffer[i] = momentum;
+        }
+      });
 }
 
-template <bool kWeightDecay, class T>
-void sgd_by_momentum(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming) {
+template <bool kWeightDecay, class Element>
+void sgd_by_momentum(SgdFlags flags, const SgdFactors<NumberOf<Element>>& factors,
+                     const SgdRange<Element>& range, bool streaming) {
   if (!flags.has_momentum)
     return sgd_loop<StaticSgdFlags<kWeightDecay, false, false, false>>(factors, range, streaming);
   if (flags.nesterov) {
@@ -128,29 +135,35 @@ void sgd_by_momentum(SgdFlags flags, const SgdFactors<T>& factors, const SgdRang
   return sgd_loop<StaticSgdFlags<kWeightDecay, true, false, false>>(factors, range, streaming);
 }
 
-template <class T>
-void sgd_kernel(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming) {
+template <class Element>
+void sgd_kernel(SgdFlags flags, const SgdFactors<NumberOf<Element>>& factors, const SgdRange<Element>& range,
+                bool streaming) {
   if (flags.has_weight_decay) return sgd_by_momentum<true>(flags, factors, range, streaming);
   return sgd_by_momentum<false>(flags, factors, range, streaming);
 }
 
-template <class Flags, class T>
-void adam_loop(const AdamFactors<T>& factors_in, const AdamRange<T>& range, bool streaming) {
-  const AdamFactors<T> factors = factors_in;
+template <class Flags, class Element>
+void adam_loop(const AdamFactors<NumberOf<Element>>& factors_in, const AdamRange<Element>& range,
+               bool streaming) {
+  using Number = NumberOf<Element>;
+  const AdamFactors<Number> factors = factors_in;
   for_each_piece(range.num_elements, range.weight_out, streaming,
-                 [&](std::int64_t first, std::int64_t count, T* target) {
-                   const T* const weight = range.weight_in + first;
-                   const T* const gradient = range.gradient + first;
-                   T* const exp_avg = range.exp_avg + first;
-                   T* const exp_avg_sq = range.exp_avg_sq + first;
-                   T* const max_exp_avg_sq = Flags::amsgrad ? range.max_exp_avg_sq + first : nullptr;
+                 [&](std::int64_t first, std::int64_t count, Element* target) {
+                   const Element* const weight = kHasMaster<Element> ? nullptr : range.weight_in + first;
+                   Number* const master = kHasMaster<Element> ? range.master + first : nullptr;
+                   const Element* const gradient = range.gradient + first;
+                   Number* const exp_avg = range.exp_avg + first;
+                   Number* const exp_avg_sq = range.exp_avg_sq + first;
+                   Number* const max_exp_avg_sq = Flags::amsgrad ? range.max_exp_avg_sq + first : nullptr;
                    PD_INDEPENDENT
                    for (std::int64_t i = 0; i < count; ++i) {
-                     T moment = exp_avg[i];
-                     T square = exp_avg_sq[i];
-                     T largest = Flags::amsgrad ? max_exp_avg_sq[i] : T{};
-                     target[i] =
-                         adam_element(Flags{}, factors, weight[i], gradient[i], &moment, &square, &largest);
+                     Number moment = exp_avg[i];
+                     Number square = exp_avg_sq[i];
+                     Number largest = Flags::amsgrad ? max_exp_avg_sq[i] : Number{};
+                     const Number before = weight_before(weight, master, i);
+                     keep_weight(adam_element(Flags{}, factors, before, number_of(gradient[i]), &moment,
+                                              &square, &largest),
+                                 target, master, i);
                      exp_avg[i] = moment;
                      exp_avg_sq[i] = square;
                      if (Flags::amsgrad) max_exp_avg_sq[i] = largest;
@@ -158,15 +171,17 @@ void adam_loop(const AdamFactors<T>& factors_in, const AdamRange<T>& range, bool
                  });
 }
 
-template <bool kWeightDecay, bool kAmsgrad, bool kNesterov, class T>
-void adam_by_lerp(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
+template <bool kWeightDecay, bool kAmsgrad, bool kNesterov, class Element>
+void adam_by_lerp(AdamFlags flags, const AdamFactors<NumberOf<Element>>& factors,
+                  const AdamRange<Element>& range, bool streaming) {
   if (flags.lerp_from_gradient)
     return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, true, kNesterov>>(factors, range, streaming);
   return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, false, kNesterov>>(factors, range, streaming);
 }
 
-template <class T>
-void adam_kernel(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
+template <class Element>
+void adam_kernel(AdamFlags flags, const AdamFactors<NumberOf<Element>>& factors,
+                 const AdamRange<Element>& range, bool streaming) {
   if (flags.nesterov) return adam_by_lerp<false, false, true>(flags, factors, range, streaming);
   if (flags.has_weight_decay) {
     if (flags.amsgrad) return adam_by_lerp<true, true, false>(flags, factors, range, streaming);
@@ -176,8 +191,8 @@ void adam_kernel(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange
   return adam_by_lerp<false, false, false>(flags, factors, range, streaming);
 }
 
-template <class T>
-constexpr HostKernels<T> kHostKernels = {sgd_kernel<T>, adam_kernel<T>};
+template <class Element>
+constexpr HostKernels<Element> kHostKernels = {sgd_kernel<Element>, adam_kernel<Element>};
 
 }  // namespace
 }  // namespace pipedream

@@ -14,22 +14,26 @@
 namespace pipedream {
 namespace {
 
-template <class T>
+template <class Element>
 void sgd_step(const SgdOptions& options, std::span<const SgdTensor> tensors, bool first_step,
               double gradient_scale, int num_threads) {
   const SgdFlags flags = sgd_flags(options, first_step);
-  const SgdFactors<T> factors = sgd_factors<T>(options, gradient_scale);
-  const HostKernels<T>& kernels = host_kernels<T>();
+  using Number = NumberOf<Element>;
+  const SgdFactors<Number> factors = sgd_factors<Number>(options, gradient_scale);
+  const HostKernels<Element>& kernels = host_kernels<Element>();
   const std::size_t num_streams = flags.has_momentum ? 4 : 3;
   const bool exceeds_caches =
-      worth_streaming(static_cast<std::size_t>(sum_of_elements(tensors)) * sizeof(T) * num_streams);
+      worth_streaming(static_cast<std::size_t>(sum_of_elements(tensors)) * sizeof(Number) * num_streams);
   run_over_tensors(
       tensors, num_threads, [&](const SgdTensor& tensor, std::int64_t first, std::int64_t count) {
-        auto* const momentum_buffer = static_cast<T*>(tensor.momentum_buffer);
-        const SgdRange<T> range{count, static_cast<const T*>(tensor.weight_in) + first,
-                                static_cast<T*>(tensor.weight_out) + first,
-                                static_cast<const T*>(tensor.gradient) + first,
-                                flags.has_momentum ? momentum_buffer + first : nullptr};
+        auto* const master = static_cast<Number*>(tensor.master);
+        auto* const momentum_buffer = static_cast<Number*>(tensor.momentum_buffer);
+        const SgdRange<Element> range{count,
+                                      static_cast<const Element*>(tensor.weight_in) + first,
+                                      static_cast<Element*>(tensor.weight_out) + first,
+                                      static_cast<const Element*>(tensor.gradient) + first,
+                                      flags.has_momentum ? momentum_buffer + first : nullptr,
+                                      kHasMaster<Element> ? master + first : nullptr};
         kernels.sgd(flags, factors, range, exceeds_caches && tensor.weight_in != tensor.weight_out);
       });
 }
@@ -58,11 +62,9 @@ void check_sgd_tensors(const SgdOptions& options, DType dtype, std::span<const S
 void sgd_step_host(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale, int num_threads) {
   check_sgd_tensors(options, dtype, tensors);
-  if (dtype == DType::kFloat32) {
-    sgd_step<float>(options, tensors, first_step, gradient_scale, num_threads);
-  } else {
-    sgd_step<double>(options, tensors, first_step, gradient_scale, num_threads);
-  }
+  with_element_of(dtype, [&](auto element) {
+    sgd_step<decltype(element)>(options, tensors, first_step, gradient_scale, num_threads);
+  });
 }
 
 }  // namespace pipedream

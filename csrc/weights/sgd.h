@@ -23,20 +23,24 @@ struct SgdOptions {
   bool maximize = false;
 };
 
-// One parameter of a step; all pointers are to num_elements of the step's dtype, in one order.
+// One parameter of a step; all pointers are to num_elements in one order. Weights and gradient are of the
+// step's dtype; momentum_buffer and master are float32 where that is bfloat16.
 struct SgdTensor {
   std::int64_t num_elements = 0;
   const void* weight_in = nullptr;
   void* weight_out = nullptr;
   const void* gradient = nullptr;
   void* momentum_buffer = nullptr;  // may be null when momentum == 0
+  // For bfloat16 alone. It is version v in float32, read in place of weight_in; replaced by version v + 1,
+  // which weight_out gets rounded to nearest even. Overlaps nothing.
+  void* master = nullptr;
 };
 
 // Throws UserError, as torch.optim.SGD does, for a negative or not finite lr, momentum, weight_decay, a
 // dampening that is not finite, and nesterov without momentum or with dampening.
 void check_sgd_options(const SgdOptions& options);
 
-// dtype: kFloat32 or kFloat64, for all pointers. gradient_scale multiplies the gradients first: unscaling
+// dtype: kFloat32, kFloat64 or kBFloat16. gradient_scale multiplies the gradients first: unscaling
 // and clipping cost no pass of their own. On the calling thread and num_threads - 1 others at most; done
 // when the call returns.
 void sgd_step_host(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
+#include "base/element.h"
 #include "weights/thread_team.h"
 
 namespace pipedream {
@@ -52,6 +53,14 @@ void run_over_tensors(std::span<const Tensor> tensors, int num_threads, const Bo
   });
 }
 
+// body(Element{}) with the element type of the dtype, which check_tensor() has let pass.
+template <class Body>
+void with_element_of(DType dtype, const Body& body) {
+  if (dtype == DType::kFloat32) return body(float{});
+  if (dtype == DType::kFloat64) return body(double{});
+  body(BFloat16{});
+}
+
 // True when two ranges of num_bytes share a byte.
 inline bool overlap(const void* a, const void* b, std::size_t num_bytes) {
   const auto* a_bytes = static_cast<const std::byte*>(a);
@@ -60,14 +69,17 @@ inline bool overlap(const void* a, const void* b, std::size_t num_bytes) {
   return num_bytes > 0 && before(a_bytes, b_bytes + num_bytes) && before(b_bytes, a_bytes + num_bytes);
 }
 
-// Aborts unless the weights and the gradient of a tensor are there, and the weights equal or apart.
+// Aborts unless the weights, the gradient and, of bfloat16, the master of a tensor are there, and the weights
+// equal or apart.
 template <class Tensor>
 void check_tensor(DType dtype, const Tensor& tensor) {
-  PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, "dtype " << dtype_name(dtype));
+  PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16,
+           "dtype " << dtype_name(dtype));
   PD_CHECK(tensor.num_elements >= 0, "num_elements " << tensor.num_elements);
   if (tensor.num_elements == 0) return;
   PD_CHECK(tensor.weight_in != nullptr && tensor.weight_out != nullptr && tensor.gradient != nullptr,
            tensor.weight_in << ", " << tensor.weight_out << ", " << tensor.gradient);
+  PD_CHECK(tensor.master != nullptr || dtype != DType::kBFloat16, "bfloat16 weights without a master");
   const std::size_t num_bytes = static_cast<std::size_t>(tensor.num_elements) * dtype_bytes(dtype);
   PD_CHECK(tensor.weight_in == tensor.weight_out || !overlap(tensor.weight_in, tensor.weight_out, num_bytes),
            "weights at " << tensor.weight_in << " and " << tensor.weight_out << " overlap over " << num_bytes

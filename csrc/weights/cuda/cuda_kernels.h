@@ -11,24 +11,26 @@ namespace pipedream {
 // Tensors per launch: as many as fit in a kernel's argument, 4 KiB on every device.
 inline constexpr int kTensorsPerLaunch = 48;
 
-template <class T>
+template <class Element>
 struct CudaSgdTensor {
   std::int64_t num_elements;
-  const T* weight_in;  // may equal weight_out
-  T* weight_out;
-  const T* gradient;
-  T* momentum_buffer;
+  const Element* weight_in;  // may equal weight_out
+  Element* weight_out;
+  const Element* gradient;
+  NumberOf<Element>* momentum_buffer;
+  NumberOf<Element>* master;  // where kHasMaster
 };
 
-template <class T>
+template <class Element>
 struct CudaAdamTensor {
   std::int64_t num_elements;
-  const T* weight_in;  // may equal weight_out
-  T* weight_out;
-  const T* gradient;
-  T* exp_avg;
-  T* exp_avg_sq;
-  T* max_exp_avg_sq;
+  const Element* weight_in;  // may equal weight_out
+  Element* weight_out;
+  const Element* gradient;
+  NumberOf<Element>* exp_avg;
+  NumberOf<Element>* exp_avg_sq;
+  NumberOf<Element>* max_exp_avg_sq;
+  NumberOf<Element>* master;  // where kHasMaster
 };
 
 template <class Tensor>
@@ -40,12 +42,12 @@ struct CudaTensors {
 // Loads all of them: see cuda_launch.h.
 int load_sgd_and_adam();
 
-// Defined for T of float and double.
-template <class T>
-int launch_sgd(const SgdFlags& flags, const SgdFactors<T>& factors,
-               const CudaTensors<CudaSgdTensor<T>>& tensors, std::uintptr_t stream);
-template <class T>
-int launch_adam(const AdamFlags& flags, const AdamFactors<T>& factors,
-                const CudaTensors<CudaAdamTensor<T>>& tensors, std::uintptr_t stream);
+// Defined for Element of float, double and BFloat16.
+template <class Element>
+int launch_sgd(const SgdFlags& flags, const SgdFactors<NumberOf<Element>>& factors,
+               const CudaTensors<CudaSgdTensor<Element>>& tensors, std::uintptr_t stream);
+template <class Element>
+int launch_adam(const AdamFlags& flags, const AdamFactors<NumberOf<Element>>& factors,
+                const CudaTensors<CudaAdamTensor<Element>>& tensors, std::uintptr_t stream);
 
 }  // namespace pipedream

@@ -25,30 +25,37 @@ void throw_if_failed(int status, const char* call) {
                     "); it may come from earlier work on this device, CUDA_LAUNCH_BLOCKING=1 finds it");
 }
 
-template <class T>
-CudaSgdTensor<T> typed(const SgdTensor& tensor) {
-  return {tensor.num_elements, static_cast<const T*>(tensor.weight_in), static_cast<T*>(tensor.weight_out),
-          static_cast<const T*>(tensor.gradient), static_cast<T*>(tensor.momentum_buffer)};
+template <class Element>
+CudaSgdTensor<Element> typed(const SgdTensor& tensor) {
+  using Number = NumberOf<Element>;
+  return {tensor.num_elements,
+          static_cast<const Element*>(tensor.weight_in),
+          static_cast<Element*>(tensor.weight_out),
+          static_cast<const Element*>(tensor.gradient),
+          static_cast<Number*>(tensor.momentum_buffer),
+          static_cast<Number*>(tensor.master)};
 }
 
-template <class T>
-CudaAdamTensor<T> typed(const AdamTensor& tensor) {
+template <class Element>
+CudaAdamTensor<Element> typed(const AdamTensor& tensor) {
+  using Number = NumberOf<Element>;
   return {tensor.num_elements,
-          static_cast<const T*>(tensor.weight_in),
-          static_cast<T*>(tensor.weight_out),
-          static_cast<const T*>(tensor.gradient),
-          static_cast<T*>(tensor.exp_avg),
-          static_cast<T*>(tensor.exp_avg_sq),
-          static_cast<T*>(tensor.max_exp_avg_sq)};
+          static_cast<const Element*>(tensor.weight_in),
+          static_cast<Element*>(tensor.weight_out),
+          static_cast<const Element*>(tensor.gradient),
+          static_cast<Number*>(tensor.exp_avg),
+          static_cast<Number*>(tensor.exp_avg_sq),
+          static_cast<Number*>(tensor.max_exp_avg_sq),
+          static_cast<Number*>(tensor.master)};
 }
 
 // launch(batch) for every kTensorsPerLaunch tensors that are not empty.
-template <class T, class Tensor, class Launch>
+template <class Element, class Tensor, class Launch>
 void launch_in_batches(std::span<const Tensor> tensors, const Launch& launch) {
-  CudaTensors<decltype(typed<T>(Tensor{}))> batch{};
+  CudaTensors<decltype(typed<Element>(Tensor{}))> batch{};
   for (const Tensor& tensor : tensors) {
     if (tensor.num_elements == 0) continue;
-    batch.tensors[batch.num_tensors++] = typed<T>(tensor);
+    batch.tensors[batch.num_tensors++] = typed<Element>(tensor);
     if (batch.num_tensors < kTensorsPerLaunch) continue;
     launch(batch);
     batch.num_tensors = 0;
@@ -56,23 +63,24 @@ void launch_in_batches(std::span<const Tensor> tensors, const Launch& launch) {
   if (batch.num_tensors > 0) launch(batch);
 }
 
-template <class T>
+template <class Element>
 void sgd_step(const SgdOptions& options, std::span<const SgdTensor> tensors, bool first_step,
               double gradient_scale, std::uintptr_t stream) {
   const SgdFlags flags = sgd_flags(options, first_step);
-  const SgdFactors<T> factors = sgd_factors<T>(options, gradient_scale);
-  launch_in_batches<T>(tensors, [&](const CudaTensors<CudaSgdTensor<T>>& batch) {
-    throw_if_failed(launch_sgd<T>(flags, factors, batch, stream), "the SGD kernel");
+  const SgdFactors<NumberOf<Element>> factors = sgd_factors<NumberOf<Element>>(options, gradient_scale);
+  launch_in_batches<Element>(tensors, [&](const CudaTensors<CudaSgdTensor<Element>>& batch) {
+    throw_if_failed(launch_sgd<Element>(flags, factors, batch, stream), "the SGD kernel");
   });
 }
 
-template <class T>
+template <class Element>
 void adam_step(const AdamOptions& options, std::span<const AdamTensor> tensors, std::int64_t step,
                double gradient_scale, std::uintptr_t stream) {
   const AdamFlags flags = adam_flags(options);
-  const AdamFactors<T> factors = adam_factors<T>(options, step, gradient_scale);
-  launch_in_batches<T>(tensors, [&](const CudaTensors<CudaAdamTensor<T>>& batch) {
-    throw_if_failed(launch_adam<T>(flags, factors, batch, stream), "the Adam kernel");
+  const AdamFactors<NumberOf<Element>> factors =
+      adam_factors<NumberOf<Element>>(options, step, gradient_scale);
+  launch_in_batches<Element>(tensors, [&](const CudaTensors<CudaAdamTensor<Element>>& batch) {
+    throw_if_failed(launch_adam<Element>(flags, factors, batch, stream), "the Adam kernel");
   });
 }
 
@@ -87,21 +95,17 @@ void load_optimizer_kernels(int device_index) {
 void sgd_step_cuda(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale, std::uintptr_t stream) {
   check_sgd_tensors(options, dtype, tensors);
-  if (dtype == DType::kFloat32) {
-    sgd_step<float>(options, tensors, first_step, gradient_scale, stream);
-  } else {
-    sgd_step<double>(options, tensors, first_step, gradient_scale, stream);
-  }
+  with_element_of(dtype, [&](auto element) {
+    sgd_step<decltype(element)>(options, tensors, first_step, gradient_scale, stream);
+  });
 }
 
 void adam_step_cuda(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                     std::int64_t step, double gradient_scale, std::uintptr_t stream) {
   check_adam_tensors(options, dtype, tensors, step);
-  if (dtype == DType::kFloat32) {
-    adam_step<float>(options, tensors, step, gradient_scale, stream);
-  } else {
-    adam_step<double>(options, tensors, step, gradient_scale, stream);
-  }
+  with_element_of(dtype, [&](auto element) {
+    adam_step<decltype(element)>(options, tensors, step, gradient_scale, stream);
+  });
 }
 
 }  // namespace pipedream

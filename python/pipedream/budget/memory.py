@@ -24,6 +24,7 @@ from pipedream.planning.plan import Plan
 
 __all__ = [
     "GRADIENTS",
+    "MASTERS",
     "MODEL",
     "OFFLOADED_ACTIVATIONS",
     "OFFLOADED_VERSIONS",
@@ -52,6 +53,7 @@ __all__ = [
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
+MASTERS = "float32 masters"  # of bfloat16 parameters
 # Where shards are asynchronous: the newest version of a replica's own, and a copy for each other replica.
 SHARD = "own shard"
 SHARD_ANSWERS = "own shard for the others"
@@ -112,7 +114,7 @@ class MemoryPlan:
     tied_bytes: Mapping[int, Mapping[int, int]]
     """One version of the parameters that it shares with other stages, by their owner."""
     placed_state_bytes: Mapping[int, int]
-    """The optimizer's state that lies in the pool."""
+    """The optimizer's state that lies in the pool, but for masters."""
     torch_state_bytes: Mapping[int, int]
     """The optimizer's state that torch makes."""
     model_bytes: int
@@ -129,6 +131,8 @@ class MemoryPlan:
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
     """There: what the step of another replica's gradient makes and drops, beside those of the compute
     thread."""
+    masters_bytes: Mapping[int, int] = field(default_factory=dict)
+    """The masters of the optimizer that lie in the pool."""
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -151,6 +155,7 @@ class MemoryPlan:
                 (SHARD_ANSWERS, self.shard_bytes.get(stage, 0) * (self.plan.stages[stage].num_replicas - 1)),
                 (SHARD_STEP, self.served_step_bytes.get(stage, 0)),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
+                (MASTERS, self.masters_bytes.get(stage, 0)),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
             ):
                 terms[name] = terms.get(name, 0) + num_bytes

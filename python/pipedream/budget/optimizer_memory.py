@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, storage_bytes
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_module import StageModule
+from pipedream.optim import MasterWeights
 
 __all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes", "sparse_bytes"]
 
@@ -65,7 +66,7 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
             group |= {"fused": False, "foreach": False}
         elif group.get("foreach", False) is None and device_type == "cuda":
             group["foreach"] = True  # what torch chooses there
-        if not group.get("foreach"):
+        if not group.get("foreach") and not isinstance(optimizer, MasterWeights):  # which widens all at once
             group["params"] = _each_shape_behind_each(group["params"])
     meter = StepMeter(make_meter(torch.device("meta")))
     try:

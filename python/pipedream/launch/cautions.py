@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader
 from pipedream._core import ScheduleOptions
 from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of, roots_of
+from pipedream.optim import NATIVE_OPTIMIZERS, MasterWeights
+from pipedream.optim.master_weights import has_master
 from pipedream.planning.codec_choice import pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import mean_delay, schedule_of
 
-__all__ = ["cautions_of", "check_data_apart", "warn_if_late", "warn_the_caller"]
+__all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 
 # Their mean divides by the weights of the samples that count, not by the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
@@ -158,6 +160,23 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
         f"gradients are {delay:.3g} updates late in the mean (schedule {name!r} with microbatches="
         f"{options.num_microbatches}), which with the momentum of {names[0]} costs minibatches: {in_time}"
     )
+
+
+def warn_if_coarse(optimizers: Iterable[Optimizer]) -> None:
+    """Warns the caller of an optimizer that steps in bfloat16, which loses small steps. optimizers: of some
+    stages."""
+    for made in optimizers:
+        keeps_masters = isinstance(made, MasterWeights) or type(made) in NATIVE_OPTIMIZERS
+        if not keeps_masters and any(has_master(p) for group in made.param_groups for p in group["params"]):
+            name = type(made).__name__
+            native = next((kind for kind in NATIVE_OPTIMIZERS if kind.__name__ == name), None)
+            remedies = [f"pipedream.optim.{name}"] if native else []
+            remedies.append(f"functools.partial(pipedream.optim.MasterWeights, {name}, ...)")
+            warn_the_caller(
+                f"parameters are bfloat16 and {name} steps in bfloat16, which rounds small steps away: to"
+                f" keep float32 masters use {' or '.join(remedies)}"
+            )
+            return
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:

@@ -163,7 +163,7 @@ def _try(layer: FactorLayer, num_replicas: int, device: torch.device) -> int:
 
     factors = Factors(make(layer.num_outputs), make(layer.num_inputs))
     product = mean_product(dict.fromkeys(range(num_replicas), factors), num_replicas)
-    bits = product.view(torch.int32 if layer.dtype == torch.float32 else torch.int64)
+    bits = product.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[layer.dtype.itemsize])
     return int(bits.sum(dtype=torch.int64))
 
 

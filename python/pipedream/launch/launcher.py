@@ -28,7 +28,7 @@ from pipedream.common import errors
 from pipedream.common.errors import PipelineError
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
 from pipedream.data.first_minibatch import KeptMinibatch, first_of
-from pipedream.launch.cautions import warn_if_late
+from pipedream.launch.cautions import warn_if_coarse, warn_if_late
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.failure import cause_of, is_explained, traceback_of
 from pipedream.launch.first_loss import FirstLoss
@@ -96,6 +96,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             graph.flush()
             all_made = _try_factories(folder, stages, options)
             warn_if_late(options.plan, options.schedule_options(), all_made)
+            warn_if_coarse(all_made)
             if any(not isinstance(made, NativeOptimizer) for made in all_made):
                 start_server(compiler="before forks")
             script = capture_script([*(root for _, root in roots_of(model)), *_functions_of(options)], data)

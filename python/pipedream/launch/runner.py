@@ -115,7 +115,7 @@ def run(
     trained model, the others as `gather` says; rank 0's plan and initial weights are used everywhere.
 
     model: any module, cut along its own forward, which runs once on the first minibatch for that; an
-        nn.Sequential or a list is taken as its layers. float32 or float64. docs/models.md has more.
+        nn.Sequential or a list is taken as its layers. float32, float64 or bfloat16. docs/models.md has more.
     data: yields (inputs, targets), or dicts (or dataclasses) of what the model takes by name, once per
         epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they

@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.budget.memory import (
+    MASTERS,
     MODEL,
     OPTIMIZER_STATE,
     TORCH_OPTIMIZER_STATE,
@@ -66,8 +67,10 @@ class SparePool:
         _check_fits(run, self.predicted)
         core.add_term(_term(WEIGHT_VERSIONS, index), self._version_bytes, self._num_versions)
         if self._optimizer.num_placed_states:
-            state_bytes = self._optimizer.layout_bytes
+            state_bytes = self._optimizer.state_slot_bytes
             core.add_term(_term(OPTIMIZER_STATE, index), state_bytes, self._optimizer.num_placed_states)
+        if self._optimizer.num_placed_masters:
+            core.add_term(_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
 
     def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
         """By term of RunResult.memory."""
@@ -83,7 +86,9 @@ class SparePool:
         is_whole = run.place.returns_model and not run.is_made_by_stages
         terms |= {
             WEIGHT_VERSIONS: self._num_versions * _core.slot_stride_bytes(self._version_bytes),
-            OPTIMIZER_STATE: optimizer.num_placed_states * _core.slot_stride_bytes(optimizer.layout_bytes),
+            OPTIMIZER_STATE: optimizer.num_placed_states
+            * _core.slot_stride_bytes(optimizer.state_slot_bytes),
+            MASTERS: optimizer.num_placed_masters * _core.slot_stride_bytes(optimizer.masters_slot_bytes),
             TORCH_OPTIMIZER_STATE: state_bytes,
             # Means have memory of their own where the optimizer may keep them.
             TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
@@ -103,7 +108,10 @@ class SparePool:
         holder = nn.ParameterList([parameter for _, parameter in pieces])
         versions = WeightVersions(holder, pieces, self._slots(WEIGHT_VERSIONS, self._num_versions))
         optimizer = self._optimizer
-        optimizer.place_state(self._slots(OPTIMIZER_STATE, optimizer.num_placed_states))
+        optimizer.place_state(
+            self._slots(OPTIMIZER_STATE, optimizer.num_placed_states),
+            self._slots(MASTERS, optimizer.num_placed_masters),
+        )
         schedule = run.schedule()
         names = exchange_names(schedule, index, self._owner)
         server = ParameterServer(

@@ -20,6 +20,7 @@ from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.memory import (
     GRADIENTS,
+    MASTERS,
     OFFLOADED_ACTIVATIONS,
     OFFLOADED_VERSIONS,
     OPTIMIZER_STATE,
@@ -140,6 +141,7 @@ class StagePool:
         own_bytes: dict[int, int] = {}
         tied_bytes: dict[int, dict[int, int]] = {}
         placed_bytes: dict[int, int] = {}
+        masters_bytes: dict[int, int] = {}
         torch_bytes: dict[int, int] = {}
         step_bytes: dict[int, int] = {}
         shard_bytes: dict[int, int] = {}
@@ -153,8 +155,10 @@ class StagePool:
                 owner: _core.slot_stride_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
                 for owner, parameters in self._tied_parameters(index).items()
             }
-            state_bytes = _core.slot_stride_bytes(optimizer.layout_bytes)
-            placed_bytes[index] = optimizer.num_placed_states * state_bytes
+            slot_bytes = _core.slot_stride_bytes(optimizer.state_slot_bytes)
+            placed_bytes[index] = optimizer.num_placed_states * slot_bytes
+            if optimizer.num_placed_masters:
+                masters_bytes[index] = _core.slot_stride_bytes(optimizer.masters_slot_bytes)
             if optimizer.is_native:
                 torch_bytes[index] = 0
                 step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
@@ -188,6 +192,7 @@ class StagePool:
             {stage: self._pushed_gradients(stage) for stage in own_bytes if self._has_shards(stage)},
             shard_bytes,
             served_step_bytes,
+            masters_bytes,
         )
 
     def _pushed_gradients(self, stage: int) -> PushedGradients:
@@ -266,6 +271,8 @@ class StagePool:
             if num_states:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
                 self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
+            if memory.masters_bytes.get(stage):
+                self._core.add_term(_term(MASTERS, stage), memory.masters_bytes[stage], 1)
 
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
@@ -290,7 +297,9 @@ class StagePool:
         }
         weights = StageWeights(stage, own_slots, of_ties, resident)
         optimizer = self._optimizers[index]
-        optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
+        optimizer.place_state(
+            slots(OPTIMIZER_STATE, optimizer.num_placed_states), slots(MASTERS, optimizer.num_placed_masters)
+        )
         tied = TiedParameters(
             schedule,
             index,

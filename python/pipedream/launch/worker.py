@@ -29,7 +29,7 @@ from pipedream.common.errors import afterwards, describe_error, position_kept, r
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree
-from pipedream.launch.cautions import warn_if_late
+from pipedream.launch.cautions import warn_if_coarse, warn_if_late
 from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
@@ -210,6 +210,7 @@ class _Worker:
             if run.rank == 0 and run.place.returns_model:  # else the caller has said it
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)
+                warn_if_coarse(made)
         else:
             self._optimizers.plan_again(run, device, rehearsed.footprints)
         segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers, self._residuals)

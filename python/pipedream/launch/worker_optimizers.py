@@ -23,6 +23,7 @@ from pipedream.model.factories import with_delay
 from pipedream.model.stage_module import Tie
 from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
+from pipedream.optim.master_weights import unwrapped
 from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.planning.plan_schedule import mean_delays
 from pipedream.stage.factors import FactorLayer
@@ -59,11 +60,11 @@ class WorkerOptimizers:
             factory = with_delay(run.options.optimizer, delays[index])
             optimizer = StageOptimizer(factory, named, run.options.lr_scheduler, f"stage {index}")
             self.by_stage[index] = optimizer
-            if isinstance(optimizer.optimizer, Muon) and run.options.progress:
-                print(
-                    f"{run.plan.describe_worker(run.rank)}: {optimizer.optimizer.describe()}", file=sys.stderr
-                )
+            kind = None if optimizer.optimizer is None else unwrapped(optimizer.optimizer)
+            if isinstance(kind, Muon) and run.options.progress:
+                print(f"{run.plan.describe_worker(run.rank)}: {kind.describe()}", file=sys.stderr)
             _check_sparse(run, index, optimizer)
+            _check_local_steps(run, index, optimizer)
             if self._has_shards(index):
                 whole = not works_by_element(optimizer.optimizer)
                 if ties_by_owner(index, run.ties).get(index):
@@ -200,11 +201,24 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
     if (
         num_replicas > 1
         and run.options.sync_every == 1
-        and isinstance(optimizer.optimizer, torch.optim.SparseAdam)
+        and optimizer.optimizer is not None
+        and isinstance(unwrapped(optimizer.optimizer), torch.optim.SparseAdam)
     ):
         raise ValueError(
             f"optimizer is SparseAdam, and stage {stage} has {num_replicas} replicas, which exchange"
             " dense gradients: use Adam, or a straight plan (partition(..., straight=True))"
+        )
+
+
+def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
+    """Raises ValueError for masters where replicas take the mean of their weights: each would go on from a
+    master that is not in the mean."""
+    is_local = run.options.sync_every > 1 and run.plan.stages[stage].num_replicas > 1
+    if is_local and optimizer.keeps_masters:
+        raise ValueError(
+            f"sync_every is {run.options.sync_every}, and stage {stage} has bfloat16 parameters whose"
+            " optimizer keeps float32 masters, which replicas do not average: leave sync_every out, or use"
+            " model.float()"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipedream.common.compiling import unmarked_until_compiling
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.model.seeding import generators_kept
+from pipedream.optim.master_weights import unwrapped
 
 __all__ = [
     "NamedParameters",
@@ -67,7 +68,7 @@ def build_optimizer(
             f"optimizer returned {type(optimizer).__name__}: it must return a torch.optim.Optimizer, as"
             " functools.partial(torch.optim.SGD, lr=0.1) does"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
         raise ValueError(
             "optimizer is LBFGS, which computes the loss again and again in one step (a closure): a pipeline"
             " has one backward per update; use another, for example torch.optim.Adam"

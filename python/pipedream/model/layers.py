@@ -28,7 +28,7 @@ __all__ = [
     "roots_of",
 ]
 
-_TRAINABLE_DTYPES = (torch.float32, torch.float64)
+_TRAINABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class CutForward(ABC):
@@ -164,11 +164,11 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
             remedy = (
                 "keep its real and imaginary part in it and take torch.view_as_complex of it in the forward"
                 if parameter.dtype.is_complex
-                else "use model.float()"
+                else "use model.float() or model.to(torch.bfloat16)"
             )
             raise ValueError(
-                f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32 and float64 can be"
-                f" trained; {remedy}, or freeze it with requires_grad_(False)"
+                f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32, float64 and"
+                f" bfloat16 can be trained; {remedy}, or freeze it with requires_grad_(False)"
             )
 
 

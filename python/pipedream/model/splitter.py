@@ -58,8 +58,8 @@ def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
     Refused: more stages than layers, a plan of another number of layers, buffers (or modules with buffers)
-    that two stages share, trainable parameters that are neither float32 nor float64, and places that hold
-    what a stage cannot train: views of its parameters, and unregistered parameters of other stages.
+    that two stages share, trainable parameters of other dtypes than float32, float64 and bfloat16, and places
+    that hold what a stage cannot train: views of its parameters, and unregistered parameters of other stages.
     Parameters may be tied across stages: see find_ties.
     """
     model = _cut_as_planned(model, plan)

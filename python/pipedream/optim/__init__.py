@@ -1,11 +1,13 @@
-"""Optimizers of a pipeline: native ones, which write the next weight version in one pass, and Muon."""
+"""Optimizers of a pipeline: native ones, which write the next weight version in one pass, Muon, and float32
+masters of bfloat16 parameters for any other."""
 
 from pipedream.optim.adam import Adam, AdamW, NAdamW
+from pipedream.optim.master_weights import MasterWeights
 from pipedream.optim.muon import Muon
 from pipedream.optim.native_optimizer import NativeOptimizer
 from pipedream.optim.sgd import SGD
 
-__all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "Muon", "NAdamW", "NativeOptimizer"]
+__all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "MasterWeights", "Muon", "NAdamW", "NativeOptimizer"]
 
 NATIVE_OPTIMIZERS: tuple[type[NativeOptimizer], ...] = (SGD, Adam, AdamW, NAdamW)
 """All native classes. Compare `type(optimizer)` with these, since a subclass may have a step of its own."""

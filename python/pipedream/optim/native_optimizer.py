@@ -21,10 +21,11 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.compiling import unmarked_until_compiling
+from pipedream.optim.master_weights import MASTER, has_master, load_wide_state, master_dtype
 
 __all__ = ["Group", "NativeOptimizer", "Past", "Row", "check_numbers", "scalar_tensor"]
 
-_NATIVE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+_NATIVE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 _NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
 
 _add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_group)
@@ -37,7 +38,9 @@ Past = tuple[float, ...]  # of one parameter's earlier steps, as far as the next
 class NativeOptimizer(torch.optim.Optimizer):
     """The base of the optimizers that write the next weight version in one pass.
 
-    Parameters are dense float32 or float64 tensors, in host or CUDA memory, of any memory format.
+    Parameters are dense float32, float64 or bfloat16 tensors, in host or CUDA memory, of any memory format.
+    The state of a bfloat16 one is float32 and has its master: a float32 copy, made of it in the first step,
+    that the steps update and round into the parameter (master_weights.py).
     """
 
     # Keys of the state tensors as large as the parameter, in the order in which the core takes them. A group
@@ -81,7 +84,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         The sequences are in the order in which the optimizer has its parameters, over all groups; each
         tensor of `write` has the strides of that of `read`, and may be the same memory. A parameter without
         a gradient is copied. `gradient_scale` multiplies the gradients first (unscaling, clipping); they
-        keep their values.
+        keep their values. Of a bfloat16 parameter with a master, the master is what is read.
         """
         first = 0
         for group in self.param_groups:
@@ -111,19 +114,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         """From now on the state is kept in the tensors that `make` returns.
 
         make(parameter_index, parameter) returns num_state_tensors zeroed tensors with the parameter's shape,
-        strides, dtype and device; the index counts the optimizer's parameters over all groups. State that
-        is there already is copied into them. Raises ValueError for tensors that do not fit.
+        strides and device, float32 where that is bfloat16, and for such a one another, for its master; the
+        index counts the optimizer's parameters over all groups. State that is there already is copied into
+        them. Raises ValueError for tensors that do not fit.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter_index, parameter in enumerate(parameters):
             tensors = list(make(parameter_index, parameter))
-            if len(tensors) != self.num_state_tensors or not all(
-                _same_layout(tensor, parameter) for tensor in tensors
-            ):
+            num_tensors = self.num_state_tensors + has_master(parameter)
+            dtype = master_dtype(parameter.dtype)
+            if len(tensors) != num_tensors or not all(_fits(t, parameter, dtype) for t in tensors):
                 raise ValueError(
                     f"make returned {[(tuple(t.shape), t.stride(), t.dtype) for t in tensors]} for parameter"
-                    f" {parameter_index}: it must return {self.num_state_tensors} tensors with its shape"
-                    f" {tuple(parameter.shape)}, strides {parameter.stride()}, dtype and device"
+                    f" {parameter_index}: it must return {num_tensors} tensors with its shape"
+                    f" {tuple(parameter.shape)}, strides {parameter.stride()}, device, and dtype {dtype}"
                 )
             self._placed[parameter] = tensors
         self._own_state()
@@ -139,6 +143,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """As torch's, and of torch's optimizers too. The state is copied, into placed memory where there is
         some."""
         super().load_state_dict(state_dict)
+        load_wide_state(self, state_dict)
         self._own_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,10 +189,13 @@ class NativeOptimizer(torch.optim.Optimizer):
         for parameter, source, target, gradient, past in zip(
             parameters, read, write, dense, pasts, strict=True
         ):
-            state = (self._state_tensor(parameter, index, source) for index in range(len(names)))
+            dtype = source.dtype
+            wide = master_dtype(dtype)
+            state = (self._state_tensor(parameter, index, source, wide) for index in range(len(names)))
             addresses = [tensor.data_ptr() for tensor in (source, target, gradient, *state)]
-            row = (source.numel(), *addresses, *absent)
-            batches.setdefault((source.device, source.dtype, past), []).append(row)
+            master = 0 if wide is dtype else self._master(parameter, source, wide).data_ptr()
+            row = (source.numel(), *addresses, *absent, master)
+            batches.setdefault((source.device, dtype, past), []).append(row)
         for (device, dtype, past), rows in batches.items():
             on_cuda = device.type == "cuda"
             with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
@@ -213,8 +221,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         if source.dtype not in _NATIVE_DTYPES or source.device.type not in _NATIVE_DEVICES:
             raise TypeError(
-                f"pipedream.optim.{name} got a {source.dtype} parameter on {source.device}: it takes float32"
-                f" and float64 in host or CUDA memory; use {self._TORCH_NAME}"
+                f"pipedream.optim.{name} got a {source.dtype} parameter on {source.device}: it takes float32,"
+                f" float64 and bfloat16 in host or CUDA memory; use {self._TORCH_NAME}"
             )
         if not _is_dense(source):
             raise TypeError(
@@ -228,35 +236,52 @@ class NativeOptimizer(torch.optim.Optimizer):
                     " layer without sparse=True"
                 )
             gradient = gradient.to_dense()
-        return gradient if _same_layout(gradient, source) else torch.empty_like(source).copy_(gradient)
+        return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
-    def _state_tensor(self, parameter: Tensor, index: int, source: Tensor) -> Tensor:
+    def _state_tensor(self, parameter: Tensor, index: int, source: Tensor, dtype: torch.dtype) -> Tensor:
         """Zero at first; laid out as the weight, which may have got another layout since the last step."""
         name = self._STATE_NAMES[index]
         state = self.state[parameter]
         tensor: Tensor | None = state.get(name)
-        if tensor is None or not _same_layout(tensor, source):
+        if tensor is None or not _fits(tensor, source, dtype):
             placed = self._placed.get(parameter)
-            fresh = torch.zeros_like(source) if placed is None else placed[index]
+            fresh = torch.zeros_like(source, dtype=dtype) if placed is None else placed[index]
             state[name] = fresh if tensor is None else fresh.copy_(tensor)
         result: Tensor = state[name]
+        return result
+
+    def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Made of the weight at first; laid out as it is now."""
+        state = self.state[parameter]
+        master: Tensor | None = state.get(MASTER)
+        if master is None or not _fits(master, source, dtype):
+            placed = self._placed.get(parameter)
+            fresh = torch.empty_like(source, dtype=dtype) if placed is None else placed[-1]
+            state[MASTER] = fresh.copy_(source if master is None else master)
+        result: Tensor = state[MASTER]
         return result
 
     def _own_state(self) -> None:
         """Moves the state of every parameter into memory of this optimizer: placed, or its own."""
         for parameter, state in self.state.items():
-            placed = self._placed.get(parameter)
-            for index, name in enumerate(self._STATE_NAMES):
+            places = dict(self._named_places(parameter))
+            for name in (*self._STATE_NAMES, MASTER):
                 tensor = state.get(name)
                 if tensor is None:
                     continue
-                if placed is not None and index < len(placed):
-                    state[name] = placed[index].copy_(tensor)
-                else:
-                    state[name] = torch.empty_like(parameter).copy_(tensor)
+                place = places.get(name)
+                if place is None:
+                    place = torch.empty_like(parameter, dtype=master_dtype(parameter.dtype))
+                state[name] = place.copy_(tensor)
             for name in self._SCALAR_NAMES:
                 if name in state:
                     state[name] = scalar_tensor(float(state[name]))
+
+    def _named_places(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that place_state gave the parameter, each with its key in the state."""
+        placed = self._placed.get(parameter, [])
+        num_states = len(placed) - has_master(parameter)
+        return zip([*self._STATE_NAMES[: max(num_states, 0)], MASTER], placed, strict=False)
 
 
 @functools.cache
@@ -284,12 +309,13 @@ def scalar_tensor(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
 
 
-def _same_layout(tensor: Tensor, like: Tensor) -> bool:
-    """Whether the elements lie in the same order in memory, without gaps if those of `like` do."""
+def _fits(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is of the dtype, and its elements lie in memory in the same order, without gaps if those of
+    `like` do."""
     return (
         tensor.stride() == like.stride()
         and tensor.shape == like.shape
-        and tensor.dtype == like.dtype
+        and tensor.dtype == dtype
         and tensor.device == like.device
     )
 

@@ -77,9 +77,9 @@ def partition(
     of the plan compares it with one worker, data and model parallelism and the straight pipeline.
 
     memory: what a worker may use ("16GiB" or bytes), of all or one for each: versions, gradients, the
-        optimizer's state (optimizer_copies of the weights: 0 plain SGD, 1 momentum, 2 Adam), what replicas
-        exchange and what the minibatches in flight keep; recompute allows stages to run their forward
-        again where they do not fit.
+        optimizer's state (optimizer_copies of the weights: 0 plain SGD, 1 momentum, 2 Adam; of bfloat16
+        weights with float32 masters 2, 4 and 6), what replicas exchange and what the minibatches in flight
+        keep; recompute allows stages to run their forward again where they do not fit.
     cost_model: "calibrated" takes a profile from `calibrate`, and predicts what a run takes: the simulator
         executes its lists with the measured costs, and a search begins where the formulas end.
     workers_per_host: how many share the cores of one machine, for the calibrated model; None: each has a

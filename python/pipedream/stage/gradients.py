@@ -21,6 +21,7 @@ from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.common.regions import Region
 from pipedream.model.stage_module import StageModule, Tie
+from pipedream.optim.master_weights import has_master
 from pipedream.stage.shards import flat_view
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
@@ -41,6 +42,7 @@ RunStep = Callable[[Callable[[], None]], None]
 """Runs what an optimizer does: timed, measured and with its errors told."""
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_NORM_ELEMENTS_MAX = 1 << 20  # of a bfloat16 gradient that are widened at once
 
 
 class GradientFigures(NamedTuple):
@@ -75,9 +77,19 @@ def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
     ]
     if not dense:
         return GradientFigures()
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(dense)])
-    squared_norm = float(norms.square().sum())
+    squared_norm = float(torch.stack([norm.double() for norm in _norms(dense)]).square().sum())
     return GradientFigures(squared_norm, not math.isfinite(squared_norm))
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of the gradients, or of their parts: the norm of a whole bfloat16 tensor would be rounded to
+    bfloat16, or take a float32 copy of it."""
+    narrow = [
+        part for g in gradients if has_master(g) for part in torch.split(flat_view(g), _NORM_ELEMENTS_MAX)
+    ]
+    others = [gradient for gradient in gradients if not has_master(gradient)]
+    norms = [*torch._foreach_norm(others)] if others else []
+    return [*norms, *torch._foreach_norm(narrow, dtype=torch.float32)] if narrow else norms
 
 
 class StageGradients:

@@ -32,6 +32,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.layers import dtype_name
+from pipedream.optim.master_weights import master_dtype
 from pipedream.stage.gradients import GradientFigures, RunStep, figures_of
 from pipedream.stage.pushes import bytes_of, send
 from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece
@@ -332,7 +333,7 @@ class ParameterServer(ShardClient):
             mean = torch.empty_like(in_order[0])
             self._mean_bytes += mean.nbytes
             self.mean_peak_bytes = max(self.mean_peak_bytes, self._mean_bytes)
-        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
+        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64, torch.bfloat16):
             _core.aggregate(
                 [part.data_ptr() for part in in_order],
                 num_minibatches,
@@ -342,7 +343,7 @@ class ParameterServer(ShardClient):
                 num_threads=torch.get_num_threads(),
             )
         else:
-            total = in_order[0].clone()
+            total = in_order[0].to(master_dtype(mean.dtype), copy=True)
             for part in in_order[1:]:
                 total += part
             mean.copy_(total.div_(num_minibatches))

@@ -59,6 +59,8 @@ def works_by_element(optimizer: torch.optim.Optimizer | None) -> bool:
     if optimizer is None:
         return True
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if isinstance(optimizer, optim.MasterWeights):
+        return works_by_element(optimizer.inner) and not hooked
     return type(optimizer) in _BY_ELEMENT and not hooked
 
 
@@ -308,7 +310,7 @@ def keep_pieces(
 
 def _part_of(value: Tensor, master: nn.Parameter, piece: Piece) -> Tensor:
     """A copy of what the piece has of a tensor like the master."""
-    in_order = torch.empty_like(master, memory_format=torch.preserve_format).copy_(value)
+    in_order = torch.empty_like(master, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
     return flat_view(in_order)[piece.first : piece.first + piece.count].clone()
 
 

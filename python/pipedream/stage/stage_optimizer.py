@@ -22,8 +22,9 @@ from pipedream.model.factories import (
     make_masters,
 )
 from pipedream.model.seeding import seed_torch, update_seed
+from pipedream.optim.master_weights import has_master, master_dtype
 from pipedream.stage.shards import Piece, keep_pieces
-from pipedream.stage.weight_layout import view_like, weight_layout
+from pipedream.stage.weight_layout import masters_layout, state_layout, view_like
 
 __all__ = ["StageOptimizer"]
 
@@ -87,11 +88,6 @@ class StageOptimizer:
         return None
 
     @property
-    def layout_bytes(self) -> int:
-        """Of a flat slot with all that it makes versions of, as place_state has them."""
-        return weight_layout(self._named)[0]
-
-    @property
     def num_parameters(self) -> int:
         """Tensors that it makes versions of."""
         return len(self._named)
@@ -106,17 +102,43 @@ class StageOptimizer:
         """State tensors per parameter that place_state wants memory for."""
         return 0 if self._native is None else self._native.num_state_tensors
 
-    def place_state(self, slots: Sequence[Tensor]) -> None:
-        """Gives the native optimizer its state's memory: num_placed_states flat slots, as weight_layout has
-        them."""
-        if self._native is None or not slots:
+    @property
+    def state_slot_bytes(self) -> int:
+        """Bytes of a flat slot with one of the state tensors of each parameter."""
+        return state_layout(self._named)[0]
+
+    @property
+    def num_placed_masters(self) -> int:
+        """Slots that place_state wants for float32 masters: one where a parameter has one."""
+        return int(self._native is not None and any(has_master(p) for _, p in self._named))
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether a parameter has a float32 master, wherever that lies."""
+        keeps = self.is_native or isinstance(self.optimizer, optim.MasterWeights)
+        return keeps and any(has_master(parameter) for _, parameter in self._named)
+
+    @property
+    def masters_slot_bytes(self) -> int:
+        """Bytes of a flat slot with the masters of all parameters."""
+        return masters_layout(self._named)[0]
+
+    def place_state(self, states: Sequence[Tensor], masters: Sequence[Tensor] = ()) -> None:
+        """Gives the native optimizer its state's memory: num_placed_states and num_placed_masters flat slots,
+        as state_layout and masters_layout have them."""
+        if self._native is None or not (states or masters):
             return
-        _, offsets = weight_layout(self._named)
-        for slot in slots:
+        _, offsets = state_layout(self._named)
+        _, master_offsets = masters_layout(self._named)
+        for slot in states:
             slot.zero_()
 
-        def make(parameter_index: int, parameter: Tensor) -> list[Tensor]:
-            return [view_like(slot, offsets[parameter_index], parameter) for slot in slots]
+        def make(index: int, parameter: Tensor) -> list[Tensor]:
+            dtype = master_dtype(parameter.dtype)
+            placed = [view_like(slot, offsets[index], parameter, dtype) for slot in states]
+            if has_master(parameter):
+                placed += [view_like(slot, master_offsets[index], parameter, dtype) for slot in masters]
+            return placed
 
         self._native.place_state(make)
 
@@ -130,9 +152,9 @@ class StageOptimizer:
             master.data = torch.empty_like(master.data)
 
     def torch_state_bytes(self) -> int:
-        """What the optimizer keeps outside the slots of place_state, each tensor once. Of one that has such
-        slots that is a number per parameter, and not counted."""
-        if self.optimizer is None or self.num_placed_states:
+        """Bytes that the optimizer keeps outside the slots of place_state, each tensor once. A native one
+        keeps a number per parameter there, which is not counted."""
+        if self.optimizer is None or self.is_native:
             return 0
         tensors = {
             id(value): value.numel() * value.element_size()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pipedream import _core
 from pipedream.model.factories import NamedParameters
 from pipedream.model.layers import dtype_name
+from pipedream.optim.master_weights import has_master, master_dtype
 
-__all__ = ["view_like", "weight_layout"]
+__all__ = ["masters_layout", "state_layout", "view_like", "weight_layout"]
 
 
 def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
@@ -16,10 +18,22 @@ def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
     return _core.weight_layout([(name, dtype_name(p.dtype), p.numel()) for name, p in named])
 
 
-def view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
-    """The tensor at that byte of a slot, as the original lies in memory."""
-    num_bytes = original.numel() * original.element_size()
-    flat = slot[offset : offset + num_bytes].view(original.dtype)
+def state_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """The same of a slot with one of an optimizer's state tensors for each parameter."""
+    return _core.weight_layout([(name, dtype_name(master_dtype(p.dtype)), p.numel()) for name, p in named])
+
+
+def masters_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """The same of a slot with the masters of those parameters that have one, and nothing for the others."""
+    return _core.weight_layout(
+        [(name, dtype_name(master_dtype(p.dtype)), p.numel() if has_master(p) else 0) for name, p in named]
+    )
+
+
+def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor at that byte of a slot, as the original lies in memory. dtype: None: the original's."""
+    dtype = dtype or original.dtype
+    flat = slot[offset : offset + original.numel() * dtype.itemsize].view(dtype)
     # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
     view = (
         flat.as_strided(original.shape, original.stride())

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/element.h"
+
 namespace pipedream {
 namespace {
 
@@ -95,8 +97,26 @@ TEST(Aggregation, ThreadsOfTheProcessMayAggregateAtOnce) {
   for (const std::vector<float>& mean : means) EXPECT_EQ(mean, expected);
 }
 
+TEST(Aggregation, BFloat16IsAddedInFloat32AndRoundedOnce) {
+  const std::vector<std::vector<float>> wide = random_parts<float>(5, 200'001);
+  std::vector<std::vector<BFloat16>> parts;
+  std::vector<std::vector<float>> rounded;
+  for (const std::vector<float>& part : wide) {
+    parts.emplace_back();
+    rounded.emplace_back();
+    for (const float value : part) {
+      parts.back().push_back({to_bfloat16(value)});
+      rounded.back().push_back(number_of(parts.back().back()));
+    }
+  }
+  const std::vector<float> expected = mean_in_order(rounded);
+  aggregate(DType::kBFloat16, addresses_of(parts), 5, parts[2].data(), 200'001, 2);
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    ASSERT_EQ(parts[2][i].bits, to_bfloat16(expected[i])) << "element " << i;
+}
+
 TEST(Aggregation, OtherDTypesAreNotForIt) {
-  EXPECT_FALSE(is_aggregated(DType::kBFloat16));
+  EXPECT_FALSE(is_aggregated(DType::kFloat16));
   EXPECT_FALSE(is_aggregated(DType::kComplex64));
   EXPECT_TRUE(is_aggregated(DType::kFloat32));
 }

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/element.h"
 #include "base/failure.h"
 
 namespace pipedream {
@@ -219,6 +220,46 @@ TYPED_TEST(Adam, ThreadsAndStreamingChangeNoBit) {
     EXPECT_EQ(parameter.weight_out, in_place.weight_in) << num_threads << " threads";
     EXPECT_EQ(parameter.exp_avg, in_place.exp_avg) << num_threads << " threads";
     EXPECT_EQ(parameter.exp_avg_sq, in_place.exp_avg_sq) << num_threads << " threads";
+  }
+}
+
+// The gradient is the widened one, and nothing else is rounded.
+TEST(AdamOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
+  constexpr std::size_t kNumElements = 1023;
+  std::mt19937_64 generator(1);
+  std::normal_distribution<float> distribution;
+  for (const AdamOptions& options : all_options()) {
+    SCOPED_TRACE(describe(options));
+    std::vector<BFloat16> gradient(kNumElements);
+    std::vector<float> wide_gradient(kNumElements);
+    std::vector<float> initial(kNumElements);
+    for (std::size_t i = 0; i < kNumElements; ++i) {
+      gradient[i] = {to_bfloat16(distribution(generator))};
+      wide_gradient[i] = number_of(gradient[i]);
+      initial[i] = distribution(generator);
+    }
+    Parameter<float> expected(initial);
+    Parameter<float> state(initial);                                        // its weight_in is the master
+    const std::vector<BFloat16> weight_in(kNumElements, BFloat16{0x7fc0});  // nobody reads it
+    std::vector<BFloat16> weight_out(kNumElements);
+    AdamOptions with_product = options;
+    with_product.momentum_product = ScalarAdam::nesterov_momentum(options, 1);
+    const AdamTensor tensor{static_cast<std::int64_t>(kNumElements),
+                            weight_in.data(),
+                            weight_out.data(),
+                            gradient.data(),
+                            state.exp_avg.data(),
+                            state.exp_avg_sq.data(),
+                            options.amsgrad ? state.max_exp_avg_sq.data() : nullptr,
+                            state.weight_in.data()};
+    adam_step_host(with_product, DType::kBFloat16, {&tensor, 1}, 1, 0.37);
+    expected.step(options, wide_gradient, 1, expected.weight_in, 0.37);
+    ASSERT_EQ(state.weight_in, expected.weight_in);
+    ASSERT_EQ(state.exp_avg, expected.exp_avg);
+    ASSERT_EQ(state.exp_avg_sq, expected.exp_avg_sq);
+    ASSERT_EQ(state.max_exp_avg_sq, expected.max_exp_avg_sq);
+    for (std::size_t i = 0; i < kNumElements; ++i)
+      ASSERT_EQ(weight_out[i].bits, to_bfloat16(state.weight_in[i])) << "element " << i;
   }
 }
 

@@ -8,8 +8,10 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "base/element.h"
 #include "base/failure.h"
 #include "device/device.h"
 #include "weights/adam.h"
@@ -25,44 +27,65 @@ namespace {
 
 // More tensors than a launch takes, of sizes around a pack's and a block's; one is misaligned.
 constexpr std::size_t kNumTensors = 51;
-constexpr std::size_t kNumStates = 3;
+// Arrays of a tensor: weights in and out and gradient are of its elements; then come two moments, their
+// maximum and the master.
+constexpr std::size_t kNumElementArrays = 3;
+constexpr std::size_t kNumArrays = 7;
+constexpr std::size_t kExpAvgSq = 4;
+constexpr std::size_t kMaxExpAvgSq = 5;
 
 std::size_t num_elements_of(std::size_t tensor) {
   constexpr std::size_t kSizes[] = {0, 1, 3, 4, 5, 255, 256, 257, 1000, 4097};
   return kSizes[tensor % std::size(kSizes)];
 }
 
-template <class T>
+template <class Element>
 class CudaOptimizers : public testing::Test {
  protected:
-  static constexpr DType kDType = sizeof(T) == sizeof(float) ? DType::kFloat32 : DType::kFloat64;
+  using Number = NumberOf<Element>;
+  static constexpr DType kDType = std::is_same_v<Element, BFloat16> ? DType::kBFloat16
+                                  : std::is_same_v<Element, float>  ? DType::kFloat32
+                                                                    : DType::kFloat64;
 
   void SetUp() override {
     if (!cuda_available()) GTEST_SKIP() << "no CUDA device, and no stand-in for one";
     device_ = make_cuda_device(0);
     stream_ = device_->make_stream();
-    // Weights in, out and gradient, then states; a pad between tensors, which nothing may write.
-    std::size_t first = 0;
+    std::size_t first = 0;  // a pad between tensors, which nothing may write
     for (std::size_t tensor = 0; tensor < kNumTensors; ++tensor) {
       firsts_.push_back(first + (tensor % 7 == 3 ? 1 : 0));
       first += (num_elements_of(tensor) + 1 + 15) / 16 * 16;
     }
-    for (std::size_t array = 0; array < 3 + kNumStates; ++array) {
-      host_.emplace_back(first);
-      for (T& value : host_.back()) value = random_value(array >= 4);
-      staging_.push_back(device_->allocate(first * sizeof(T), MemoryKind::kStaging));
-      memory_.push_back(device_->allocate(first * sizeof(T), MemoryKind::kDevice));
-      std::memcpy(staging_.back()->data(), host_.back().data(), first * sizeof(T));
-      stream_->copy(memory_.back()->data(), staging_.back()->data(), first * sizeof(T));
+    for (std::size_t array = 0; array < kNumArrays; ++array) {
+      const std::size_t num_bytes = first * width_of(array);
+      host_.emplace_back(num_bytes);
+      for (std::size_t i = 0; i < first; ++i) {
+        const Number value = random_value(array == kExpAvgSq || array == kMaxExpAvgSq);
+        if (array < kNumElementArrays) {
+          const auto element = element_of<Element>(value);
+          std::memcpy(&host_.back()[i * sizeof(Element)], &element, sizeof(Element));
+        } else {
+          std::memcpy(&host_.back()[i * sizeof(Number)], &value, sizeof(Number));
+        }
+      }
+      staging_.push_back(device_->allocate(num_bytes, MemoryKind::kStaging));
+      memory_.push_back(device_->allocate(num_bytes, MemoryKind::kDevice));
+      std::memcpy(staging_.back()->data(), host_.back().data(), num_bytes);
+      stream_->copy(memory_.back()->data(), staging_.back()->data(), num_bytes);
     }
     stream_->synchronize();
   }
 
-  T random_value(bool is_square) {
-    constexpr T kSpecials[] = {T(0), -T(0), std::numeric_limits<T>::infinity(),
-                               std::numeric_limits<T>::denorm_min(), std::numeric_limits<T>::quiet_NaN()};
-    if (random_() % 50 == 0) return is_square ? T(0) : kSpecials[random_() % std::size(kSpecials)];
-    const T value = std::normal_distribution<T>()(random_);
+  static std::size_t width_of(std::size_t array) {
+    return array < kNumElementArrays ? sizeof(Element) : sizeof(Number);
+  }
+
+  Number random_value(bool is_square) {
+    constexpr Number kSpecials[] = {Number(0), -Number(0), std::numeric_limits<Number>::infinity(),
+                                    std::numeric_limits<Number>::denorm_min(),
+                                    std::numeric_limits<Number>::quiet_NaN()};
+    if (random_() % 50 == 0) return is_square ? Number(0) : kSpecials[random_() % std::size(kSpecials)];
+    const Number value = std::normal_distribution<Number>()(random_);
     return is_square ? value * value : value;
   }
 
@@ -72,8 +95,8 @@ class CudaOptimizers : public testing::Test {
     std::vector<Tensor> made;
     for (std::size_t tensor = 0; tensor < kNumTensors; ++tensor) {
       const auto at = [&](std::size_t array) -> void* {
-        T* const begin = on_device ? reinterpret_cast<T*>(memory_[array]->data()) : host_[array].data();
-        return begin + firsts_[tensor];
+        std::byte* const begin = on_device ? memory_[array]->data() : host_[array].data();
+        return begin + firsts_[tensor] * width_of(array);
       };
       Tensor one;
       one.num_elements = static_cast<std::int64_t>(num_elements_of(tensor));
@@ -84,9 +107,10 @@ class CudaOptimizers : public testing::Test {
         one.momentum_buffer = at(3);
       } else {
         one.exp_avg = at(3);
-        one.exp_avg_sq = at(4);
-        one.max_exp_avg_sq = at(5);
+        one.exp_avg_sq = at(kExpAvgSq);
+        one.max_exp_avg_sq = at(kMaxExpAvgSq);
       }
+      if (std::is_same_v<Element, BFloat16>) one.master = at(6);
       made.push_back(one);
     }
     return made;
@@ -94,16 +118,29 @@ class CudaOptimizers : public testing::Test {
 
   void expect_the_hosts_bytes(const std::string& what) {
     for (std::size_t array = 0; array < host_.size(); ++array) {
-      const std::size_t num_bytes = host_[array].size() * sizeof(T);
-      stream_->copy(staging_[array]->data(), memory_[array]->data(), num_bytes);
+      stream_->copy(staging_[array]->data(), memory_[array]->data(), host_[array].size());
       stream_->synchronize();
-      const auto* const values = reinterpret_cast<const T*>(staging_[array]->data());
-      for (std::size_t i = 0; i < host_[array].size(); ++i) {
-        const bool both_nan = values[i] != values[i] && host_[array][i] != host_[array][i];
-        ASSERT_TRUE(both_nan || std::memcmp(&values[i], &host_[array][i], sizeof(T)) == 0)
-            << what << ", array " << array << ", element " << i << ": " << values[i] << ", on the host "
-            << host_[array][i];
+      SCOPED_TRACE(what + ", array " + std::to_string(array));
+      if (array < kNumElementArrays) {
+        expect_same_bits<Element>(staging_[array]->data(), host_[array]);
+      } else {
+        expect_same_bits<Number>(staging_[array]->data(), host_[array]);
       }
+    }
+  }
+
+  template <class T>
+  static void expect_same_bits(const std::byte* of_device, const std::vector<std::byte>& of_host) {
+    for (std::size_t offset = 0; offset < of_host.size(); offset += sizeof(T)) {
+      T value{};
+      T expected{};
+      std::memcpy(&value, of_device + offset, sizeof(T));
+      std::memcpy(&expected, &of_host[offset], sizeof(T));
+      const auto number = number_of(value);
+      const auto expected_number = number_of(expected);
+      const bool both_nan = number != number && expected_number != expected_number;
+      ASSERT_TRUE(both_nan || std::memcmp(&value, &expected, sizeof(T)) == 0)
+          << "element " << offset / sizeof(T) << ": " << number << ", on the host " << expected_number;
     }
   }
 
@@ -113,13 +150,13 @@ class CudaOptimizers : public testing::Test {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Stream> stream_;
   std::vector<std::size_t> firsts_;
-  std::vector<std::vector<T>> host_;
+  std::vector<std::vector<std::byte>> host_;
   std::vector<std::unique_ptr<Memory>> staging_;
   std::vector<std::unique_ptr<Memory>> memory_;
 };
 
-using Elements = testing::Types<float, double>;
-TYPED_TEST_SUITE(CudaOptimizers, Elements);
+using CudaElements = testing::Types<float, double, BFloat16>;
+TYPED_TEST_SUITE(CudaOptimizers, CudaElements);
 
 TYPED_TEST(CudaOptimizers, SgdGivesTheHostsBits) {
   int step = 0;

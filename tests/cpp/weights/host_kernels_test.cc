@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <random>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -15,6 +17,8 @@ template <class T>
 const HostKernels<T>* kernels_of(const HostKernelSet& set) {
   if constexpr (std::is_same_v<T, float>) {
     return set.for_float32;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return set.for_bfloat16;
   } else {
     return set.for_float64;
   }
@@ -127,6 +131,46 @@ TYPED_TEST(HostKernelSets, StreamingWritesNothingBeyondItsElements) {
         }
       }
     }
+  }
+}
+
+// The weights in and out are of 2 bytes, masters and moments of 4: their lines begin elsewhere.
+TEST(HostKernelSetsOfBFloat16, AdamGivesTheSameBits) {
+  constexpr std::int64_t kNumElements = 1000;
+  constexpr std::int64_t kNumOffsets = 33;
+  constexpr auto kSize = static_cast<std::size_t>(kNumElements + kNumOffsets);
+  std::mt19937_64 generator(5);
+  std::normal_distribution<float> distribution;
+  std::vector<BFloat16> gradient(kSize);
+  std::vector<float> values(kSize);
+  for (BFloat16& element : gradient) element = {to_bfloat16(distribution(generator))};
+  for (float& value : values) value = std::abs(distribution(generator));
+  const AdamFactors<float> factors{0.7F, 0.01F, 0.999F, 0.1F, 0.99F, 0.01F, 0.25F, 1e-6F, -0.01F, -0.003F};
+  for (std::int64_t offset = 0; offset < kNumOffsets; ++offset) {
+    std::vector<std::vector<float>> results;
+    for (const HostKernelSet& set : {baseline_kernels(), avx2_kernels()}) {
+      if (set.for_bfloat16 == nullptr || (set.name == std::string("avx2") && !processor_has_avx2())) continue;
+      for (const bool streaming : {false, true}) {
+        std::vector<BFloat16> weight_out(kSize, BFloat16{0x4300});  // a guard
+        std::vector<float> result = values;
+        std::vector<float> first = values;
+        std::vector<float> second = values;
+        set.for_bfloat16->adam(
+            {true, false, false, false}, factors,
+            {kNumElements, nullptr, weight_out.data() + offset, gradient.data() + offset,
+             first.data() + offset, second.data() + offset, nullptr, result.data() + offset},
+            streaming);
+        for (std::size_t i = 0; i < kSize; ++i) {
+          const auto position = static_cast<std::int64_t>(i) - offset;
+          const bool inside = position >= 0 && position < kNumElements;
+          ASSERT_EQ(weight_out[i].bits, inside ? to_bfloat16(result[i]) : 0x4300) << "element " << i;
+        }
+        for (const auto* moments : {&first, &second})
+          result.insert(result.end(), moments->begin(), moments->end());
+        results.push_back(result);
+      }
+    }
+    for (const auto& result : results) ASSERT_EQ(result, results.front()) << "offset " << offset;
   }
 }
 

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/element.h"
 #include "base/failure.h"
 
 namespace pipedream {
@@ -207,6 +208,44 @@ TYPED_TEST(Sgd, OneStepOverManyTensorsIsOneStepOverEach) {
   EXPECT_EQ(weights, expected);
 }
 
+// The gradient is the widened one, and nothing else is rounded.
+TEST(SgdOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
+  std::mt19937_64 generator(1);
+  std::normal_distribution<float> distribution;
+  for (const SgdOptions& options : all_options()) {
+    for (const int num_threads : {1, 2}) {
+      SCOPED_TRACE(describe(options));
+      const std::size_t num_elements = num_threads == 1 ? 1023 : 300'001;
+      std::vector<BFloat16> gradient(num_elements);
+      std::vector<float> wide_gradient(num_elements);
+      std::vector<float> master(num_elements);
+      for (std::size_t i = 0; i < num_elements; ++i) {
+        gradient[i] = {to_bfloat16(distribution(generator))};
+        wide_gradient[i] = number_of(gradient[i]);
+        master[i] = distribution(generator);
+      }
+      std::vector<float> expected = master;
+      std::vector<float> momentum_buffer(num_elements, 0.5F);
+      std::vector<float> expected_momentum = momentum_buffer;
+      const std::vector<BFloat16> weight_in(num_elements, BFloat16{0x7fc0});  // nobody reads it
+      std::vector<BFloat16> weight_out(num_elements);
+      const SgdTensor tensor{static_cast<std::int64_t>(num_elements),
+                             weight_in.data(),
+                             weight_out.data(),
+                             gradient.data(),
+                             momentum_buffer.data(),
+                             master.data()};
+      sgd_step_host(options, DType::kBFloat16, {&tensor, 1}, false, 0.37, num_threads);
+      step(options, static_cast<std::int64_t>(num_elements), expected.data(), expected.data(),
+           wide_gradient.data(), expected_momentum.data(), false, 0.37, num_threads);
+      ASSERT_EQ(master, expected);
+      ASSERT_EQ(momentum_buffer, expected_momentum);
+      for (std::size_t i = 0; i < num_elements; ++i)
+        ASSERT_EQ(weight_out[i].bits, to_bfloat16(master[i])) << "element " << i;
+    }
+  }
+}
+
 TEST(SgdOptions, RefusesWhatTorchRefuses) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_NO_THROW(check_sgd_options({}));
@@ -226,6 +265,8 @@ TEST(SgdDeathTest, AbortsOnMisuse) {
   std::vector<float> gradient(8, 1);
   const SgdTensor half_precision{8, values.data(), values.data(), gradient.data(), nullptr};
   EXPECT_DEATH(sgd_step_host({}, DType::kFloat16, {&half_precision, 1}, true), "dtype float16");
+  const SgdTensor no_master{8, values.data(), values.data(), gradient.data(), nullptr};
+  EXPECT_DEATH(sgd_step_host({}, DType::kBFloat16, {&no_master, 1}, true), "without a master");
   float* const no_buffer = nullptr;
   const float* const no_gradient = nullptr;
   EXPECT_DEATH(step({.momentum = 0.9}, 8, values.data(), values.data(), gradient.data(), no_buffer, true),

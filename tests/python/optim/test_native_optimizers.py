@@ -511,7 +511,7 @@ def test_options_of_torchs_own_implementations_are_refused(option: str) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(3, dtype=torch.bfloat16), "torch.bfloat16 parameter on cpu.*use torch.optim.Adam"),
+        (torch.ones(3, dtype=torch.float16), "torch.float16 parameter on cpu.*use torch.optim.Adam"),
         (torch.ones(3, dtype=torch.complex64), "torch.complex64 parameter"),
         (torch.ones(3, 4)[:, ::2], "with gaps or overlaps"),
     ],

@@ -1,0 +1,162 @@
+"""float32 masters of bfloat16 parameters, for torch's optimizers. Used by one thread at a time.
+
+A step of a usual learning rate changes a weight by less than 1/256 of it, the least that bfloat16 can tell
+apart, and would be rounded away. The native optimizers (native_optimizer.py) keep masters themselves, under
+the same key of their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MASTER", "MasterWeights", "has_master", "load_wide_state", "master_dtype", "unwrapped"]
+
+MASTER = "master"
+"""The key of an optimizer's state under which a parameter's master lies."""
+
+_WIDER = {torch.bfloat16: torch.float32}
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an optimizer computes the steps of such parameters, and keeps their state."""
+    return _WIDER.get(dtype, dtype)
+
+
+def has_master(parameter: Tensor) -> bool:
+    """Whether an optimizer keeps a master of the parameter."""
+    return parameter.dtype in _WIDER
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Another optimizer, on float32 copies (masters) of those parameters that are bfloat16.
+
+        # In a plain loop, and as `optimizer` of `run`:
+        optimizer = pipedream.optim.MasterWeights(torch.optim.RMSprop, model.parameters(), lr=1e-3)
+        optimizer = functools.partial(pipedream.optim.MasterWeights, torch.optim.RMSprop, lr=1e-3)
+
+    make(params, **options) makes the other optimizer. A step widens the gradients, lets it update the
+    masters, and rounds these into the parameters. Parameters of other dtypes are updated as they are. The
+    native optimizers (SGD, Adam, AdamW, NAdamW) keep masters without this.
+
+    A master is made of its parameter in the first step. Whatever is written into the parameter after that,
+    the next step overwrites: load a model's weights before, and a training's by load_state_dict, too.
+    """
+
+    def __init__(
+        self, make: Callable[..., torch.optim.Optimizer], params: Iterable[Any], **options: Any
+    ) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []  # (stand-in, parameter)
+        given = [_with_stand_ins(entry, pairs) for entry in params]
+        self.inner = make(given, **options)
+        """The other optimizer. It has parameters and state while it steps alone."""
+        parameter_of = {id(stand_in): parameter for stand_in, parameter in pairs}
+        groups = [
+            {**group, "params": [parameter_of[id(stand_in)] for stand_in in group["params"]]}
+            for group in self.inner.param_groups
+        ]
+        super().__init__(groups, self.inner.defaults)
+        for stand_in, state in self.inner.state.items():  # some make theirs at once, as Adagrad
+            self.state[parameter_of[id(stand_in)]] = state
+        self._take_back()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"inner": self.inner}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters in place from their .grad."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        master_of = {
+            parameter: self._master_of(parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        try:
+            self._hand_over(master_of)
+            self.inner.step()
+            rounded = [parameter for parameter in master_of if has_master(parameter)]
+            if rounded:
+                torch._foreach_copy_(rounded, [master_of[parameter] for parameter in rounded])
+            for parameter, master in master_of.items():
+                self.state[parameter] = dict(self.inner.state.get(master, {}))
+                if has_master(parameter):
+                    self.state[parameter][MASTER] = master
+                    master.grad = None
+        finally:
+            self._take_back()
+        return loss
+
+    def _hand_over(self, master_of: Mapping[Tensor, Tensor]) -> None:
+        """Gives the other optimizer these masters, each in the group and with the state of its parameter."""
+        for group in self.param_groups:  # a scheduler writes into them, and a pipeline replaces parameters
+            masters = [master_of[parameter] for parameter in group["params"] if parameter in master_of]
+            self.inner.param_groups.append({**group, "params": masters})
+        for parameter, master in master_of.items():
+            state = {key: value for key, value in self.state[parameter].items() if key != MASTER}
+            if state:
+                self.inner.state[master] = state
+
+    def _take_back(self) -> None:
+        self.inner.param_groups = []
+        self.inner.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, without its rounding to the dtype of the parameters."""
+        super().load_state_dict(state_dict)
+        load_wide_state(self, state_dict)
+
+    def _master_of(self, parameter: Tensor) -> Tensor:
+        """With the gradient widened; the parameter itself where it needs no master."""
+        if not has_master(parameter):
+            return parameter
+        assert parameter.grad is not None
+        master: Tensor | None = self.state[parameter].get(MASTER)
+        if master is None:
+            master = parameter.detach().to(master_dtype(parameter.dtype))
+        master.grad = parameter.grad.to(master.dtype)
+        return master
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that computes the steps: another one than a MasterWeights."""
+    return unwrapped(optimizer.inner) if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """After torch's load_state_dict, which rounds all state to the dtype of its parameter: puts back what
+    belongs to parameters that have masters, in the master's dtype."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(saved, parameters, strict=True):
+        if not has_master(parameter):
+            continue
+        for name, value in state_dict["state"].get(key, {}).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                optimizer.state[parameter][name] = value.to(
+                    parameter.device, master_dtype(parameter.dtype), copy=True
+                )
+
+
+def _with_stand_ins(entry: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """What an optimizer may be given, a parameter, a pair with its name or a group, with a stand-in for each
+    parameter that has a master: a tensor of the master's dtype that takes no memory. Adds to `pairs`."""
+    if isinstance(entry, dict):
+        listed = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]
+        return {**entry, "params": [_with_stand_ins(of_group, pairs) for of_group in listed]}
+    if isinstance(entry, tuple):
+        name, parameter = entry
+        return name, _with_stand_ins(parameter, pairs)
+    stand_in = entry
+    if has_master(entry):
+        one = torch.zeros((), dtype=master_dtype(entry.dtype), device=entry.device)
+        stand_in = nn.Parameter(one.expand(entry.shape))
+    pairs.append((stand_in, entry))
+    return stand_in
