@@ -34,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def farm() -> Iterator[Farm]:
-    """Processes that stand in for the ranks of torchrun."""
+    """Processes that stand in for the ranks of torchrun. They compute on one thread, and bits depend on that,
+    so from its first use on this process does so too: it has the plain loop that they are compared with."""
+    torch.set_num_threads(1)
     farm = Farm()
     yield farm
     farm.close()
@@ -48,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes on one thread, as the workers of a test do: bits depend on it."""
+    """torch computes on one thread in a test without ranks: bits depend on it."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

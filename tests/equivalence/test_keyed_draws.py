@@ -294,7 +294,7 @@ def test_noise_of_optimizers_and_backwards_differs_by_stage_and_leaves_the_shuff
     assert_close_state(state, expected[1], _RELATIVE)
 
 
-def test_one_worker_draws_as_a_plain_loop_does(farm: Farm, one_thread: None) -> None:
+def test_one_worker_draws_as_a_plain_loop_does(farm: Farm) -> None:
     whole = Plan((Stage(0, 0),))
     losses, state = farm.results(_train, (), whole, num_ranks=1, microbatches=1)[0]
     torch.manual_seed(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from covering import parametrize_pairs
@@ -22,11 +20,6 @@ from training import (
 def _train_and_draw(training: Training) -> tuple[list[float], State, torch.Tensor]:
     result, state = train_in_pipeline(training)
     return result.losses, state, torch.rand(3)
-
-
-@pytest.fixture(autouse=True)
-def _same_threads(one_thread: Any) -> None:
-    """The farm's ranks compute on one thread."""
 
 
 @parametrize_pairs(case_name=list(CASES), optimizer=list(OPTIMIZERS), dtype=(torch.float32, torch.float64))

@@ -149,7 +149,7 @@ def test_the_schedules_here_are_all_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("row", _rows(), ids=_name)
-def test_every_pair_of_options_equals_the_reference(farm: Farm, one_thread: None, row: Row) -> None:
+def test_every_pair_of_options_equals_the_reference(farm: Farm, row: Row) -> None:
     schedule, num_stages = row["schedule"], row["num_stages"]
     optimizer, native = _optimizer_pairs()[row["optimizer"]]
     is_autocast = row["precision"] in ("bfloat16", "float16")
@@ -312,7 +312,7 @@ class _Overflowing(Training):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
-    farm: Farm, one_thread: None, num_stages: int, schedule: str
+    farm: Farm, num_stages: int, schedule: str
 ) -> None:
     training = _Overflowing(
         "mlp",
@@ -394,7 +394,7 @@ def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, 
     "at", [[(5,), ()], [(), (5,)], [(4, 5, 6), (7,)]], ids=["first stage", "last stage", "both"]
 )
 def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
-    farm: Farm, one_thread: None, at: list[tuple[int, ...]], schedule: str
+    farm: Farm, at: list[tuple[int, ...]], schedule: str
 ) -> None:
     _assert_skips_as_the_reference(farm, at, schedule)
 
@@ -402,7 +402,7 @@ def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
 # Stages 0 and 2 are the first worker's, 1 and 3 the second's.
 @pytest.mark.parametrize("stages", [(0,), (2,), (3,), (0, 2), (1, 2)], ids=str)
 def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
-    farm: Farm, one_thread: None, stages: tuple[int, ...]
+    farm: Farm, stages: tuple[int, ...]
 ) -> None:
     at = [(5, 8) if stage in stages else () for stage in range(4)]
     _assert_skips_as_the_reference(farm, at, "interleaved")

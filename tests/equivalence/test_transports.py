@@ -372,9 +372,7 @@ def test_encoded_tensors_are_as_small_as_their_codec_says(farm: Farm, codec: str
     ],
     ids=str,
 )
-def test_a_codec_takes_effect_on_the_16_bits_of_autocast(
-    farm: Farm, one_thread: None, autocast: str, codec: Any
-) -> None:
+def test_a_codec_takes_effect_on_the_16_bits_of_autocast(farm: Farm, autocast: str, codec: Any) -> None:
     training = replace(_TRAINING, autocast=autocast)
     result = _assert_equals_codec_oracle(farm, training, codec, transport="shm")
     dtype: torch.dtype = getattr(torch, autocast)
@@ -389,7 +387,7 @@ def test_a_codec_takes_effect_on_the_16_bits_of_autocast(
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16"])
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
-def test_16_bits_are_not_rounded_to_16_bits(farm: Farm, one_thread: None, autocast: str, codec: str) -> None:
+def test_16_bits_are_not_rounded_to_16_bits(farm: Farm, autocast: str, codec: str) -> None:
     training = replace(_TRAINING, autocast=autocast)
     result, _ = _train(farm, training, codec=codec)
     assert {channel.codec for channel in result.channels} == {"none"}
@@ -427,9 +425,7 @@ class _OverflowOracle(CodecOracle):
         return arrived
 
 
-def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(
-    farm: Farm, one_thread: None
-) -> None:
+def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(farm: Farm) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.05 / _HUGE)
     training = _Overflowing("mlp", 2, torch.float32, sgd, num_minibatches=12, autocast="float16")
     result, state = _train(farm, training, codec={"gradients": "int8"})
