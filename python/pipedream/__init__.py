@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipedream import optim
+    from pipedream import callbacks, optim
     from pipedream.checkpoint.checkpoints import Checkpoints
     from pipedream.checkpoint.whole_model import load_checkpoint
     from pipedream.common.errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "calibrate",
+    "callbacks",
     "load_checkpoint",
     "materialise",
     "optim",
@@ -97,8 +98,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module(".optim", __name__)
+    if name in ("callbacks", "optim"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -25,6 +25,7 @@ PYTHON_FOLDERS = [
     "links",
     "budget",
     "checkpoint",
+    "callbacks",
     "report",
     "stage",
     "launch",

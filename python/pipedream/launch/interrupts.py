@@ -23,7 +23,7 @@ _STOPPING = (
 
 
 class Interrupt:
-    """Whether somebody wants the run of this process to end, and where it does (boundaries.StopOrder)."""
+    """Whether somebody wants the run of this process to end, and where it does (decisions.StopOrder)."""
 
     def __init__(self) -> None:
         self.is_stop_asked = False

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from pipedream.callbacks.steering import Steering
 from pipedream.common import errors
 from pipedream.common.errors import PipelineError
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
@@ -39,6 +40,7 @@ from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.script_capture import CapturedScript, capture_script
 from pipedream.launch.script_logging import ScriptLogging
+from pipedream.launch.steering import LocalSteering
 from pipedream.launch.task_files import (
     GraphReader,
     GraphWriter,
@@ -78,9 +80,11 @@ __all__ = ["check_main_is_a_file", "run_locally"]
 _KEEPING_S_MAX = 600.0
 
 
-def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> RunResult:
+def run_locally(
+    model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch, steering: Steering
+) -> RunResult:
     """Trains in worker processes and updates the model in place. first: gives away minibatch 0 where it
-    has been read.
+    has been read. steering: calls the callbacks.
 
     Raises ValueError for what cannot be sent to the workers, for whatever a worker found mistaken, and where
     the workers have another first loss than the model here;
@@ -124,7 +128,8 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             _trained_weights_told(stages, options, folder),
             _interrupts_told(options, board),
         ):
-            _launch(task, options, board, expected, script)
+            told = LocalSteering(steering, options.plan, options.microbatches, board, folder)
+            _launch(task, options, board, expected, script, told)
         if options.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
@@ -220,20 +225,26 @@ def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> fl
 
 
 def _launch(
-    task: WorkerTask, options: JobOptions, board: StatusBoard, expected: FirstLoss, script: CapturedScript
+    task: WorkerTask,
+    options: JobOptions,
+    board: StatusBoard,
+    expected: FirstLoss,
+    script: CapturedScript,
+    told: LocalSteering,
 ) -> None:
     """Returns when all workers have done their part. Raises ValueError where they train another model than
     the caller's."""
     folder, plan, num_workers = Path(task.folder), options.plan, options.plan.workers_used
 
     def look() -> bool:
+        told.look()
         differs = expected.differs(board, folder)
         if differs:
             raise ValueError(
                 f"{differs}, with the same weights and data: {script.likely_cause()};"
                 " PIPEDREAM_CHECK=0 trains nevertheless"
             )
-        return differs is None
+        return differs is None or told.is_needed
 
     codes = run_processes(
         run_local_worker,
@@ -242,6 +253,7 @@ def _launch(
         functools.partial(is_explained, folder=folder),
         look,
         lambda: _last_words_s(board, folder, options.links.peer_timeout_s),
+        look_s=told.period_s,
     )
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)

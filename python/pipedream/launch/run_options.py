@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream import _core
+from pipedream.callbacks.callback import Callback
 from pipedream.common.checks import (
     check_choice,
     check_count,
@@ -76,6 +77,18 @@ class RunOption:
     command: CommandOption | None = None
     is_built: bool = True
     """Else another value than the default is refused."""
+
+
+def _check_callbacks(name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, Callback) for each in value):
+        raise TypeError(
+            f"{name} is {shorten(repr(value), _SHOWN_MAX)}: give a list of pipedream.callbacks.Callback"
+        )
+    for each in value:
+        if each.every is not None and (not is_whole(each.every) or each.every < 1):
+            raise ValueError(
+                f"every of {type(each).__name__} in {name} is {each.every!r}: use 1 or more minibatches"
+            )
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -355,7 +368,13 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption("validation", "held-out data and metrics", is_built=False),
     RunOption("checkpoints", "a folder for checkpoints", is_built=False),
     RunOption("recovery", "from lost workers", is_built=False),
-    RunOption("on_epoch_end", "called after every epoch", is_built=False),
+    RunOption(
+        "on_epoch_end",
+        "called with a report after every epoch; `False` stops the run",
+        None,
+        _or_none(check_function),
+    ),
+    RunOption("callbacks", "objects that are told of the run, and may steer it", (), _check_callbacks),
     RunOption(
         "seed",
         "of all random numbers; `None` continues from the caller's generators",

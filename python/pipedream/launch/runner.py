@@ -6,7 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,6 +15,15 @@ from torch import nn
 
 from pipedream import _core
 from pipedream.budget.offload import forced_offload
+from pipedream.callbacks.callback import (
+    Answer,
+    Callback,
+    EndReport,
+    EpochReport,
+    StartReport,
+    callback_of,
+)
+from pipedream.callbacks.steering import Steering
 from pipedream.common.checks import (
     is_whole,
 )
@@ -25,7 +34,7 @@ from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_t
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
-from pipedream.data.stream import check_sizes
+from pipedream.data.stream import check_sizes, num_minibatches_of
 from pipedream.launch.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
@@ -53,6 +62,7 @@ from pipedream.planning.program import Program
 from pipedream.planning.shapes import largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
+from pipedream.stage.decisions import answer_lead
 from pipedream.stage.job import JobOptions, check_replicas
 
 __all__ = ["run"]
@@ -99,7 +109,8 @@ def run(
     validation: Any = None,
     checkpoints: Any = None,
     recovery: Any = None,
-    on_epoch_end: Any = None,
+    on_epoch_end: Callable[[EpochReport], Answer] | None = None,
+    callbacks: Sequence[Callback] = (),
     seed: int | None = None,
     on_nonfinite: str = "stop",
     gather: str = "rank0",
@@ -174,6 +185,12 @@ def run(
         docs/parameter-server.md.
     staleness: with sync="ssp".
     sync_every: n lets replicas make n updates of their own before they take the mean of their weights.
+    on_epoch_end: called in this process, under torchrun at rank 0, with an EpochReport when the losses of an
+        epoch are known; returning False ends the run, with a result: where the schedule drains before the
+        next epoch begins, else a fixed number of minibatches later. docs/callbacks.md has more.
+    callbacks: objects of pipedream.callbacks, called there at the start, every so many minibatches, after
+        every epoch and at the end, which may stop the run or change its learning rates: EarlyStopping,
+        ReduceLROnPlateau, TensorBoard, or your own.
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
         trains on.
@@ -215,7 +232,8 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
-        options = _checked_options(model, plan, arguments)
+        steering = _steering_of(arguments)
+        options = _checked_options(model, plan, arguments, steering)
         if prefix is None:
             check_main_is_a_file()
             start_server()  # which imports torch, the first time, while this process goes on
@@ -242,11 +260,13 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
         )
         for caution in (*of_data, *cautions):
             warn_the_caller(caution)
-    if prefix is not None:
-        first.take()  # which nobody needs again
-        result = _run_this_rank(model, data, options, prefix)
-    else:
-        result = run_locally(model, data, options, first)
+    with _told(steering, data, options) as tell_end:
+        if prefix is not None:
+            first.take()  # which nobody needs again
+            result = _run_this_rank(model, data, options, prefix)
+        else:
+            result = run_locally(model, data, options, first, steering)
+        tell_end(result)
     if options.seed is None:
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
         torch.empty((), dtype=torch.int64).random_()
@@ -255,7 +275,45 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     return result
 
 
-def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> JobOptions:
+@contextlib.contextmanager
+def _told(
+    steering: Steering, data: Iterable[Any], options: JobOptions
+) -> Iterator[Callable[[RunResult], None]]:
+    """Around a run, whose callbacks hear of its start and of its end. Raises what one of them has raised."""
+    if not is_rank_0():
+        yield lambda result: None
+        return
+    steering.start(
+        StartReport(
+            num_minibatches_of(data, options.epochs),
+            options.epochs,
+            options.plan.workers_used,
+            options.schedule_name,
+            answer_lead(options.schedule_options()),
+        )
+    )
+    try:
+        yield steering.end_with
+    except BaseException as error:
+        if steering.error is None:
+            steering.end(EndReport(None, error))
+        raise
+    if steering.error is not None:
+        raise steering.error
+
+
+def _steering_of(arguments: dict[str, Any]) -> Steering:
+    check_arguments(**{name: arguments[name] for name in ("on_epoch_end", "callbacks")})
+    on_epoch_end = arguments["on_epoch_end"]
+    if under_torchrun() and (on_epoch_end is not None or arguments["callbacks"]):
+        raise ValueError(
+            "callbacks and on_epoch_end are called in the caller of local workers, and this is a rank of"
+            " torchrun, where they are not built yet: start the script without torchrun, or leave them out"
+        )
+    return Steering([*arguments["callbacks"], *([] if on_epoch_end is None else [callback_of(on_epoch_end)])])
+
+
+def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steering: Steering) -> JobOptions:
     """What the workers are told of the arguments of run(). Raises ValueError or TypeError for a mistake."""
     check_arguments(**arguments)
     if not isinstance(plan, Plan):
@@ -298,6 +356,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
             "gather": gather,
             "weights": _absolute(arguments["weights"]),
             "save": _absolute(arguments["save"]),
+            "call_points": steering.points,
             "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )

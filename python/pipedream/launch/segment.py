@@ -54,6 +54,7 @@ from pipedream.model.draws import KeyedDraws, keyed_draws
 from pipedream.model.references import gradients_noticed
 from pipedream.model.seeding import backward_seed, draws_seed
 from pipedream.planning.shapes import describe_shapes
+from pipedream.stage.decisions import Steered
 from pipedream.stage.stage_loop import WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
 
@@ -85,13 +86,17 @@ class Segment:
         data: Iterable[Any] | ForwardedData,
         optimizers: WorkerOptimizers,
         residuals: Residuals,
+        steered: Steered,
     ) -> None:
-        """core: as links has made it. residuals: of the segment before. Raises ValueError, term by term, for
-        what does not fit into memory."""
+        """core: as links has made it. residuals: of the segment before. steered: as in all. Raises
+        ValueError, term by term, for what does not fit into memory."""
         self.core = core
         self._device = device
         self._rehearsed = rehearsed
         self._data = data
+        self._steered = steered
+        if steered.asking is not None:
+            steered.asking.check = _check_of_links(run, core)
         self._loop: WorkerLoop | None = None
         self._heard: tuple[Following | None, ...] = ()  # once
         self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
@@ -203,6 +208,7 @@ class Segment:
             ],
             predicted=pool.predicted,
             torch_pool=pool.make_torch_pool(),
+            steered=self._steered,
         )
 
 

@@ -37,6 +37,7 @@ from pipedream.launch.interrupts import interrupts_stop
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.segment import Following, Segment
 from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
+from pipedream.launch.steering import steered
 from pipedream.launch.weight_files import keep_newest
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.launch.worker_optimizers import WorkerOptimizers
@@ -46,6 +47,7 @@ from pipedream.model.loss_placement import loss_on
 from pipedream.model.loss_state import LossState
 from pipedream.report.result import RunResult
 from pipedream.report.segments import join_reports
+from pipedream.stage.decisions import Steered
 from pipedream.stage.job import JobOptions, WorkerPlace
 
 __all__ = ["run_worker"]
@@ -93,6 +95,7 @@ class _Worker:
         self._place = place
         self._segment: Segment | None = None
         self._optimizers: WorkerOptimizers | None = None
+        self._steered: Steered | None = None
         self._losses_before: list[float] = []  # the segment
         self._residuals: Residuals = {}  # likewise
         self._loss_state: LossState | None = None  # at the last stage
@@ -213,7 +216,12 @@ class _Worker:
                 warn_if_coarse(made)
         else:
             self._optimizers.plan_again(run, device, rehearsed.footprints)
-        segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers, self._residuals)
+        if self._steered is None:
+            self._steered = steered(run, self._optimizers)
+        segment = Segment(
+            *(run, self.links, core, device, rehearsed, data),
+            *(self._optimizers, self._residuals, self._steered),
+        )
         rendezvous.leave()
         return segment
 

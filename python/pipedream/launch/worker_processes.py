@@ -20,10 +20,10 @@ from typing import Any
 
 from pipedream.launch.fork_server import Process
 
-__all__ = ["run_processes", "signals_deferred"]
+__all__ = ["LOOK_S", "run_processes", "signals_deferred"]
 
 _PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
-_LOOK_S = 0.05  # between two looks at what runs
+LOOK_S = 0.05  # between two looks at what runs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -38,9 +38,11 @@ def run_processes(
     is_explained: Callable[[Mapping[int, int]], bool],
     look: Callable[[], bool],
     last_words_s: Callable[[], float],
+    *,
+    look_s: float = LOOK_S,
 ) -> dict[int, int]:
     """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended. Calls
-    look() once all are started, and then again every 50 ms while it returns True; what it raises ends all.
+    look() once all are started, and then every look_s seconds while it returns True; what it raises ends all.
 
     Returns the exit codes (negative: of a signal) of those that failed by themselves, by rank, in the order
     of their ends; is_explained says whether these tell why the run failed. From then on the others have
@@ -52,7 +54,7 @@ def run_processes(
             name = f"pipedream-{rank}"
             processes.append(Process(target=target, args=of_rank, name=name, environment=environment))
             processes[-1].start()
-        return _wait(processes, is_explained, look, last_words_s)
+        return _wait(processes, is_explained, look, last_words_s, look_s)
     finally:
         _end([process for process in processes if process.pid is not None])
 
@@ -62,6 +64,7 @@ def _wait(
     is_explained: Callable[[Mapping[int, int]], bool],
     look: Callable[[], bool],
     last_words_s: Callable[[], float],
+    look_s: float,
 ) -> dict[int, int]:
     codes: dict[int, int] = {}
     looks, is_known, known_s = True, False, 0.0
@@ -69,9 +72,9 @@ def _wait(
     deadline_s = float("inf")
     while running and time.monotonic() < deadline_s:
         looks = looks and not codes and look()
-        timeout_s = _LOOK_S if looks else None
+        timeout_s = look_s if looks else None
         if codes:
-            timeout_s = min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))
+            timeout_s = min(LOOK_S, max(0.0, deadline_s - time.monotonic()))
         for sentinel in connection.wait(list(running), timeout_s):
             assert isinstance(sentinel, int)
             rank = running.pop(sentinel)

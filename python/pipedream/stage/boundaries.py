@@ -17,13 +17,13 @@ due before such a group is due at the end of the data. Owned by the worker's com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pipedream import _core
 from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.stage.decisions import EVALUATE, RATE, SNAPSHOT, STOP, Asking, Stopping
 
 __all__ = [
     "EVALUATE",
@@ -32,18 +32,9 @@ __all__ = [
     "STOP",
     "Boundaries",
     "BoundaryListener",
-    "Decisions",
     "Planned",
     "StageZeroGate",
-    "StopOrder",
-    "Stopping",
-    "stop_lead",
 ]
-
-EVALUATE = 1
-SNAPSHOT = 2
-STOP = 4  # with an end of data alone: the data would go on
-RATE = 8  # the learning rate changes
 
 
 class BoundaryListener(Protocol):
@@ -66,61 +57,6 @@ class Planned:
     """Minibatches, or "epoch"."""
 
 
-class Decisions(Protocol):
-    """What is decided outside the data, such as an interrupt and the answers of callbacks; at stage 0."""
-
-    def stops_before(self, group: int) -> bool:
-        """Before the group's data are read: whether the run ends there."""
-
-    def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]]) -> int:
-        """Once they are read. ended_epochs: (epoch, its end) of those that have ended in the group before;
-        the end is the first minibatch of the next one. May wait for an answer."""
-
-
-class StopOrder(Protocol):
-    """The wish to end the run early, and the boundary at which that happens."""
-
-    @property
-    def is_stop_asked(self) -> bool: ...
-    def ask_for_stop(self) -> None: ...
-
-    stop_at: int
-    """-1: not known yet. Rank 0 writes it, the other replicas of stage 0 read it."""
-
-
-class Stopping:
-    """Decides where a run ends whose end was asked for: at rank 0's next boundary. Where stage 0 has replicas
-    it is one that none of them has passed: each needs what rank 0 pushes of every round, and so it reads the
-    order, which was written before, before it gets there."""
-
-    def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
-        """decides: at rank 0. lead: minibatches from the boundary where it decides to the one it names."""
-        self._order = order
-        self._decides = decides
-        self._lead = lead
-
-    def stops_before(self, group: int) -> bool:
-        order = self._order
-        if self._decides and order.stop_at < 0 and order.is_stop_asked:
-            order.stop_at = group + self._lead
-        return 0 <= order.stop_at <= group
-
-    def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]]) -> int:
-        return 0
-
-
-def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
-    """Minibatches, in whole groups, by which a replica of stage 0 may be ahead of rank 0."""
-    rounds = _core.rounds_of(schedule, 0)
-    if rounds.num_replicas == 1:
-        return 0
-    in_flight = schedule.in_flight[0] * rounds.num_replicas / schedule.num_microbatches
-    # The round that rank 0 has pushed last, and the one that the other has begun, and what may be older.
-    num_rounds = 2 + schedule.staleness + sync_every
-    group_size = _core.minibatches_between_drains(schedule)
-    return math.ceil((in_flight + num_rounds * rounds.minibatches_per_round) / group_size) * group_size
-
-
 class StageZeroGate:
     """Decides at a replica of stage 0, before it forwards a group. Lives as long as a segment."""
 
@@ -129,15 +65,17 @@ class StageZeroGate:
         source: MinibatchSource,
         group_size: int,
         planned: Sequence[Planned] = (),
-        decisions: Decisions | None = None,
         *,
+        stopping: Stopping | None = None,
+        asking: Asking | None = None,
         first_of_run: int = 0,
     ) -> None:
         """first_of_run: the boundary with which it begins, at which nothing is due."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
-        self._decisions = decisions
+        self._stopping = stopping
+        self._asking = asking
         self._first_of_run = first_of_run
         self._group = -1
         self.events = 0
@@ -148,28 +86,39 @@ class StageZeroGate:
     def admits(self, minibatch: int, fetch: Callable[[int], bool]) -> bool:
         """False: there is no such minibatch. fetch: reads it."""
         group = minibatch - minibatch % self._group_size
-        is_new = group != self._group and group > self._first_of_run
-        decisions = self._decisions
-        if is_new and decisions is not None and decisions.stops_before(group):
-            self.end = (group, STOP)
-            return False
-        if not fetch(minibatch):
-            self.end = (self._source.num_minibatches, self._events_of_end())
-            return False
         if group == self._group:
-            return True
+            return fetch(minibatch) or self._end(self._source.num_minibatches, self._events_of_end())
+        is_first = group == self._first_of_run
+        if self._group_size == 1 and not is_first and self._stops_before(group):
+            return self._end(group, STOP)  # without waiting for its data
+        if not fetch(minibatch):
+            return self._end(self._source.num_minibatches, self._events_of_end())
         self._group, self.events = group, 0
-        if not is_new:
+        if is_first:
             return True
+        # The last group may be short: a replica that has nothing of it hears of no end before it.
+        is_whole = self._source.num_minibatches >= group + self._group_size
+        if is_whole and self._stops_before(group):
+            return self._end(group, STOP)
         events = self._planned_in(group - self._group_size, group)
-        if decisions is not None:
-            events |= decisions.events_at(group, self._epochs_ended_in(group))
+        if self._asking is not None:
+            events |= self._asking.events_at(group, self._epochs_ended_in(group), self._source)
+        if not is_whole:
+            return True  # what is planned is due at the end
         if events & STOP:
-            self.end = (group, events)
-            return False
-        if self._source.num_minibatches >= group + self._group_size:  # else they are due at the end
-            self.events = events
+            return self._end(group, events)
+        self.events = events
         return True
+
+    def _stops_before(self, group: int) -> bool:
+        return self._stopping is not None and self._stopping.stops_before(group)
+
+    def _end(self, num_minibatches: int, events: int) -> bool:
+        self.end = (num_minibatches, events)
+        is_over = events & STOP or self._source.larger is None  # and not only this segment
+        if is_over and self._asking is not None:
+            self._asking.finish(num_minibatches, self._source)
+        return False
 
     def _events_of_end(self) -> int:
         end = self._source.num_minibatches

@@ -16,6 +16,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from pipedream import _core
+from pipedream.callbacks.steering import CallPoints
 from pipedream.common.agreement import OWN, compared, given
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
@@ -25,7 +26,7 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
 from pipedream.planning.schedule_rules import rules_of
 from pipedream.report.status import StatusBoard
-from pipedream.stage.boundaries import StopOrder
+from pipedream.stage.decisions import StopOrder
 
 __all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
 
@@ -70,6 +71,8 @@ class JobOptions:
     progress: bool = field(metadata=OWN)
     num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
+    call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
+    """Where callbacks are called."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 

@@ -39,15 +39,8 @@ from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.boundaries import (
-    STOP,
-    Boundaries,
-    BoundaryListener,
-    Planned,
-    StageZeroGate,
-    Stopping,
-    stop_lead,
-)
+from pipedream.stage.boundaries import Boundaries, BoundaryListener, Planned, StageZeroGate
+from pipedream.stage.decisions import STOP, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.first_gradients import make_first_gradients
@@ -110,12 +103,14 @@ class WorkerLoop:
         edges: Sequence[tuple[_core.Edge, str]],
         predicted: Mapping[str, int],
         torch_pool: TorchPool | None = None,
+        steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
         must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
         by stage, of what backwards draw. boundaries: by the stage upstream, of the cuts at these stages.
         edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
-        torch_pool: where forwards and backwards make their tensors, None leaves it to torch."""
+        torch_pool: where forwards and backwards make their tensors, None leaves it to torch. steered: by whom
+        the run is."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -123,6 +118,7 @@ class WorkerLoop:
         self._prepared = prepared
         self._device = device
         self._data = source
+        self._steered = steered
         self._edges = edges
         self._predicted = predicted
         self._torch_pool = torch_pool
@@ -186,12 +182,13 @@ class WorkerLoop:
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_gate(self) -> StageZeroGate:
-        order, stopping = self._place.stop_order, None
-        if order is not None:
-            lead = stop_lead(self._schedule, sync_every=self._options.sync_every)
-            stopping = Stopping(order, decides=self._place.rank == 0, lead=lead)
+        steered = self._steered
         return StageZeroGate(
-            self._data, self._boundaries.group_size, self._planned_events(), decisions=stopping
+            self._data,
+            self._boundaries.group_size,
+            self._planned_events(),
+            stopping=steered.stopping,
+            asking=steered.asking,
         )
 
     def _planned_events(self) -> list[Planned]:
@@ -200,7 +197,8 @@ class WorkerLoop:
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
         """What this worker does at boundaries."""
-        return []
+        changes = self._steered.rate_changes
+        return [] if changes is None else [changes]
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas

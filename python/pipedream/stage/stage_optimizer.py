@@ -28,6 +28,8 @@ from pipedream.stage.weight_layout import masters_layout, state_layout, view_lik
 
 __all__ = ["StageOptimizer"]
 
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group, the last two of a cycle
+
 
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
@@ -211,6 +213,19 @@ class StageOptimizer:
                 self._num_steps += 1
             self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
 
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiplies the learning rates, and those from which a scheduler makes the next ones."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for name in _RATES:
+                if name in group:
+                    group[name] = group[name] * factor
+        _scale_scheduler(self._scheduler, factor)
+
     def end_step(self) -> None:
         """All of a version has been made."""
         if self.optimizer is not None and self._scheduler is not None:
@@ -248,6 +263,13 @@ class StageOptimizer:
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
+
+
+def _scale_scheduler(scheduler: Any, factor: float) -> None:
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+    for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
+        _scale_scheduler(part, factor)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ def test_every_default_passes_its_own_check() -> None:
 def test_ranks_compare_every_argument_but_each_ones_own_and_what_is_not_built() -> None:
     values = dict.fromkeys(field.name for field in dataclasses.fields(JobOptions))
     compared = settings_of(JobOptions(**values | {"links": LinkOptions()}))  # type: ignore[arg-type]
-    own = {"data", "loss_fn", "optimizer", "bind", "ports", "insecure", "progress", "trace"}
+    own = {"data", "loss_fn", "optimizer", "on_epoch_end", "bind", "ports", "insecure", "progress", "trace"}
     assert {option.name for option in RUN_OPTIONS if option.is_built} == set(compared) | own
 
 

@@ -1,0 +1,34 @@
+"""What is told of a run while it goes on, and may steer it: `run(callbacks=[...])`.
+
+    class Printer(pipedream.callbacks.Callback):
+        def on_epoch(self, report):
+            print(report.epoch, report.loss)
+            return report.loss > 0.1          # False stops the run
+
+They run in the caller's process, under torchrun at rank 0.
+"""
+
+from __future__ import annotations
+
+from pipedream.callbacks.callback import (
+    Callback,
+    Decision,
+    EndReport,
+    EpochReport,
+    MinibatchReport,
+    StartReport,
+)
+from pipedream.callbacks.plateau import EarlyStopping, ReduceLROnPlateau
+from pipedream.callbacks.tensorboard import TensorBoard
+
+__all__ = [
+    "Callback",
+    "Decision",
+    "EarlyStopping",
+    "EndReport",
+    "EpochReport",
+    "MinibatchReport",
+    "ReduceLROnPlateau",
+    "StartReport",
+    "TensorBoard",
+]

@@ -1,0 +1,95 @@
+"""Callbacks that watch a metric: the run ends, or its rate falls, when the metric gets no better."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pipedream.callbacks.callback import Answer, Callback, Decision, EpochReport, StartReport
+
+__all__ = ["EarlyStopping", "ReduceLROnPlateau"]
+
+
+class _Watch(Callback):
+    """Counts epochs without a better value."""
+
+    def __init__(
+        self, metric: str, patience: int, min_delta: float, mode: Literal["min", "max"], name: str
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode of {name} is {mode!r}: use 'min' or 'max'")
+        if patience < 0:
+            raise ValueError(f"patience of {name} is {patience}: use 0 or more epochs")
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = abs(min_delta)
+        self.mode = mode
+        self.best = math.inf
+        self.num_worse = 0
+        """Epochs since the best value, or since the last decision."""
+
+    def on_start(self, report: StartReport) -> None:
+        self.best = math.inf if self.mode == "min" else -math.inf
+        self.num_worse = 0
+
+    def _is_over(self, report: EpochReport) -> bool:
+        """Whether more epochs than `patience` have been no better."""
+        value = report.value_of(self.metric)
+        better = self.best - value if self.mode == "min" else value - self.best
+        if better > self.min_delta:
+            self.best, self.num_worse = value, 0
+            return False
+        self.num_worse += 1
+        return self.num_worse > self.patience
+
+
+class EarlyStopping(_Watch):
+    """Stops the run when `metric` has not become better by more than `min_delta` for more than `patience`
+    epochs. metric: of the validation; "loss" is the mean loss of the epoch where nothing is validated."""
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        super().__init__(metric, patience, min_delta, mode, "EarlyStopping")
+
+    def on_epoch(self, report: EpochReport) -> Answer:
+        return Decision(stop=True) if self._is_over(report) else None
+
+
+class ReduceLROnPlateau(_Watch):
+    """Multiplies the learning rates of all stages by `factor`, at the same minibatch, when `metric` has not
+    become better by more than `min_delta` for more than `patience` epochs. After `max_reductions` it does no
+    more."""
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+        max_reductions: int | None = None,
+    ) -> None:
+        super().__init__(metric, patience, min_delta, mode, "ReduceLROnPlateau")
+        if not 0.0 < factor < 1.0:
+            raise ValueError(f"factor of ReduceLROnPlateau is {factor}: use a number between 0 and 1")
+        self.factor = factor
+        self.max_reductions = max_reductions
+        self.num_reductions = 0
+
+    def on_start(self, report: StartReport) -> None:
+        super().on_start(report)
+        self.num_reductions = 0
+
+    def on_epoch(self, report: EpochReport) -> Answer:
+        if self.num_reductions == self.max_reductions or not self._is_over(report):
+            return None
+        self.num_worse = 0
+        self.num_reductions += 1
+        return Decision(rate_factor=self.factor)

@@ -1,0 +1,182 @@
+"""What is decided about a run outside its data: where it ends early, and what its callbacks want.
+
+    a wish to end   rank 0 chooses its next boundary, or one that no replica of stage 0 has passed
+    a callback      asked at a boundary; its answer is due at the same one where the schedule drains, and the
+                    lead later where it does not: each replica of stage 0 waits for it there
+
+Outlives the segments of a run; owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipedream import _core
+from pipedream.callbacks.steering import CallPoints, Question
+from pipedream.data.minibatch_source import MinibatchSource
+
+__all__ = [
+    "EVALUATE",
+    "RATE",
+    "SNAPSHOT",
+    "STOP",
+    "AnswerWay",
+    "Asking",
+    "RateChanges",
+    "Steered",
+    "StopOrder",
+    "Stopping",
+    "answer_lead",
+    "stop_lead",
+]
+
+# What may be due at a boundary, as bits.
+EVALUATE = 1
+SNAPSHOT = 2
+STOP = 4  # with an end of data alone: the data would go on
+RATE = 8  # the learning rate changes
+
+
+class StopOrder(Protocol):
+    """The wish to end the run early, and the boundary at which that happens."""
+
+    @property
+    def is_stop_asked(self) -> bool: ...
+    def ask_for_stop(self) -> None: ...
+
+    stop_at: int
+    """-1: not known yet. Rank 0 writes it, the other replicas of stage 0 read it."""
+
+
+class Stopping:
+    """Decides where a run ends whose end was asked for: at rank 0's next boundary. Where stage 0 has replicas
+    it is one that none of them has passed: each needs what rank 0 pushes of every round, and so it reads the
+    order, which was written before, before it gets there."""
+
+    def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
+        """decides: at rank 0. lead: minibatches from the boundary where it decides to the one it names."""
+        self._order = order
+        self._decides = decides
+        self._lead = lead
+
+    def stops_before(self, group: int) -> bool:
+        order = self._order
+        if self._decides and order.stop_at < 0 and order.is_stop_asked:
+            order.stop_at = group + self._lead
+        return 0 <= order.stop_at <= group
+
+
+class AnswerWay(Protocol):
+    """How questions come to the callbacks, and answers to the stages."""
+
+    def ask(self, question: Question) -> None:
+        """At rank 0."""
+
+    def wait(self, boundary: int, check: Callable[[], None]) -> int:
+        """The events that the answer which is due there wants; at any replica of stage 0. check: is called
+        meanwhile, and raises what ends the run."""
+
+    def rate_factor(self, boundary: int) -> float:
+        """Of the answer that was due there; at any worker, once it is there."""
+
+
+class Asking:
+    """Asks the callbacks at a replica of stage 0."""
+
+    def __init__(
+        self,
+        way: AnswerWay,
+        points: CallPoints,
+        *,
+        asks: bool,
+        lead: int,
+        group_size: int,
+        rates: Callable[[], list[float]],
+    ) -> None:
+        """asks: at rank 0. rates: the learning rates now."""
+        self._way = way
+        self._points = points
+        self._asks = asks
+        self._lead = lead
+        self._group_size = group_size
+        self._rates = rates
+        self.check: Callable[[], None] = lambda: None
+        """Raises what the links of the segment know."""
+        self._num_told = 0  # minibatches
+        self._due: list[int] = []
+
+    def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> int:
+        begin = group - self._group_size
+        if self._points.is_due(begin, group, has_ended_epoch=bool(ended_epochs)):
+            takes_effect = group + self._lead
+            if self._asks:
+                samples = source.samples[self._num_told : group]
+                self._num_told = group
+                self._way.ask(Question(group, takes_effect, list(ended_epochs), samples, self._rates()))
+            if self._points.decides:
+                self._due.append(takes_effect)
+        events = 0
+        while self._due and self._due[0] <= group:
+            events |= self._way.wait(self._due.pop(0), self.check)
+        return events
+
+    def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
+        """There are no more; what nobody was asked about is told."""
+        if self._asks:
+            samples = source.samples[self._num_told : num_minibatches]
+            self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
+
+
+class RateChanges:
+    """Changes the learning rates of this worker's stages where an answer wants that (BoundaryListener)."""
+
+    def __init__(self, way: AnswerWay, scale_rates: Callable[[int, float], None]) -> None:
+        """scale_rates: (stage, factor)."""
+        self._way = way
+        self._scale_rates = scale_rates
+
+    def begin(self, stage: int, minibatch: int, events: int) -> None: ...
+
+    def reach(self, stage: int, minibatch: int, events: int) -> None:
+        if events & RATE:
+            self._scale_rates(stage, self._way.rate_factor(minibatch))
+
+
+@dataclass(frozen=True)
+class Steered:
+    """What steers a worker, in all segments of a run."""
+
+    stopping: Stopping | None = None
+    asking: Asking | None = None
+    rate_changes: RateChanges | None = None
+
+
+def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
+    """Minibatches, in whole groups, by which a replica of stage 0 may be ahead of rank 0."""
+    rounds = _core.rounds_of(schedule, 0)
+    if rounds.num_replicas == 1:
+        return 0
+    # The round that rank 0 has pushed last, and the one that the other has begun, and what may be older.
+    num_rounds = 2 + schedule.staleness + sync_every
+    return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
+
+
+def answer_lead(schedule: _core.ScheduleOptions) -> int:
+    """Minibatches from a question's boundary to that of its answer: when stage 0 gets there, all before the
+    first one have come back to it, so their losses are known and it waits for the callbacks alone."""
+    if _core.drains_every_minibatch(schedule):
+        return 0
+    return _in_groups(schedule, _in_flight(schedule))
+
+
+def _in_flight(schedule: _core.ScheduleOptions) -> float:
+    """Minibatches, at all replicas of stage 0."""
+    return schedule.in_flight[0] * _core.rounds_of(schedule, 0).num_replicas / schedule.num_microbatches
+
+
+def _in_groups(schedule: _core.ScheduleOptions, num_minibatches: float) -> int:
+    group_size = _core.minibatches_between_drains(schedule)
+    return math.ceil(num_minibatches / group_size) * group_size

@@ -1,0 +1,137 @@
+"""Callbacks steer a run at fixed minibatches, with the numbers of a run that was told so before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from event_files import read_scalars
+from pipedream.callbacks import Callback, Decision, EndReport, EpochReport, MinibatchReport, StartReport
+from training import Training, train_by_reference
+
+_TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last of an epoch is short
+
+
+class _Recorder(Callback):
+    def __init__(self, every: int | None = None, answers: dict[int, Any] | None = None) -> None:
+        self.every = every
+        self.answers = answers or {}  # by epoch
+        self.started: list[StartReport] = []
+        self.told: list[MinibatchReport] = []
+        self.epochs: list[EpochReport] = []
+        self.ended: list[EndReport] = []
+
+    def on_start(self, report: StartReport) -> None:
+        self.started.append(report)
+
+    def on_minibatches(self, report: MinibatchReport) -> None:
+        self.told.append(report)
+
+    def on_epoch(self, report: EpochReport) -> Any:
+        self.epochs.append(report)
+        return self.answers.get(report.epoch)
+
+    def on_end(self, report: EndReport) -> None:
+        self.ended.append(report)
+
+
+def _run(training: Training, **options: Any) -> tuple[pipedream.RunResult, dict[str, torch.Tensor]]:
+    model = training.model()
+    result = pipedream.run(model, training.plan, **training.options(), progress=False, **options)
+    return result, dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule", "lead"),
+    [((1, 1), "flush", 0), ((1, 1), "pipedream", 2), ((2, 1), "pipedream", 4)],
+    ids=["flush", "pipedream", "2-1"],
+)
+def test_false_at_an_epochs_end_stops_all_stages_at_a_stated_minibatch(
+    replicas: tuple[int, ...], schedule: str, lead: int
+) -> None:
+    training = replace(_TRAINING, replicas=replicas, schedule=schedule)
+    reports: list[EpochReport] = []
+
+    def stop_after_two(report: EpochReport) -> bool:
+        reports.append(report)
+        return report.epoch < 1
+
+    recorder = _Recorder(every=5)
+    result, _ = _run(training, on_epoch_end=stop_after_two, callbacks=[recorder])
+    assert recorder.started[0].decision_lead == lead
+    assert result.stopped_at == 12 + lead == reports[1].takes_effect
+    assert [report.epoch for report in reports] == ([0, 1] if lead == 0 else [0, 1, 2])
+    for report in reports:
+        assert report.first == 6 * report.epoch
+        assert list(report.losses) == result.losses[report.first :][: len(report.losses)]
+        assert report.loss == pytest.approx(result.epoch_losses[report.epoch], rel=1e-12)
+    assert [loss for report in recorder.told for loss in report.losses] == result.losses
+    assert recorder.ended[0].result is result
+    expected, _ = train_by_reference(replace(training, epochs=4))
+    torch.testing.assert_close(result.losses, expected.losses[: 12 + lead], rtol=1e-9, atol=1e-12)
+
+
+_DECAY = 0.9
+
+
+def _decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=_DECAY)
+
+
+def _decaying_and_halved(halved_at: int) -> Callable[[torch.optim.Optimizer], Any]:
+    def factor(num_updates: int) -> float:
+        return float(_DECAY ** (num_updates // 3)) * (0.5 if num_updates >= halved_at else 1.0)
+
+    return functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+
+
+@pytest.mark.parametrize(("schedule", "lead"), [("flush", 0), ("pipedream", 2)])
+def test_a_rate_that_a_callback_halves_falls_at_all_stages_at_the_same_update(
+    schedule: str, lead: int
+) -> None:
+    training = replace(_TRAINING, schedule=schedule, lr_scheduler=_decaying)
+    recorder = _Recorder(answers={0: Decision(rate_factor=0.5)})
+    result, state = _run(training, callbacks=[recorder])
+    assert result.stopped_at is None and len(recorder.epochs) == 4
+    plain = replace(training, lr_scheduler=_decaying_and_halved(6 + lead))
+    expected, expected_state = train_by_reference(plain)
+    torch.testing.assert_close(result.losses, expected.losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(state, expected_state, rtol=1e-9, atol=1e-12)
+    rates = [report.rates[0] for report in recorder.epochs]
+    assert rates[0] > 2 * rates[1]
+
+
+def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller_with_the_model_trained() -> None:
+    class Failing(Callback):
+        decides = False
+
+        def on_epoch(self, report: EpochReport) -> None:
+            raise ZeroDivisionError(f"epoch {report.epoch}")
+
+    training = replace(_TRAINING, schedule="flush", epochs=50)
+    model = training.model()
+    with pytest.raises(ZeroDivisionError, match="epoch 0") as caught:
+        how = {**training.options(), "progress": False, "callbacks": [Failing()]}
+        pipedream.run(model, training.plan, **how)
+    losses = caught.value.losses  # type: ignore[attr-defined]
+    assert 6 <= len(losses) < 300
+    untrained = training.model().state_dict()
+    assert any(not torch.equal(value, untrained[name]) for name, value in model.state_dict().items())
+
+
+def test_tensorboards_files_have_the_losses_of_all_minibatches(tmp_path: Path) -> None:
+    training = replace(_TRAINING, schedule="flush")
+    board = pipedream.callbacks.TensorBoard(tmp_path / "runs", every=5)
+    result, _ = _run(training, callbacks=[board])
+    (path,) = (tmp_path / "runs").iterdir()
+    scalars = read_scalars(path)
+    assert [value for _, value in scalars["loss"]] == pytest.approx(result.losses, rel=1e-6)
+    assert [step for step, _ in scalars["loss"]] == list(range(24))
+    assert [value for _, value in scalars["epoch/loss"]] == pytest.approx(result.epoch_losses, rel=1e-6)
+    assert {"rate", "samples_per_s", "bubble_share", "bytes_sent", "delay/stage 0"} <= {*scalars}
