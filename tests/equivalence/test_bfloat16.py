@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -12,11 +14,13 @@ import torch
 from farm import Farm
 from oracle import assert_equals_reference, assert_memory_as_predicted
 from pipedream.budget.memory import GRADIENTS, MASTERS, OPTIMIZER_STATE, WEIGHT_VERSIONS
+from pipedream.launch.cautions import warn_if_coarse
 from training import (
     OPTIMIZERS,
     Training,
     assert_close_losses,
     assert_equal_state,
+    train_by_reference,
     train_in_pipeline,
     train_plainly,
 )
@@ -40,8 +44,15 @@ def _training(case_name: str = "transformer", num_stages: int = 2, **how: Any) -
     return Training(case_name, num_stages, torch.bfloat16, **given)
 
 
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-@pytest.mark.parametrize("case_name", ["mlp", "transformer", "frozen"])
+@pytest.mark.parametrize(
+    ("case_name", "optimizer"),
+    [
+        *(("mlp", optimizer) for optimizer in _OPTIMIZERS),
+        ("transformer", "native adamw"),
+        ("transformer", "torch's, with masters"),
+        ("frozen", "native sgd"),
+    ],
+)
 def test_a_flushing_run_is_the_plain_loop_to_the_last_bit(farm: Farm, case_name: str, optimizer: str) -> None:
     training = _training(case_name, 3, microbatches=2, optimizer=_OPTIMIZERS[optimizer])
     result, state = farm.results(train_in_pipeline, training, num_ranks=3)[0]
@@ -113,3 +124,43 @@ def test_masters_and_moments_are_float32_in_the_pool(farm: Farm) -> None:
     padding = 64 * 2 * len(list(training.model().parameters()))
     for term, bytes_each in ((WEIGHT_VERSIONS, 2), (GRADIENTS, 2), (MASTERS, 4), (OPTIMIZER_STATE, 8)):
         assert 0 <= planned(term) - bytes_each * trained <= padding, term
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how", "codec", "relative"),
+    [
+        ((1, 1), {}, {"activations": "int8", "gradients": "topk:0.5"}, 0.1),
+        ((2, 1), {}, {"pushes": "bf16"}, _ROUNDING),  # which is none for bfloat16
+        ((2, 1), {}, {"pushes": "factors"}, _ROUNDING),
+        ((2, 1), {"sync": "asp", "schedule": "pipedream"}, None, 0.5),  # other updates than the oracle's
+    ],
+    ids=str,
+)
+def test_codecs_and_asp_train_bfloat16(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], codec: Any, relative: float
+) -> None:
+    training = _training("connected", optimizer=_SGD, replicas=replicas, num_minibatches=6, **how)
+    result, _ = farm.results(train_in_pipeline, training, num_ranks=training.num_workers, codec=codec)[0]
+    losses = result.losses
+    exact, _ = train_by_reference(
+        _training("connected", optimizer=_SGD, replicas=replicas, num_minibatches=6)
+    )
+    assert_close_losses(losses, exact.losses, relative)
+    assert_memory_as_predicted(result)
+
+
+def test_sync_every_is_refused_with_masters_and_trains_without(farm: Farm) -> None:
+    training = _training(replicas=(2, 1), schedule="pipedream", sync_every=2)
+    errors = [outcome.error for outcome in farm.run(train_in_pipeline, training, num_ranks=3)]
+    assert any("sync_every is 2, and stage 0 has bfloat16 parameters" in str(error) for error in errors)
+    assert_equals_reference(farm, replace(training, optimizer=OPTIMIZERS["sgd"]), relative=_ROUNDING)
+
+
+def test_an_optimizer_that_steps_in_bfloat16_is_told_of() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    with pytest.warns(UserWarning, match=r"use pipedream\.optim\.AdamW or .*MasterWeights, AdamW"):
+        warn_if_coarse([torch.optim.AdamW(parameters)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_coarse([_ADAMW(parameters), pipedream.optim.MasterWeights(torch.optim.SGD, parameters)])
+        warn_if_coarse([torch.optim.AdamW([parameters[0].float().detach().requires_grad_()])])

@@ -17,6 +17,7 @@ from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, sto
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_module import StageModule
 from pipedream.optim import MasterWeights
+from pipedream.optim.master_weights import master_dtype, unwrapped
 
 __all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes", "sparse_bytes"]
 
@@ -33,7 +34,8 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
         with generators_kept():
             _torch_class_of(optimizer).step(probe)
     except Exception:  # a step that needs more than parameters and gradients
-        return 2 * storage_bytes([p for group in optimizer.param_groups for p in group["params"]])
+        num_tensors = 3 if isinstance(optimizer, MasterWeights) else 2
+        return num_tensors * sum(_sizes_in_step(optimizer))
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -76,10 +78,19 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
             with meter.step(), generators_kept():
                 _torch_class_of(optimizer).step(probe)
     except Exception:  # also where a step reads values
-        sizes = [storage_bytes([p]) for group in optimizer.param_groups for p in group["params"]]
+        sizes = _sizes_in_step(optimizer)
         at_once = any(group.get("foreach") for group in probe.param_groups)
-        return _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0)) + SCALARS_BYTES
+        widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # gradients
+        temporaries = _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0))
+        return widened + temporaries + SCALARS_BYTES
     return meter.peak_bytes + SCALARS_BYTES
+
+
+def _sizes_in_step(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Bytes of each parameter in the dtype that a step computes in."""
+    has_masters = isinstance(optimizer, MasterWeights)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [p.numel() * (master_dtype(p.dtype) if has_masters else p.dtype).itemsize for p in parameters]
 
 
 def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -149,8 +160,12 @@ def _meta_like(parameter: Tensor) -> nn.Parameter:
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The optimizer's class, or what it inherits from torch or from us: a user's own step may do more than
-    step."""
+    step. Raises TypeError for a MasterWeights of such a one."""
     ours = ("torch.optim.", "pipedream.optim.")
+    if not f"{type(unwrapped(optimizer)).__module__}.".startswith(ours) and isinstance(
+        optimizer, MasterWeights
+    ):
+        raise TypeError(f"{type(unwrapped(optimizer)).__name__} has a step of its own")
     known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith(ours)]
     kind: type[torch.optim.Optimizer] = known[0]
     return kind

@@ -11,7 +11,7 @@ from pipedream import Plan
 from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, storage_bytes
 from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
 from pipedream.model.splitter import split
-from pipedream.optim import SGD, Adam
+from pipedream.optim import SGD, Adam, MasterWeights, Muon
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.weight_layout import weight_layout
 from torch import nn
@@ -119,6 +119,34 @@ def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("factory", _STEPS, ids=_title)
 def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
     assert _measured_step_bytes(factory(_parameters())) <= predict_step_bytes(factory(_parameters()), "cpu")
+
+
+_WITH_MASTERS = [
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    functools.partial(torch.optim.Adam, foreach=True),
+    Muon,
+]
+
+
+@pytest.mark.parametrize("make", _WITH_MASTERS, ids=str)
+def test_masters_and_widened_gradients_are_predicted(make: Any) -> None:
+    def made() -> torch.optim.Optimizer:
+        named = [(f"{index}", nn.Parameter(p.detach().bfloat16())) for index, p in enumerate(_parameters())]
+        return MasterWeights(make, named)
+
+    optimizer, predicted = made(), predict_state_bytes(made())
+    assert _measured_step_bytes(optimizer) <= predict_step_bytes(made(), "cpu")
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    kept_bytes = storage_bytes([value for value in kept if isinstance(value, torch.Tensor)])
+    assert predicted == kept_bytes if make is not Muon else predicted >= kept_bytes
+
+
+def test_a_step_of_the_users_own_is_not_tried_within_masters_either() -> None:
+    parameters = [nn.Parameter(p.detach().bfloat16()) for p in _parameters()]
+    optimizer = MasterWeights(_Own, parameters)
+    assert predict_state_bytes(optimizer) == 3 * 2 * storage_bytes(parameters)
+    assert predict_step_bytes(optimizer, "cpu") > 2 * storage_bytes(parameters)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.NAdam])
