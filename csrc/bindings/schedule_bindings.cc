@@ -305,7 +305,7 @@ void bind_options(py::module_& module) {
                        std::int64_t num_microbatches, std::optional<Placement> placement,
                        std::vector<bool> recompute,
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
-                       std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
+                       std::int64_t first_minibatch, std::optional<std::int64_t> oldest_minibatch,
                        std::int64_t staleness, bool uses_allreduce, bool asynchronous,
                        std::shared_ptr<ListedProgram> program, bool evaluates) {
              ScheduleOptions options{schedule, std::move(in_flight), num_microbatches,
@@ -316,7 +316,7 @@ void bind_options(py::module_& module) {
              }
              options.exchanges_norms = exchanges_norms;
              options.first_minibatch = MinibatchId(first_minibatch);
-             if (oldest_version) options.oldest_version = WeightVersion(*oldest_version);
+             if (oldest_minibatch) options.oldest_minibatch = MinibatchId(*oldest_minibatch);
              options.staleness = staleness;
              options.uses_allreduce = uses_allreduce;
              options.asynchronous = asynchronous;
@@ -330,7 +330,7 @@ void bind_options(py::module_& module) {
            py::arg("recompute") = std::vector<bool>(),
            py::arg("ties") = std::vector<std::pair<std::int64_t, std::int64_t>>(),
            py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
-           py::arg("oldest_version") = py::none(), py::arg("staleness") = 0,
+           py::arg("oldest_minibatch") = py::none(), py::arg("staleness") = 0,
            py::arg("uses_allreduce") = false, py::arg("asynchronous") = false,
            py::arg("program") = py::none(), py::arg("evaluates") = false)
       .def(
@@ -394,6 +394,18 @@ void bind_versions(py::module_& module) {
       },
       py::arg("options"), py::arg("owner"), py::arg("minibatch"), py::arg("microbatch") = 0,
       "The version that every use of a parameter tied across stages reads, in rounds of its owner.");
+  module.def(
+      "stashes_versions",
+      [](const ScheduleOptions& options, std::int64_t stage) {
+        return stashes_versions(options, StageIndex(stage));
+      },
+      py::arg("options"), py::arg("stage"), "Whether a backward reads what its forward read.");
+  module.def(
+      "oldest_version",
+      [](const ScheduleOptions& options, std::int64_t stage) {
+        return oldest_version(options, StageIndex(stage)).value();
+      },
+      py::arg("options"), py::arg("stage"), "The oldest that is kept at the stage when the run starts.");
   module.def(
       "num_tied_versions_kept",
       [](const ScheduleOptions& options, std::int64_t owner) {

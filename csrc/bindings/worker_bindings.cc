@@ -294,6 +294,13 @@ class PyWorker {
   py::list versions(std::int64_t stage) const {
     return version_rows(worker_->engine().versions(StageIndex(stage)));
   }
+  py::dict kept_versions(std::int64_t stage) const {
+    py::dict slot_of_version;
+    for (const auto& [version, slot] : worker_->engine().kept_versions(StageIndex(stage))) {
+      slot_of_version[py::int_(version.value())] = slot.value();
+    }
+    return slot_of_version;
+  }
   py::list spans() const { return span_rows(worker_->engine().spans()); }
   // After wait_for_transfers(), so that they are complete; of both directions.
   py::tuple transfers() const {
@@ -510,6 +517,9 @@ void bind_worker(py::module_& module) {
       .def("fail", &PyWorker::fail, py::arg("why"),
            "Whoever waits in this worker raises RunFailure('Aborted', why). Any thread.")
       .def("versions", &PyWorker::versions, py::arg("stage"))
+      .def("kept_versions", &PyWorker::kept_versions, py::arg("stage"),
+           "version -> slot of what the stage keeps for a run that goes on where this one ends, once all is "
+           "done.")
       .def("spans", &PyWorker::spans)
       .def("transfers", &PyWorker::transfers,
            "(channel -> rows of what was sent, channel -> rows of what was received), oldest first")

@@ -48,7 +48,7 @@ void check_listed(const ScheduleOptions& options) {
   const char* what = nullptr;
   if (!options.ties.empty()) what = "parameters that stages share";
   if (is_replicated(options)) what = "replicas";
-  if (options.oldest_version) what = "an oldest version";
+  if (options.oldest_minibatch) what = "an oldest minibatch";
   if (what == nullptr) return;
   throw UserError(std::string("there are ") + what +
                   " with a program of your own, which has none; use a schedule by its name");
@@ -201,16 +201,16 @@ void check_rounds(const ScheduleOptions& options) {
 
 void check_replicated(const ScheduleOptions& options) {
   if (!is_replicated(options)) return;
-  if (options.oldest_version) {
-    throw UserError("oldest_version is set, and the plan has replicated stages; they start from one version");
-  }
   for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);
     const std::int64_t m = options.num_microbatches;
     const std::int64_t per_round = std::lcm(m, num_replicas) / m;
-    if (options.first_minibatch.value() % per_round == 0) continue;
-    throw UserError("first_minibatch is " + std::to_string(options.first_minibatch.value()) + ", and stage " +
-                    std::to_string(stage.value()) + " of " + std::to_string(num_replicas) +
+    const bool starts = options.first_minibatch.value() % per_round == 0;
+    const MinibatchId oldest = options.oldest_minibatch.value_or(options.first_minibatch);
+    if (starts && oldest.value() % per_round == 0) continue;
+    throw UserError((starts ? "oldest_minibatch is " + std::to_string(oldest.value())
+                            : "first_minibatch is " + std::to_string(options.first_minibatch.value())) +
+                    ", and stage " + std::to_string(stage.value()) + " of " + std::to_string(num_replicas) +
                     " replicas updates once in " + std::to_string(per_round) +
                     " minibatches; a run starts at a multiple of every stage's");
   }
@@ -280,11 +280,11 @@ void check_start(const ScheduleOptions& options) {
     throw UserError("first_minibatch is " + std::to_string(first) + "; it must be between 0 and " +
                     std::to_string(kNumMinibatchesMax));
   }
-  if (!options.oldest_version) return;
-  const std::int64_t oldest = options.oldest_version->value();
+  if (!options.oldest_minibatch) return;
+  const std::int64_t oldest = options.oldest_minibatch->value();
   if (oldest >= 0 && oldest <= first) return;
-  throw UserError("oldest_version is " + std::to_string(oldest) + "; it must be between 0 and " +
-                  std::to_string(first) + ", which the first minibatch starts from");
+  throw UserError("oldest_minibatch is " + std::to_string(oldest) + "; it must be between 0 and " +
+                  std::to_string(first) + ", the first minibatch");
 }
 
 }  // namespace

@@ -49,21 +49,18 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
-// counted: the stage whose replicas and rounds count the delay. delay_max: of all reads of these weights,
-// which are kept as long.
+// The version with which the pipeline began.
+std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
+  return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
+}
+
+// counted: the stage whose replicas and rounds count the delay.
 VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
-                      std::int64_t delay, std::int64_t delay_max) {
+                      std::int64_t delay) {
   const Rounds rounds = make_rounds(options, stage);
   const Rounds counting = make_rounds(options, counted);
-  const std::int64_t first = rounds.first_version().value();
-  const std::int64_t oldest = options.oldest_version.value_or(rounds.first_version()).value();
-  const std::int64_t late = (delay_max + counting.own_per_round() - 1) / counting.own_per_round();
-  return {counting.num_replicas,
-          counting.own_per_round(),
-          delay,
-          rounds.microbatches_per_round(),
-          std::max(oldest, first - late - options.staleness),
-          options.staleness};
+  return {counting.num_replicas,           counting.own_per_round(),    delay,
+          rounds.microbatches_per_round(), begun_with(options, rounds), options.staleness};
 }
 
 StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
@@ -81,21 +78,18 @@ VersionRule listed_rule(const ScheduleOptions& options, const ListedReads& reads
 
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
   if (options.program != nullptr) return listed_rule(options, options.program->forward_reads(stage));
-  return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage),
-                   backward_delay(options, stage));
+  return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage));
 }
 
 VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
   if (options.program != nullptr) return listed_rule(options, options.program->backward_reads(stage));
-  const std::int64_t delay = backward_delay(options, stage);
-  return make_rule(options, stage, counted_at(options, stage), delay, delay);
+  return make_rule(options, stage, counted_at(options, stage), backward_delay(options, stage));
 }
 
 // In the owner's rounds. Where the stages read different versions, as vertical sync would there.
 VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
   if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule(options, owner);
-  const std::int64_t delay = options.in_flight.front() - 1;
-  return make_rule(options, owner, StageIndex(0), delay, delay);
+  return make_rule(options, owner, StageIndex(0), options.in_flight.front() - 1);
 }
 
 // By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
@@ -174,7 +168,9 @@ std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex
 
 WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
-  return options.oldest_version.value_or(make_rounds(options, stage).first_version());
+  const Rounds rounds = make_rounds(options, stage);
+  if (!stashes_versions(options, stage)) return rounds.first_version();
+  return forward_rule(options, stage).oldest_from(options.first_minibatch.value() * options.num_microbatches);
 }
 
 const std::vector<std::string>& schedule_names() {

@@ -128,11 +128,15 @@ struct ScheduleOptions {
   // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
   bool exchanges_norms = false;
   // Where the run starts: its first minibatch i0, a multiple of every R_s, with version i0 / R_s of the
-  // weights, and the oldest version that is there beside it. A microbatch reads max(oldest, ...) where the
-  // table says max(0, ...).
+  // weights. A microbatch reads max(oldest, ...) where the table says max(0, ...): the version of the start,
+  // where nothing older is there, as after a drain.
   MinibatchId first_minibatch{};
-  std::optional<WeightVersion> oldest_version{};  // none: that of the start alone
-  std::int64_t staleness = 0;                     // k, in rounds: how much older a version may be
+  // Where the run goes on exactly as if it had never stopped: the minibatch with which its pipeline began, a
+  // multiple as i0 is. What is kept of the versions since then is there beside that of the start. A stage
+  // that does not stash keeps one; what its first n_s - 1 microbatches read before that the worker holds
+  // itself.
+  std::optional<MinibatchId> oldest_minibatch{};
+  std::int64_t staleness = 0;  // k, in rounds: how much older a version may be
   // Whether an update is a collective of all replicas: then nothing is pushed or pulled over edges.
   bool uses_allreduce = false;
   // Whether a shard makes an update of every replica's gradient by itself, when it comes.
@@ -150,11 +154,11 @@ struct ScheduleOptions {
 // s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
 // without interleaved, replicas with interleaved, rounds of more than kMinibatchesPerRoundMax,
 // shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
-// minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
+// minibatch or an oldest minibatch out of range, a staleness that is out of range or where a schedule other
 // than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
 // ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
 // and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
-// than the plan, or with replicas, ties, an oldest version or a schedule's name; and evaluations with
+// than the plan, or with replicas, ties, an oldest minibatch or a schedule's name; and evaluations with
 // asynchronous shards, a staleness or a program of its own.
 void check_schedule_options(const ScheduleOptions& options);
 // The fewest microbatches with which the other options pass.
@@ -200,7 +204,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
-// That is there when the run starts.
+// The oldest that is kept when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
 // Of a parameter tied across stages, at each of them, forward and backward. It counts the owner's rounds, as
 // the owner updates it: what vertical sync would read at the owner, less the staleness, where the stages read

@@ -88,6 +88,20 @@ const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
   return part_of(stage).versions;
 }
 
+std::vector<StageEngine::KeptVersion> StageEngine::kept_versions(StageIndex stage) const {
+  const Part& part = part_of(stage);
+  const VersionSlots& slots = *part.stage_part.slots;
+  PD_CHECK(cursor_.num_minibatches().has_value(), "stage " << stage.value() << " has not ended");
+  const MinibatchId end(*cursor_.num_minibatches());
+  const std::int64_t next = part.rounds.number_of(end, MicrobatchIndex(0));
+  std::vector<KeptVersion> kept;
+  for (WeightVersion version = part.rule.oldest_from(next); version <= slots.newest();
+       version = version.next()) {
+    if (slots.is_held(version)) kept.push_back({version, slots.slot_of(version)});
+  }
+  return kept;
+}
+
 Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
   if (asked_ns_ == 0) asked_ns_ = now_ns();
@@ -282,8 +296,11 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
   work.read_version = instruction.version;
   switch (instruction.opcode) {
     case Opcode::kForward:
-      // Without stashing the version is not kept for the backward: the update writes over it.
-      work.read_slot = part.stashes ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
+      // Without stashing the version is not kept for the backward: the update writes over it. One from before
+      // the start the worker holds itself, for the slot of the newest.
+      work.read_slot = part.stashes
+                           ? slots.acquire(instruction.version)
+                           : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
       part.versions.push_back({instruction.version, instruction.version});
       ++part.num_forwards;
       work.received = std::exchange(part.activation, std::nullopt);
@@ -362,11 +379,10 @@ std::optional<SlotIndex> StageEngine::release_version() {
   return slots.slot_of(doing_.version);
 }
 
-// The next microbatches may still read what those before them have read.
+// The next microbatches may still read what those before them have read, those of a run that goes on where
+// this one ends, too.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
-  const MinibatchId next = part.rounds.minibatch_of(number);
-  if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
   return version >= part.rule.oldest_from(number);
 }
 

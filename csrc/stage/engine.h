@@ -153,6 +153,13 @@ class StageEngine {
   // What forward and backward of each microbatch actually read at one of the worker's stages, by the
   // replica's own from the run's start; backward is valid for completed ones.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
+  // Once all is done: what the stage keeps for a run that goes on where this one ends, by the slot, from the
+  // oldest that the first microbatch after reads, of any replica, to the newest.
+  struct KeptVersion {
+    WeightVersion version;
+    SlotIndex slot;
+  };
+  [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage) const;
   [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
   // Work items so far. Any thread.

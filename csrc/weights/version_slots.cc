@@ -52,6 +52,10 @@ SlotIndex VersionSlots::slot_of(WeightVersion version) const {
                              << " slots; the newest is " << newest_.value());
 }
 
+bool VersionSlots::is_held(WeightVersion version) const {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) { return slot.held && slot.version == version; });
+}
+
 std::int64_t VersionSlots::num_readers(WeightVersion version) const {
   return slots_[static_cast<std::size_t>(slot_of(version).value())].num_readers;
 }

@@ -29,6 +29,7 @@ class VersionSlots {
   SlotIndex acquire(WeightVersion version);
   void release(WeightVersion version);
   [[nodiscard]] SlotIndex slot_of(WeightVersion version) const;
+  [[nodiscard]] bool is_held(WeightVersion version) const;
   [[nodiscard]] std::int64_t num_readers(WeightVersion version) const;
 
   // The slot that version newest()+1 is written into: of those that nobody reads the one with the oldest

@@ -67,6 +67,7 @@ __all__ = [
     "saved_values",
     "send_state",
     "send_values",
+    "set_buffers",
     "state_bytes",
     "write_tensors",
 ]
@@ -224,6 +225,12 @@ def load_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> N
     known = {name: stage for stage in stages for name in _state_of(stage)}
     for name, value in saved_values(path).items():
         _assign(known[name] if name in known else _owner_of(stages, name), name, value)
+
+
+def set_buffers(stage: StageModule, values: Mapping[str, Tensor]) -> None:
+    """Makes these the stage's buffers."""
+    for name, value in values.items():
+        _assign(stage, name, value)
 
 
 def _state_of(stage: StageModule) -> dict[str, Tensor]:

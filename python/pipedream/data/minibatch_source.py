@@ -30,10 +30,12 @@ __all__ = ["MinibatchSource", "exceeds", "in_own_memory", "larger_in"]
 class MinibatchSource:
     """Hands out minibatches in order."""
 
-    def __init__(self, stream: MinibatchStream) -> None:
+    def __init__(self, stream: MinibatchStream, first_minibatch: int = 0) -> None:
+        """first_minibatch: the stream's first; runs that go on where another ended count on."""
         self.stream = stream  # go_on() changes it
+        self.first_minibatch = first_minibatch
         self.samples: list[int] = []
-        """Per minibatch that was read, those of other replicas too; so is the epoch."""
+        """Per minibatch that was read, from the first on, those of other replicas too; so is the epoch."""
         self.epochs: list[int] = []
         self.read_ns = 0
         """In the data's own code, the processes of a DataLoader waited for included."""
@@ -65,7 +67,15 @@ class MinibatchSource:
     @property
     def num_minibatches(self) -> int:
         """That were read so far: all there are, once fetch() has found none."""
-        return len(self.samples) if self.larger is None else self.larger.first
+        return self._num_read if self.larger is None else self.larger.first
+
+    def epoch_of(self, minibatch: int) -> int:
+        """Of one that was read."""
+        return self.epochs[minibatch - self.first_minibatch]
+
+    @property
+    def _num_read(self) -> int:
+        return self.first_minibatch + len(self.samples)
 
     def skip(self, num_minibatches: int, on_read: Callable[[int], None]) -> None:
         """Before anything is fetched: reads past the first so many, which were trained on before. on_read:
@@ -86,7 +96,7 @@ class MinibatchSource:
         """Reads up to this minibatch, whose code this runs; those before it are other replicas'. False:
         there is none, or not before there is more memory."""
         began_ns = time.perf_counter_ns()
-        while len(self.samples) <= minibatch and not self._is_over and self.larger is None:
+        while self._num_read <= minibatch and not self._is_over and self.larger is None:
             self._read_group()
         self.read_ns += time.perf_counter_ns() - began_ns
         return minibatch < self.num_minibatches
@@ -117,7 +127,7 @@ class MinibatchSource:
                 break
             if copies:
                 batch = in_own_memory(batch)
-            self._group[len(self.samples)] = batch
+            self._group[self._num_read] = batch
             self._count(batch)
         self._look_at_group()
 

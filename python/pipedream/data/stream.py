@@ -190,7 +190,8 @@ class DataStream:
         self.source = describe_source(data)
         is_in_memory = type(data) in (list, tuple)
         self.may_reuse_memory = not is_in_memory and not _collates(data)
-        self._generators = None if is_in_memory else generators
+        self.generators = None if is_in_memory else generators
+        """Torch's, that the data have drawn from; None: the process's, or none."""
         self.waits_for_others = False
         self.looks_ahead = False
         self.larger: LargerMinibatch | None = None
@@ -211,9 +212,9 @@ class DataStream:
         return Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
 
     def _next(self) -> tuple[Any, Any, int] | None:
-        if self._generators is None:
+        if self.generators is None:
             return next(self._batches, None)
-        with self._generators:
+        with self.generators:
             return next(self._batches, None)
 
 

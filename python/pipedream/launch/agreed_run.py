@@ -26,7 +26,6 @@ from pipedream.model.seeding import (
     base_seed,
     data_seed,
     process_seed,
-    seed_data,
     seed_torch,
 )
 from pipedream.model.splitter import split
@@ -53,6 +52,8 @@ class AgreedRun:
     segment_index: int = 0
     first_minibatch: int = 0
     """Of the segment (segment.py)."""
+    oldest_minibatch: int | None = None
+    """With which the pipeline began that the segment goes on with; None where it begins anew."""
 
     @property
     def rank(self) -> int:
@@ -64,7 +65,11 @@ class AgreedRun:
 
     def schedule(self) -> _core.ScheduleOptions:
         """With what tied parameters and norms exchange."""
-        return self.options.schedule_options(tie_pairs(self.ties), first_minibatch=self.first_minibatch)
+        return self.options.schedule_options(
+            tie_pairs(self.ties),
+            first_minibatch=self.first_minibatch,
+            oldest_minibatch=self.oldest_minibatch,
+        )
 
     def key(self, name: str) -> str:
         """Of the segment, in the rendezvous."""
@@ -142,11 +147,18 @@ def agree(
     stages = split(model, options.plan)
     if place.returns_model:  # else the caller has done it
         check_loss_buffers(stages, options.loss_fn)
-    base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
+    state = options.state
+    base = base_seed(options.seed) if state is None else state.base_seed
+    if agreed is not None:
+        base = int(agreed["base_seed"])
     on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
     run = AgreedRun(place, options, base, stages, find_ties(stages), on_meta)
+    if state is not None:
+        # Asynchronous shards have no versions that a replica alone could say what is in them.
+        oldest = None if options.is_asynchronous else state.begun_at
+        run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
     check_ties(options, tie_pairs(run.ties))
-    seed_data(base, options.seed, options.plan.workers_used)
+    options.seed_data(base)
     if agreed is None:
         agreed = {
             "plan": options.plan.to_dict(),
@@ -161,6 +173,8 @@ def agree(
         # All workers read the data alike, so nothing else that a worker draws may come from their generators.
         generators = RngStream(data_seed(base))
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
+    if state is not None:
+        state.restore_generators(place.rank, generators)
     return run, _make_stream(data, options.epochs, generators)
 
 

@@ -148,6 +148,8 @@ class FirstLoss:
         plan, codec = self._options.plan, self._options.links.codec
         return (
             compares_losses()
+            # One that goes on begins with older versions, too.
+            and self._options.state is None
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()

@@ -143,7 +143,8 @@ class _Forwarder(threading.Thread):
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
         """reuses_memory: whether the data may, before a minibatch is forwarded."""
-        for index, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
+        batches = epochs_of(self._data, self._options.epochs)
+        for index, (inputs, targets, epoch) in enumerate(batches, self._options.first_minibatch):
             batch = Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
             yield index, in_own_memory(batch) if reuses_memory else batch
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from pipedream import _core
+from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.state import (
     average_buffers,
     receive_state,
@@ -44,6 +45,7 @@ from pipedream.report.result import RunResult, combine_reports
 __all__ = ["gather"]
 
 _UNSAVED = "unsaved"  # in a report and in the result that travels: texts
+_STATE = "state"  # likewise: JSON
 
 
 def gather(
@@ -52,13 +54,15 @@ def gather(
     channels: Sequence[RunChannel],
     report: dict[str, Any],
     loss_state: LossState | None,
+    kept: WorkerState | None,
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
-    run. loss_state: of the loss, at the last stage. What fails here says where the trained weights are."""
+    run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. What fails here says
+    where the trained weights are."""
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
     try:
-        result, unsaved = _gather(run, core, channels, report, of_loss)
+        result, unsaved, document = _gather(run, core, channels, report, of_loss)
     except _core.RunFailure as failure:
         kind, message = failure.args
         has_saved = run.options.save is not None and run.options.gather == "none"
@@ -71,6 +75,7 @@ def gather(
         is_in_model = run.options.gather != "none" and run.place.folder is None
         where = ["the model of rank 0 has the trained weights"] if is_in_model else []
         raise PipelineError("; ".join([*unsaved, *where]))
+    result.keep(RunState(document, kept))
     return result
 
 
@@ -80,8 +85,8 @@ def _gather(
     channels: Sequence[RunChannel],
     report: dict[str, Any],
     of_loss: dict[str, Tensor],
-) -> tuple[RunResult, list[str]]:
-    """With what could not be saved."""
+) -> tuple[RunResult, list[str], dict[str, Any]]:
+    """With what could not be saved, and what all ranks know of the state."""
     if run.rank != 0:
         _hand_up(run, core, report, of_loss)
         return _hear_farewell(run, core)
@@ -103,18 +108,26 @@ def _gather(
     for stage_index, by_replica in buffers.items():
         average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
     unsaved = [text for rank in range(num_ranks) for text in reports[rank].pop(_UNSAVED)]
+    document = _joined_state([reports[rank].pop(_STATE) for rank in range(num_ranks)])
     of_loss = joined_loss_states([of_losses[replica] for replica in sorted(of_losses)])
     set_loss_state(run.options.loss_fn, of_loss)
     if run.options.save is not None:
         unsaved += _finish(run, Path(run.options.save), unsaved)
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
-    result = combine_reports(plan, run.options.schedule_options(), between, in_order)
+    schedule = run.options.schedule_options(first_minibatch=run.options.first_minibatch)
+    result = combine_reports(plan, schedule, between, in_order)
     # The farewell: nobody closes before everybody has all it needs.
     # The trace is rank 0's: it can be large.
-    shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved}
+    shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
-    return result, unsaved
+    return result, unsaved, document
+
+
+def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's, with why some rank has none."""
+    missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
+    return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
 
 def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss: dict[str, Tensor]) -> None:
@@ -136,12 +149,12 @@ def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss
             relay_document(core, tree_name(child, rank), above)
 
 
-def _hear_farewell(run: AgreedRun, core: _core.Worker) -> tuple[RunResult, list[str]]:
+def _hear_farewell(run: AgreedRun, core: _core.Worker) -> tuple[RunResult, list[str], dict[str, Any]]:
     above = tree_name(parent_of(run.rank), run.rank)
     shared: dict[str, Any] = receive_document(core, above)
     _hand_down(run, core, shared, {}, above)
-    unsaved = shared.pop(_UNSAVED)
-    return RunResult.from_dict(shared), unsaved
+    unsaved, document = shared.pop(_UNSAVED), shared.pop(_STATE)
+    return RunResult.from_dict(shared), unsaved, document
 
 
 def _hand_down(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pipedream.callbacks.steering import Steering
+from pipedream.checkpoint.run_state import RunState
 from pipedream.common import errors
 from pipedream.common.errors import PipelineError
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
@@ -36,6 +37,7 @@ from pipedream.launch.first_loss import FirstLoss
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
 from pipedream.launch.interrupts import interrupts_stop, may_stop_early
+from pipedream.launch.kept_state import STATE_FOLDER
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.script_capture import CapturedScript, capture_script
@@ -65,7 +67,7 @@ from pipedream.model.factories import try_factories
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.loader_generators import set_generators
 from pipedream.model.loss_state import check_loss_buffers, set_loss_state
-from pipedream.model.seeding import base_seed, generators_kept, seed_data
+from pipedream.model.seeding import base_seed, generators_kept
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
@@ -133,7 +135,17 @@ def run_locally(
         if options.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
-        return RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+        result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+        result.keep(_adopted_state(folder))
+        return result
+
+
+def _adopted_state(folder: Path) -> RunState:
+    """What the workers have kept, in a folder that lasts as long as it is held."""
+    with contextlib.ExitStack() as around:
+        kept = around.enter_context(run_folder())
+        (folder / STATE_FOLDER).rename(kept / STATE_FOLDER)
+        return RunState.load(kept / STATE_FOLDER, around.pop_all().close)
 
 
 def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.AbstractContextManager[None]:
@@ -205,7 +217,7 @@ def _try_factories(
 def _read_first(data: Iterable[Any], options: JobOptions) -> tuple[Any, Any]:
     """Minibatch 0, as the workers read it."""
     with generators_kept():
-        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
+        options.seed_data(base_seed(options.seed))
         return parts_of(first_of(data), 0)
 
 

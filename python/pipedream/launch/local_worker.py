@@ -18,6 +18,7 @@ from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
 from pipedream.launch.interrupts import may_stop_early
+from pipedream.launch.kept_state import STATE_FOLDER
 from pipedream.launch.script_logging import ScriptLogging
 from pipedream.launch.script_state import ScriptState
 from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read_part, write_part
@@ -114,6 +115,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         result = run_worker(place, options, model, data, note_error=note_error)
     if rank == 0:  # which has read all data
         write_part(folder, "generators", generator_states(data), "")
+        result.state.save(folder / STATE_FOLDER)
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
 
 

@@ -193,6 +193,13 @@ def _check_weights(_: str, value: Any) -> None:
     check_weights(value)
 
 
+def _check_state(name: str, value: Any) -> None:
+    from pipedream.checkpoint.run_state import RunState
+
+    if not isinstance(value, RunState):
+        raise TypeError(f"{name} is a {type(value).__name__}: give the state of a RunResult, result.state")
+
+
 def _check_save(name: str, value: Any) -> None:
     """The folder is made where it is missing: every worker writes into it."""
     if not isinstance(value, (str, os.PathLike)):
@@ -375,6 +382,12 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         _or_none(check_function),
     ),
     RunOption("callbacks", "objects that are told of the run, and may steer it", (), _check_callbacks),
+    RunOption(
+        "state",
+        "where another run has ended: `result.state`",
+        None,
+        _or_none(_check_state),
+    ),
     RunOption(
         "seed",
         "of all random numbers; `None` continues from the caller's generators",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from pipedream.callbacks.callback import (
     callback_of,
 )
 from pipedream.callbacks.steering import Steering
+from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.checks import (
     is_whole,
 )
@@ -53,13 +55,13 @@ from pipedream.model.layers import Model, layers_of
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
-from pipedream.model.seeding import base_seed, generators_kept, seed_data
+from pipedream.model.seeding import base_seed, generators_kept
 from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.program import Program
-from pipedream.planning.shapes import largest_in, largest_of
+from pipedream.planning.shapes import Shapes, larger_of, largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.stage.decisions import answer_lead
@@ -111,6 +113,7 @@ def run(
     recovery: Any = None,
     on_epoch_end: Callable[[EpochReport], Answer] | None = None,
     callbacks: Sequence[Callback] = (),
+    state: RunState | None = None,
     seed: int | None = None,
     on_nonfinite: str = "stop",
     gather: str = "rank0",
@@ -191,6 +194,10 @@ def run(
     callbacks: objects of pipedream.callbacks, called there at the start, every so many minibatches, after
         every epoch and at the end, which may stop the run or change its learning rates: EarlyStopping,
         ReduceLROnPlateau, TensorBoard, or your own.
+    state: `result.state` of another run, from which this one goes on as if that had not ended: optimizer,
+        scheduler, loss scale, what is in flight, random numbers and shuffles. So a run per epoch equals one
+        of all epochs. It wants the same plan, schedule and optimizer, the weights as they were left, and a
+        number of minibatches so far after which a round of updates is over. docs/running.md.
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
         trains on.
@@ -229,6 +236,7 @@ def run(
 def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     """run() with its other arguments by name."""
     data: Iterable[Any] = arguments["data"]
+    KeptState.let_go()  # the arguments hold the one that this run goes on from
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
@@ -335,6 +343,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
         plan = replace(plan, in_flight=tuple(schedule.in_flight))
     check_sizes(arguments["data"], microbatches)
     plan = _fitting(plan, arguments["data"])
+    if arguments["state"] is not None:
+        plan = _fitting_kinds(plan, arguments["state"].kinds)
     _check_hooks(model)
     _check_environment()
     on_meta = is_on_meta(layer for _, layer in layers_of(model))
@@ -362,6 +372,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
     )
     if options.save is not None and is_rank_0():
         check_room(model, options.save)
+    if options.state is not None:
+        options.state.check(options.settings_of_state(), options.seed)
     if options.schedule != AUTO:  # else rank 0 knows the plan
         check_replicas(options)
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
@@ -435,7 +447,7 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
     """The model with its layers, found by one forward with minibatch 0, which `first` then has."""
     assert isinstance(model, nn.Module)
     with generators_kept():
-        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
+        options.seed_data(base_seed(options.seed))
         first.parts = inputs, targets = parts_of(first_of(data, first), 0)
         return cut_model(
             model, inputs, targets, options.loss_fn, autocast=options.autocast, weights=options.weights
@@ -457,6 +469,13 @@ def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
     if plan.shapes_apart:
         return plan.fitting(*data, apart=True)
     return replace(plan, max_shapes=largest_of(data, plan.max_shapes))
+
+
+def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
+    """The plan with memory for what another run has planned for, so that this one need not drain for it."""
+    if plan.shapes_apart:
+        return replace(plan, shapes_apart=tuple(kinds))
+    return replace(plan, max_shapes=functools.reduce(larger_of, kinds, plan.max_shapes))
 
 
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:

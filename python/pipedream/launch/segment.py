@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.rank_tree import children_of, parent_of
 from pipedream.data.minibatch_source import MinibatchSource, exceeds
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
@@ -53,8 +54,9 @@ from pipedream.links.state_transfer import receive_document, send_document
 from pipedream.model.draws import KeyedDraws, keyed_draws
 from pipedream.model.references import gradients_noticed
 from pipedream.model.seeding import backward_seed, draws_seed
-from pipedream.planning.shapes import describe_shapes
+from pipedream.planning.shapes import Shapes, describe_shapes
 from pipedream.stage.decisions import Steered
+from pipedream.stage.spare_loop import SpareLoop
 from pipedream.stage.stage_loop import WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
 
@@ -87,9 +89,11 @@ class Segment:
         optimizers: WorkerOptimizers,
         residuals: Residuals,
         steered: Steered,
+        snapshots: dict[int, StageSnapshot],
     ) -> None:
-        """core: as links has made it. residuals: of the segment before. steered: as in all. Raises
-        ValueError, term by term, for what does not fit into memory."""
+        """core: as links has made it. residuals: of the segment before. steered: as in all. snapshots: by
+        stage, from which the run goes on where it does; they are given up when it begins. Raises ValueError,
+        term by term, for what does not fit into memory."""
         self.core = core
         self._device = device
         self._rehearsed = rehearsed
@@ -98,11 +102,13 @@ class Segment:
         if steered.asking is not None:
             steered.asking.check = _check_of_links(run, core)
         self._loop: WorkerLoop | None = None
+        self._spare_loop: SpareLoop | None = None
+        self._snapshots = snapshots
         self._heard: tuple[Following | None, ...] = ()  # once
         self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
-        self._pool = StagePool(run, core, device, rehearsed.footprints, self.channels, optimizers)
+        self._pool = StagePool(run, core, device, rehearsed.footprints, self.channels, optimizers, snapshots)
         served = run.served_stage
         self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
         core.seal()
@@ -138,15 +144,17 @@ class Segment:
         if isinstance(self._data, ForwardedData):
             source.go_on(_received_stream(run, self.core, self._data), group_size)
         if self._spare is not None:
-            return self._spare.prepare().serve()
+            self._spare_loop = self._spare.prepare()
+            return self._spare_loop.serve()
         if not run.own_stages():
             return {}
         boundary = self._rehearsed.input_boundary
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
-        self._loop = self._make_loop(source)
+        self._loop = loop = self._make_loop(source)
+        self._snapshots.clear()  # whose memory nothing needs any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
-            report = self._loop.train(lambda: self.what_follows(source) is not None)
+            report = loop.train(lambda: self.what_follows(source) is not None)
         _note_codecs(report, self.channels)
         return report
 
@@ -159,8 +167,7 @@ class Segment:
 
     def _hear_what_follows(self, source: MinibatchSource) -> Following | None:
         run, core, rank = self.run, self.core, self.run.rank
-        was_stopped = self._loop is not None and self._loop.was_stopped
-        larger = None if was_stopped else source.larger
+        larger = None if self.was_stopped else source.larger
         mine = None
         if larger is not None:
             mine = Following(larger.first, larger.minibatch, describe_shapes(larger.shapes))
@@ -174,6 +181,11 @@ class Segment:
             raise data_mismatch(source.num_minibatches, run.describe_worker(rank))
         return following
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the data would go on, as far as this worker trains on them."""
+        return self._loop is not None and self._loop.was_stopped
+
     def wait_for_all(self) -> None:
         """Until no rank needs these links any more: all look for each other in the rendezvous again."""
         run, rendezvous = self.run, self.run.place.rendezvous
@@ -181,6 +193,24 @@ class Segment:
         rendezvous.publish(f"{key}/{run.rank}", True)
         keys = [f"{key}/{rank}" for rank in range(run.place.world_size)]
         wait_for(rendezvous, keys, no_word, meanwhile=_check_of_links(run, self.core))
+
+    @property
+    def kinds(self) -> tuple[Shapes, ...]:
+        """Of minibatches for which it was planned, where data are read."""
+        return self._rehearsed.kinds
+
+    def take_snapshots(self) -> list[StageSnapshot]:
+        """Of this worker, once the run is over. Raises ValueError for what cannot be kept."""
+        loop = self._loop or self._spare_loop
+        if loop is None:
+            return []
+        first, *others = loop.take_snapshots()
+        residuals = {
+            f"{channel} / {index}": residual
+            for channel, of_channel in self.keep_residuals().items()
+            for index, residual in enumerate(of_channel)
+        }
+        return [replace(first, residuals=residuals), *others]
 
     def keep_residuals(self) -> Residuals:
         """For the segment after this one."""

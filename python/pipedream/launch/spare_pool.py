@@ -36,6 +36,7 @@ from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.shard_client import ReplicaChannels
 from pipedream.stage.shards import piece_of
 from pipedream.stage.spare_loop import SpareLoop
+from pipedream.stage.stage_state import StageStart
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights, WeightVersions
 
@@ -106,7 +107,9 @@ class SparePool:
             for name, parameter in [named[piece.parameter]]
         ]
         holder = nn.ParameterList([parameter for _, parameter in pieces])
-        versions = WeightVersions(holder, pieces, self._slots(WEIGHT_VERSIONS, self._num_versions))
+        start = StageStart.of(run.schedule(), index, None)  # nobody reads an older version of its shard here
+        slots = self._slots(WEIGHT_VERSIONS, self._num_versions)
+        versions = WeightVersions(holder, pieces, slots, newest_slot=start.newest_slot)
         optimizer = self._optimizer
         optimizer.place_state(
             self._slots(OPTIMIZER_STATE, optimizer.num_placed_states),
@@ -129,6 +132,7 @@ class SparePool:
                 pull_from=names["pull", False],
             ),
             push_codec=codec_of_pushes(run.options.links.codec),
+            slot_of={_core.rounds_of(schedule, index).first_version: start.newest_slot},
         )
         return SpareLoop(
             self._core,
@@ -138,6 +142,7 @@ class SparePool:
             server=server,
             optimizer=optimizer,
             predicted=self.predicted,
+            newest_slot=start.newest_slot,
         )
 
     def _slots(self, term: str, count: int) -> list[Tensor]:

@@ -46,6 +46,7 @@ from pipedream.budget.optimizer_memory import (
 )
 from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import RunChannel, edge_name
@@ -64,6 +65,7 @@ from pipedream.stage.reduced import LocalSteps, ReducedGradients
 from pipedream.stage.shard_client import ReplicaChannels, ShardClient
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.stage_state import StageStart
 from pipedream.stage.tied import TiedParameters, ties_by_owner
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import StageWeights, split_tied
@@ -82,8 +84,10 @@ class StagePool:
         footprints: Mapping[int, Footprint],
         channels: Sequence[RunChannel],
         optimizers: WorkerOptimizers,
+        snapshots: Mapping[int, StageSnapshot],
     ) -> None:
-        """Decides where to recompute and to offload. footprints: by stage, of this worker's."""
+        """Decides where to recompute and to offload. footprints: by stage, of this worker's. snapshots: by
+        stage, from which they go on; none where the pipeline begins anew."""
         self.run = run
         """As agreed, with what is recomputed to save memory."""
         self.predicted: dict[str, int] = {}
@@ -95,6 +99,7 @@ class StagePool:
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._torch_pool_bytes = 0
         self._channels = channels
+        self._snapshots = snapshots
         if run.own_stages():
             self._plan(footprints, channels)
 
@@ -295,7 +300,16 @@ class StagePool:
             owner: (parameters, slots(_tied_name(owner), _core.num_tied_versions_kept(schedule, owner)))
             for owner, parameters in self._tied_parameters(index).items()
         }
-        weights = StageWeights(stage, own_slots, of_ties, resident)
+        start = StageStart.of(schedule, index, self._snapshots.get(index))
+        weights = StageWeights(
+            stage,
+            own_slots,
+            of_ties,
+            resident,
+            newest_slot=start.newest_slot,
+            older=start.older,
+            older_tied=start.older_tied,
+        )
         optimizer = self._optimizers[index]
         optimizer.place_state(
             slots(OPTIMIZER_STATE, optimizer.num_placed_states), slots(MASTERS, optimizer.num_placed_masters)
@@ -322,13 +336,13 @@ class StagePool:
                 [*own_slots, *itertools.chain(*(held for _, held in of_ties.values())), *frozen],
             )
         if self.run.plan.stages[index].num_replicas > 1 and group is None:
-            gradients: StageGradients = self._make_server(index, weights, optimizer, tied)
+            gradients: StageGradients = self._make_server(index, weights, optimizer, tied, start.slot_of)
         elif group is not None:
             gradients = self._make_reduced(index, weights, optimizer, tied, group)
         else:
             gradients = StageGradients(weights, optimizer, tied)
         loss_scaling = self._worker_optimizers.loss_scaling.get(index)
-        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling)
+        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
         """By owner, those of the stage."""
@@ -362,7 +376,12 @@ class StagePool:
         return self.run.options.is_asynchronous and self.run.plan.stages[stage].num_replicas > 1
 
     def _make_server(
-        self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
+        self,
+        stage: int,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        slot_of: Mapping[int, int],
     ) -> ShardClient:
         schedule, replica = self.run.schedule(), self._replica
         names = exchange_names(schedule, stage, replica)
@@ -387,6 +406,7 @@ class StagePool:
             ),
             push_codec=codec_of_pushes(self.run.options.links.codec),
             num_rounds_kept=self._num_rounds_kept(stage),
+            slot_of=slot_of,
             factors=None
             if not factors
             else FactorExchange(

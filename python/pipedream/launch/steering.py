@@ -56,7 +56,9 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers) -> Steered:
             group_size=_core.minibatches_between_drains(schedule),
             rates=optimizers.by_stage[0].rates,
         )
-    changes = RateChanges(way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor))
+    changes = RateChanges(
+        way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor), run.options.first_minibatch
+    )
     return Steered(stopping, asking, changes)
 
 

@@ -24,7 +24,7 @@ from pipedream.launch.host_pickler import HostPickler, HostUnpickler, MemoryFile
 from pipedream.links.keys import CurveKeys
 from pipedream.model.data_copies import without_processes
 from pipedream.model.layers import CutForward, Model, model_name
-from pipedream.model.seeding import RngState, base_seed, seed_data
+from pipedream.model.seeding import RngState, base_seed
 from pipedream.stage.job import JobOptions
 
 __all__ = [
@@ -184,7 +184,7 @@ def write_data(
     """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
     if graph.add_data(without_processes(data)):
         return None
-    seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
+    options.seed_data(base_seed(options.seed))
     begin = RngState.capture()
     forwarded = describe_forwarded(data, options.plan, options.epochs)
     if not isinstance(data, PeekedData):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pipedream import _core
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
@@ -34,6 +35,7 @@ from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
 from pipedream.launch.interrupts import interrupts_stop
+from pipedream.launch.kept_state import keep_state, residuals_of, snapshots_of
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.segment import Following, Segment
 from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
@@ -99,6 +101,7 @@ class _Worker:
         self._losses_before: list[float] = []  # the segment
         self._residuals: Residuals = {}  # likewise
         self._loss_state: LossState | None = None  # at the last stage
+        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the program has begun from them
 
     def close(self) -> None:
         if self._segment is not None:
@@ -142,6 +145,9 @@ class _Worker:
             try:
                 part.place()
                 rehearsed = set_up(run, self.links, device, stream, part)
+                if options.state is not None:
+                    self._snapshots = snapshots_of(run, options.state)
+                    self._residuals = residuals_of(self._snapshots.values())
                 with self._interrupts_stop():
                     return self._train(run, device, rehearsed, data, stream, part)
             except _core.RunFailure as failure:
@@ -164,7 +170,7 @@ class _Worker:
         part: OwnPart,
     ) -> RunResult:
         """Segment after segment."""
-        source = MinibatchSource(stream)
+        source = MinibatchSource(stream, run.first_minibatch)
         reports: list[dict[str, Any]] = []
         drained_at: list[int] = []
         self._segment = segment = self._open(run, device, rehearsed, data)
@@ -179,7 +185,12 @@ class _Worker:
             del segment
             if isinstance(source.stream, ReceivedStream) and source.stream.following is not None:
                 data = source.stream.following
-            run = replace(run, segment_index=run.segment_index + 1, first_minibatch=following.first_minibatch)
+            run = replace(
+                run,
+                segment_index=run.segment_index + 1,
+                first_minibatch=following.first_minibatch,
+                oldest_minibatch=None,
+            )
             with _told_for(following):
                 rehearsed = rehearse_again(
                     run, self.links, device, rehearsed, following.minibatch, source.larger
@@ -194,9 +205,9 @@ class _Worker:
                     time.monotonic() - began_s,
                 )
         part.take_back_others()
-        return gather(
-            segment.run, segment.core, segment.channels, join_reports(reports, drained_at), self._loss_state
-        )
+        report = join_reports(reports, drained_at)
+        kept = keep_state(segment, source, report)
+        return gather(segment.run, segment.core, segment.channels, report, self._loss_state, kept)
 
     def _open(
         self,
@@ -210,6 +221,8 @@ class _Worker:
         core = self.links.make_core(run, device)
         if self._optimizers is None:
             self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
+            for stage, snapshot in self._snapshots.items():
+                self._optimizers.go_on(stage, snapshot)
             if run.rank == 0 and run.place.returns_model:  # else the caller has said it
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)
@@ -220,7 +233,7 @@ class _Worker:
             self._steered = steered(run, self._optimizers)
         segment = Segment(
             *(run, self.links, core, device, rehearsed, data),
-            *(self._optimizers, self._residuals, self._steered),
+            *(self._optimizers, self._residuals, self._steered, self._snapshots),
         )
         rendezvous.leave()
         return segment

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedream.budget.footprint import Footprint
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.factor_choice import FactorChoice
@@ -115,6 +116,13 @@ class WorkerOptimizers:
         for stage, layers in self.factored.items():
             if stage in self.by_stage:
                 self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
+
+    def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
+        """From there, before anything has a place in a pool. Raises ValueError for another optimizer's."""
+        tensors = {**snapshot.optimizer, **snapshot.document_tensors}
+        self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
+        if stage in self.loss_scaling:
+            self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
 
     def leave_slots(self) -> None:
         """Before the pool goes in which their state lies: another takes it up again."""

@@ -6,7 +6,7 @@ Pure values and one small rule; the last stage's compute thread owns the scaler.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,14 @@ class LossScaler:
         self._scale = self.INITIAL_SCALE
         self._since_backoff = num_steps_between_backoffs
         self._since_change = -1  # the first call opens minibatch 0, which nothing preceded
+
+    def state(self) -> list[float]:
+        """Numbers, from which go_on() goes on."""
+        return [self._scale, self._since_backoff, self._since_change]
+
+    def go_on(self, state: Sequence[float]) -> None:
+        self._scale, since_backoff, since_change = state
+        self._since_backoff, self._since_change = int(since_backoff), int(since_change)
 
     def next_scale(self, overflowed: bool) -> float:
         """The scale of the next minibatch, or round. overflowed: whether a gradient since the last call was

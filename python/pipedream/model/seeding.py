@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -132,13 +133,41 @@ class RngState:
         _set_cuda_state(self.torch_cuda)
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            importlib.import_module("numpy").random.set_state(self.numpy)
 
     def equals(self, other: RngState) -> bool:
         """Whether nothing was drawn between the two captures."""
         mine, others = (torch.cat([one.torch_cpu, *one.torch_cuda]) for one in (self, other))
         return (
             torch.equal(mine, others) and self.python == other.python and self.of_numpy() == other.of_numpy()
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """JSON; from_document() makes it the state again."""
+        document: dict[str, Any] = {
+            "torch": _hex_of(self.torch_cpu),
+            "cuda": [_hex_of(state) for state in self.torch_cuda],
+            "python": self.python,
+        }
+        if self.numpy is not None:
+            kind, keys, *rest = self.numpy
+            document["numpy"] = [kind, keys.tobytes().hex(), *rest]
+        return document
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> RngState:
+        version, internal, gauss = document["python"]
+        numpy_state = None
+        if "numpy" in document:
+            import numpy
+
+            kind, keys, *rest = document["numpy"]
+            numpy_state = (kind, numpy.frombuffer(bytes.fromhex(keys), dtype=numpy.uint32).copy(), *rest)
+        return cls(
+            _of_hex(document["torch"]),
+            tuple(_of_hex(state) for state in document["cuda"]),
+            (version, tuple(internal), gauss),
+            numpy_state,
         )
 
     def of_numpy(self) -> Any:
@@ -181,6 +210,17 @@ class RngStream:
         self._inside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
         self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
+    def left_at(self) -> RngState | None:
+        """Torch's generators where it was left, the others as they are; None before it was entered."""
+        if self._inside is None:
+            return None
+        cpu_state, cuda_state = self._inside
+        return replace(RngState.capture(), torch_cpu=cpu_state, torch_cuda=cuda_state)
+
+    def go_on_from(self, state: RngState) -> None:
+        """What it draws next is what torch's generators in this state would."""
+        self._inside = (state.torch_cpu, state.torch_cuda)
+
     def __enter__(self) -> RngStream:
         if self._outside is not None:
             raise RuntimeError("this RngStream is already entered")
@@ -205,6 +245,14 @@ class RngStream:
         torch.set_rng_state(cpu_state)
         _set_cuda_state(cuda_state)
         self._outside = None
+
+
+def _hex_of(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _of_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def seed_torch(seed: int) -> None:

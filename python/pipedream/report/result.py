@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pipedream import _core
 from pipedream.budget.memory import describe_memory
+from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.table import format_table, html_of
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
@@ -168,6 +169,26 @@ class RunResult:
     """With sync="asp", by stage and replica, of each one's shard; none for a stage without replicas. Given
     these, pipedream.reference computes the same numbers."""
 
+    def __post_init__(self) -> None:
+        self._kept: KeptState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy comes without the state, of which each process keeps one."""
+        return {**vars(self), "_kept": None}
+
+    @property
+    def state(self) -> RunState:
+        """Where the run ended, for another that goes on from there: run(..., state=result.state). A process
+        keeps that of its latest run: raises ValueError where another has begun since, unless somebody holds
+        it."""
+        if self._kept is None:
+            raise ValueError("this result has come from elsewhere, without the state of its run")
+        return self._kept.get()
+
+    def keep(self, state: RunState) -> None:
+        """From now on this is its state."""
+        self._kept = KeptState(state)
+
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens: the workers' items of work
         and what travelled between them. docs/transport.md says what its tracks are."""
@@ -205,7 +226,8 @@ class RunResult:
         plot_losses(self, path)
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
+        # Not asdict: copying the spans one by one takes seconds. Its state is no part of it.
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> RunResult:
@@ -293,7 +315,7 @@ def combine_reports(
         microbatch_versions=versions,
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=predict_ms_of_run(plan, schedule),
-        measured_ms=_steady_ms(last["spans"], num_warm_up, last["drained_at"]),
+        measured_ms=_steady_ms(last["spans"], num_warm_up, [schedule.first_minibatch, *last["drained_at"]]),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),
@@ -430,10 +452,10 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
     return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
 
 
-def _steady_ms(spans: list[list[int | str]], num_warm_up: int, drained_at: Sequence[int]) -> float:
-    """Milliseconds per minibatch between updates of the last stage, those of the first minibatches left out,
-    of the run and after it has drained; over all of them when there are too few. An update that several
-    minibatches share names the first."""
+def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[int]) -> float:
+    """Milliseconds per minibatch between updates of the last stage, without the first minibatches, which are
+    counted from `begins`: of the run, and after each drain. Over all of them when there are too few. An
+    update that several minibatches share names the first."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
@@ -444,7 +466,6 @@ def _steady_ms(spans: list[list[int | str]], num_warm_up: int, drained_at: Seque
         if span.kind == "UPDATE" and span.stage == last_stage
     ]
     elapsed_ns, num_minibatches = 0, 0
-    begins = [0, *drained_at]
     for begin, end in itertools.zip_longest(begins, begins[1:]):
         of_segment = [update for update in done if begin <= update[0] and (end is None or update[0] < end)]
         steady = [update for update in of_segment if update[0] >= begin + num_warm_up]

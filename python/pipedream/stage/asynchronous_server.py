@@ -75,7 +75,7 @@ class AsynchronousServer(ShardClient):
         first = self._newest
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
-            content = self._place_of(chunk, 0, 0)
+            content = self._place_of(chunk, self._slot_of[first], 0)
             assert content is not None
             place.copy_(content)
         # The thread that serves the others.

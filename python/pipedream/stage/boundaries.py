@@ -143,11 +143,11 @@ class StageZeroGate:
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
         """Those whose ends lie after the boundary before the group's and not after the group's."""
-        epochs = self._source.epochs
+        epoch_of = self._source.epoch_of
         return [
-            (epochs[end - 1], end)
+            (epoch_of(end - 1), end)
             for end in range(group - self._group_size + 1, group + 1)
-            if epochs[end - 1] != epochs[end]
+            if epoch_of(end - 1) != epoch_of(end)
         ]
 
 

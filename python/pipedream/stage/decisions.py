@@ -109,40 +109,48 @@ class Asking:
         self._due: list[int] = []
 
     def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> int:
-        begin = group - self._group_size
-        if self._points.is_due(begin, group, has_ended_epoch=bool(ended_epochs)):
-            takes_effect = group + self._lead
+        """Callbacks count from the beginning of the run, which may go on from another's state."""
+        first = source.first_minibatch
+        boundary = group - first
+        begin = boundary - self._group_size
+        if self._points.is_due(begin, boundary, has_ended_epoch=bool(ended_epochs)):
+            takes_effect = boundary + self._lead
             if self._asks:
-                samples = source.samples[self._num_told : group]
-                self._num_told = group
-                self._way.ask(Question(group, takes_effect, list(ended_epochs), samples, self._rates()))
+                samples = source.samples[self._num_told : boundary]
+                self._num_told = boundary
+                epochs = [(epoch, end - first) for epoch, end in ended_epochs]
+                self._way.ask(Question(boundary, takes_effect, epochs, samples, self._rates()))
             if self._points.decides:
                 self._due.append(takes_effect)
         events = 0
-        while self._due and self._due[0] <= group:
+        while self._due and self._due[0] <= boundary:
             events |= self._way.wait(self._due.pop(0), self.check)
         return events
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
         """There are no more; what nobody was asked about is told."""
         if self._asks:
-            samples = source.samples[self._num_told : num_minibatches]
-            self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
+            boundary = num_minibatches - source.first_minibatch
+            samples = source.samples[self._num_told : boundary]
+            self._way.ask(Question(boundary, None, [], samples, self._rates()))
 
 
 class RateChanges:
     """Changes the learning rates of this worker's stages where an answer wants that (BoundaryListener)."""
 
-    def __init__(self, way: AnswerWay, scale_rates: Callable[[int, float], None]) -> None:
-        """scale_rates: (stage, factor)."""
+    def __init__(
+        self, way: AnswerWay, scale_rates: Callable[[int, float], None], first_minibatch: int = 0
+    ) -> None:
+        """scale_rates: (stage, factor). first_minibatch: of the run."""
         self._way = way
+        self._first_minibatch = first_minibatch
         self._scale_rates = scale_rates
 
     def begin(self, stage: int, minibatch: int, events: int) -> None: ...
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         if events & RATE:
-            self._scale_rates(stage, self._way.rate_factor(minibatch))
+            self._scale_rates(stage, self._way.rate_factor(minibatch - self._first_minibatch))
 
 
 @dataclass(frozen=True)

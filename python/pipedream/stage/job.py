@@ -17,10 +17,12 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.callbacks.steering import CallPoints
-from pipedream.common.agreement import OWN, compared, given
+from pipedream.checkpoint.run_state import RunState
+from pipedream.common.agreement import OWN, compared, given, settings_of
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
+from pipedream.model.seeding import seed_data
 from pipedream.planning.codec_choice import PUSHES, pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
@@ -35,6 +37,20 @@ def _said_of_schedule(schedule: str | Program) -> str:
     if not isinstance(schedule, Program):
         return schedule
     return f"a program with SHA-256 {hashlib.sha256(str(schedule).encode()).hexdigest()[:12]}..."
+
+
+_SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "staleness", "sync_every")
+
+
+def _stages_of(plan: Plan) -> str:
+    """What of a plan decides which state its workers have, in a line."""
+    stages = [
+        f"layers {stage.first_layer} to {stage.last_layer}"
+        + (f" x {stage.num_replicas}" if stage.num_replicas > 1 else "")
+        + (f" and {stage.num_spare_shards} spares" if stage.num_spare_shards else "")
+        for stage in plan.stages
+    ]
+    return f"{'; '.join(stages)} with in_flight {list(plan.in_flight)}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,19 @@ class JobOptions:
     """Of torch, per worker."""
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
     """Where callbacks are called."""
+    state: RunState | None = field(default=None, metadata=compared(said=lambda state: state and state.name))
+    """Where the run that this one goes on from has ended."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 
     @property
     def schedule_name(self) -> str:
         return PROGRAM if isinstance(self.schedule, Program) else self.schedule
+
+    @property
+    def first_minibatch(self) -> int:
+        """Counted through all runs that go on one where another ended."""
+        return 0 if self.state is None else self.state.minibatch
 
     @property
     def measures_gradients(self) -> bool:
@@ -103,11 +126,15 @@ class JobOptions:
         return has_replicas and (self.sync == "asp" or self.sync_every > 1)
 
     def schedule_options(
-        self, ties: Sequence[tuple[int, int]] = (), *, first_minibatch: int = 0
+        self,
+        ties: Sequence[tuple[int, int]] = (),
+        *,
+        first_minibatch: int = 0,
+        oldest_minibatch: int | None = None,
     ) -> _core.ScheduleOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share.
-        first_minibatch: with which the pipeline begins. Raises ValueError for what plan and schedule cannot
-        do."""
+        first_minibatch: with which the pipeline begins. oldest_minibatch: with which it had begun, where it
+        goes on with the versions kept since. Raises ValueError for what plan and schedule cannot do."""
         return _core.ScheduleOptions(
             schedule=self.schedule_name,
             program=self.schedule.listed if isinstance(self.schedule, Program) else None,
@@ -122,7 +149,20 @@ class JobOptions:
             uses_allreduce=self.reduces_together,
             asynchronous=self.is_asynchronous,
             first_minibatch=first_minibatch,
+            oldest_minibatch=oldest_minibatch,
         )
+
+    def seed_data(self, base: int) -> None:
+        """Makes the process's generators those of whoever reads the run's data. base: base_seed() of it."""
+        if self.state is None:
+            seed_data(base, self.seed, self.plan.workers_used)
+        else:
+            self.state.seed_data()
+
+    def settings_of_state(self) -> dict[str, Any]:
+        """By argument of run(): what a run must have as the one that it goes on from."""
+        settings = settings_of(self)
+        return {"plan": _stages_of(self.plan)} | {name: settings[name] for name in _SETTINGS_OF_STATE}
 
 
 @dataclass(frozen=True)

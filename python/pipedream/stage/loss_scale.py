@@ -9,10 +9,13 @@ rounds drain, an overflow skips the update of all stages, so every replica knows
 the last stage has other activations of the round, and what these tell goes to the others with its norms.
 
 Between two segments of a run (launch/segment.py) nothing is under way: what has overflowed before is told
-with the activation of the first minibatch after.
+with the activation of the first minibatch after. A run that goes on from another's state tells each overflow
+when one run would have: an update stands behind the forwards that are in flight then.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from pipedream import _core
 from pipedream.model.precision import LossScaler, num_steps_in_flight
@@ -35,6 +38,19 @@ class LossScaling:
                 schedule.in_flight[0], placement.num_replicas(0), num_replicas, per_scale
             )
             self._scaler = LossScaler(1 if drains else num_in_flight)
+        rounds = _core.rounds_of(schedule, stage_index)
+        self._own_per_round = rounds.own_per_round
+        """Microbatches; all are counted through the run, as the replica has them."""
+        self._next_own = schedule.first_minibatch * schedule.num_microbatches // rounds.num_replicas
+        num_delayed = _core.num_gradients_kept(schedule, stage_index) - 1
+        in_flight = 1 if drains else schedule.in_flight[stage_index]
+        self._delay = in_flight - 1 + num_delayed * self._own_per_round
+        self._skipped: list[int] = []
+        """Updates that overflowed, each by the microbatch that is the first to be forwarded after it."""
+        self._late: list[int] = []
+        """The same, of the run before this one: what it has not told of."""
+        self._heard_at: list[int] = []
+        """Likewise updates that have told of an overflow since the last round began."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # whose scale it is
@@ -49,6 +65,8 @@ class LossScaling:
     def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
         """A microbatch is next. overflowed: whether gradients did at this stage since the one before; told:
         whether its activation says so of a stage upstream."""
+        own = self._next_own
+        self._next_own += 1
         if self._scaler is None:
             return
         if not self._exchanges:
@@ -56,7 +74,8 @@ class LossScaling:
         round_index = minibatch // self._minibatches_per_scale
         if round_index != self._round:
             self._round = round_index
-            heard, self._heard = self._heard, False
+            heard = self._heard or any(at <= own for at in self._heard_at)
+            self._heard, self._heard_at = False, [at for at in self._heard_at if at > own]
             self.scale = self._scaler.next_scale(heard)
         elif self._drains:  # every worker tells of the round before, of which the first has told
             self._heard = False
@@ -75,12 +94,48 @@ class LossScaling:
 
     def keep(self, *, overflowed: bool) -> None:
         """When a segment is over: whether an update was skipped that nobody has been told of."""
-        self._kept = self._kept or overflowed
+        self._kept = self._kept or overflowed or bool(self._late)
+        self._heard = self._heard or bool(self._heard_at)
+        self._late, self._heard_at = [], []
 
     def take_kept(self) -> bool:
-        kept, self._kept = self._kept, False
+        """Before a forward: with it of the run before this one, too."""
+        kept, self._kept = self._kept or any(at <= self._next_own for at in self._late), False
+        if self._late:
+            self._late = [at for at in self._late if at > self._next_own]
         return kept
 
-    def hear(self, *, overflowed: bool) -> None:
+    def hear(self, round_index: int, *, overflowed: bool) -> None:
         """With an update: whether its round overflowed or has been told of an overflow, at any replica."""
-        self._heard = self._heard or (self._exchanges and overflowed)
+        if self._exchanges and overflowed:
+            self._heard_at.append(self._first_after(round_index))
+
+    def note_skipped(self, round_index: int) -> None:
+        """An update overflowed here, or at a stage that it is made with."""
+        self._skipped = [at for at in self._skipped if at > self._next_own]
+        self._skipped.append(self._first_after(round_index))
+
+    def _first_after(self, round_index: int) -> int:
+        """The first microbatch that is forwarded after the update of a round."""
+        return (round_index + 1) * self._own_per_round + self._delay
+
+    def state(self, next_own: int) -> dict[str, Any]:
+        """As JSON, where a run ends before the microbatch."""
+        scaler = self._scaler
+        return {
+            "scaler": None if scaler is None else scaler.state(),
+            "round": self._round,
+            "scale": self.scale,
+            "told": sorted(self._told),
+            "heard": self._heard,
+            "heard_at": self._heard_at,
+            "late": [at for at in (*self._late, *self._skipped) if at >= next_own],
+        }
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """From what state() gave."""
+        if self._scaler is not None:
+            self._scaler.go_on(state["scaler"])
+        self._round, self.scale, self._heard = state["round"], state["scale"], state["heard"]
+        self._told, self._heard_at = set(state["told"]), state["heard_at"]
+        self._late = state["late"]

@@ -88,9 +88,11 @@ class ShardClient(StageGradients):
         push_codec: str = "none",
         factors: FactorExchange | None = None,
         num_rounds_kept: int = 1,
+        slot_of: Mapping[int, int] | None = None,
     ) -> None:
         """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels. factors: of
-        what the layout has as shared. num_rounds_kept: of which there may be gradients at once."""
+        what the layout has as shared. num_rounds_kept: of which there may be gradients at once. slot_of: by
+        version, what is in the slots; None: the newest alone."""
         super().__init__(weights, optimizer, tied)
         self._core = core
         self._rounds = rounds
@@ -113,7 +115,7 @@ class ShardClient(StageGradients):
         self._has_pushed = False  # since it was last known what has left
         self.before_sending: Callable[[Tensor | None], None] | None = None
         """As RoundPushes has it."""
-        self._slot_of = {first: 0}  # by version, of those in the slots
+        self._slot_of = dict(slot_of or {first: 0})  # by version, of those in the slots
         self._newest = first
         self._newest_pulled = dict.fromkeys(self._others, first)
         self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -22,6 +22,7 @@ import torch
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, make_meter
 from pipedream.budget.memory import MODEL, TORCH_OPTIMIZER_STATE, TRANSIENT
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.model.exchange import TENSORS
 from pipedream.planning.trace import read_clock
 from pipedream.stage.job import JobOptions, WorkerPlace
@@ -52,13 +53,17 @@ class SpareLoop:
         server: ParameterServer,
         optimizer: StageOptimizer,
         predicted: Mapping[str, int],
+        newest_slot: int = 0,
     ) -> None:
-        """optimizer: the server's. predicted: bytes of each memory term."""
+        """optimizer: the server's. predicted: bytes of each memory term. newest_slot: of the version that it
+        begins with."""
         self._core = core
         self._place = place
+        self._replica = options.plan.replica_of(place.rank)
         self._schedule = schedule
         self._server = server
         self._optimizer = optimizer
+        self._newest_slot = newest_slot
         self._predicted = predicted
         stage = options.plan.spare_stage_of(place.rank)
         assert stage is not None
@@ -73,7 +78,7 @@ class SpareLoop:
         have the newest version of its shard then."""
         core, user = self._core, self._user
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
-        newest_slot = 0
+        newest_slot = self._newest_slot
         work = core.next_work()
         while work.kind != "DONE":
             if work.kind == "UPDATE":
@@ -87,6 +92,23 @@ class SpareLoop:
                 work = core.advance([], _NO_FIELDS, compute_ns, None)
         self._server.keep_version(newest_slot)
         return self._report()
+
+    def take_snapshots(self) -> list[StageSnapshot]:
+        """Of the shard's optimizer: replicas have its weights. Raises ValueError for what cannot be kept."""
+        minibatch = self._core.num_minibatches()
+        assert minibatch is not None
+        tensors, document = self._optimizer.state()
+        version = _core.rounds_of(self._schedule, self._position.stage).round_of(minibatch)
+        return [
+            StageSnapshot(
+                self._position.stage,
+                self._replica,
+                minibatch,
+                {version: {}},
+                optimizer=tensors,
+                optimizer_document=document,
+            )
+        ]
 
     def _do(self, work: _core.WorkItem) -> EndOfData | None:
         edge = work.edge

@@ -27,6 +27,7 @@ from pipedream.budget.memory import (
 )
 from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
+from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.minibatch_source import MinibatchSource
@@ -53,6 +54,7 @@ from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_recei
 from pipedream.stage.shard_client import EndOfData, ShardClient
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
+from pipedream.stage.stage_state import StageStart, take_snapshot
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights
 
@@ -73,8 +75,10 @@ class PreparedStage:
         offload: StageOffload | None,
         gradients: StageGradients,
         loss_scaling: LossScaling | None,
+        start: StageStart,
     ) -> None:
         self.stage = stage
+        self.start = start
         self.gradients = gradients
         self.weights = weights
         self.tied = tied
@@ -148,7 +152,7 @@ class WorkerLoop:
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages and self._replica == 0,
-            num_minibatches=source.stream.num_minibatches,
+            num_minibatches=_end_of(source),
             num_epochs=options.epochs,
             schedule=schedule,
         )
@@ -189,6 +193,7 @@ class WorkerLoop:
             self._planned_events(),
             stopping=steered.stopping,
             asking=steered.asking,
+            first_of_run=self._data.first_minibatch,
         )
 
     def _planned_events(self) -> list[Planned]:
@@ -238,6 +243,7 @@ class WorkerLoop:
             copies_targets=copies_data,
             offload=part.offload,
             loss_scaling=part.loss_scaling,
+            held=part.start.held,
             torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
         return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
@@ -260,7 +266,7 @@ class WorkerLoop:
         """goes_on: asked once all is done, whether only this segment of the run is over."""
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
-        newest_slots = dict.fromkeys(self._runners, 0)
+        newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
         meter, step_meter = self._start_measuring()
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
@@ -283,6 +289,29 @@ class WorkerLoop:
             for stage, runner in self._runners.items():
                 runner.finish(newest_slots[stage], is_over=is_over)
         return self._report(meter, step_meter)
+
+    def take_snapshots(self) -> list[StageSnapshot]:
+        """Of the stages, once the data are over. Raises ValueError for what cannot be kept."""
+        minibatch = self._core.num_minibatches()
+        assert minibatch is not None
+        return [
+            take_snapshot(
+                self._core,
+                part.stage,
+                part.weights,
+                part.tied,
+                part.optimizer,
+                part.loss_scaling,
+                self._runners[part.stage.stage_index].kept,
+                replica=self._replica,
+                minibatch=minibatch,
+                next_own=minibatch * self._options.microbatches // self._num_replicas_of(part),
+            )
+            for part in self._prepared
+        ]
+
+    def _num_replicas_of(self, part: PreparedStage) -> int:
+        return self._options.plan.stages[part.stage.stage_index].num_replicas
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
         """Does all items; what the core says when there are no more. newest_slots: of each stage, kept up."""
@@ -325,6 +354,8 @@ class WorkerLoop:
             sent = runner.forward(work)
             return self._end_of_data() if sent is None else sent
         if kind == "BACKWARD":
+            if not runner.stashes and self._core.num_minibatches() is not None:
+                runner.keep_version(work)
             made = runner.backward(work)
             if self._first_gradients is not None:
                 self._first_gradients.note(work, runner)
@@ -359,7 +390,7 @@ class WorkerLoop:
             runner.update(work, self._mean_scale(runner, work.minibatch))
             return
         total = self._norms.total(work.minibatch)
-        runner.hear(total)
+        runner.hear(work.minibatch, total)
         clip = self._clip_scale(total)
         runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))
 
@@ -447,6 +478,9 @@ class WorkerLoop:
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
         recompute = self._schedule.recompute
+        num_minibatches = self._core.num_minibatches()
+        assert num_minibatches is not None
+        num_done = num_minibatches - self._data.first_minibatch
         return {
             "pid": os.getpid(),
             "stages": {
@@ -468,8 +502,8 @@ class WorkerLoop:
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
             "losses": self._losses.values,
-            "samples": self._data.samples[: self._core.num_minibatches()],
-            "epochs": self._data.epochs[: self._core.num_minibatches()],
+            "samples": self._data.samples[:num_done],
+            "epochs": self._data.epochs[:num_done],
             "stopped": self.was_stopped,
             "data": {"source": self._source(), "read_ns": self._data.read_ns},
         }
@@ -495,6 +529,12 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
         boundary.checked(inputs, stage=0, minibatch=minibatch)
 
 
+def _end_of(source: MinibatchSource) -> int | None:
+    """The minibatch after the last, where the data have a length."""
+    num_minibatches = source.stream.num_minibatches
+    return None if num_minibatches is None else source.first_minibatch + num_minibatches
+
+
 def _add_to(board: StatusBoard, replica: int, minibatch: int, loss: float, share: float) -> None:
     board.add_loss(loss, replica)
 
@@ -511,8 +551,9 @@ def _show(
 ) -> None:
     """loss: this replica's part, which counts so much of the minibatch. stride: to its minibatch before."""
     if progress.is_shown:  # the other replicas have done about as much
-        samples = sum(source.samples[max(0, minibatch + 1 - stride) : minibatch + 1])
-        progress.advance(minibatch, source.epochs[minibatch], loss / (share or 1.0), samples)
+        index = minibatch - source.first_minibatch
+        samples = sum(source.samples[max(0, index + 1 - stride) : index + 1])
+        progress.advance(minibatch, source.epochs[index], loss / (share or 1.0), samples)
     if board is not None:
         board.add_loss(loss, replica)
 

@@ -6,13 +6,14 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipedream import _core, optim
+from pipedream.checkpoint.snapshot import decode, encode
 from pipedream.model.factories import (
     NamedParameters,
     OptimizerFactory,
@@ -52,8 +53,12 @@ class StageOptimizer:
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
+        self._where = where
+        self._made_with: list[dict[str, Any]] = []
+        """The options of its groups, as the factory has made them."""
         if self._masters:
             self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
+            self._made_with = [_options_of(group) for group in self.optimizer.param_groups]
             if lr_scheduler is not None:
                 self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
         self._native = self._native_one()
@@ -152,6 +157,97 @@ class StageOptimizer:
             return
         for master in self._masters:  # the next step points it into a slot again
             master.data = torch.empty_like(master.data)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON) of all that its next steps depend on, as StageSnapshot has them. Raises ValueError
+        for what cannot be kept."""
+        tensors: dict[str, Tensor] = {}
+        document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
+        if self.optimizer is None:
+            return tensors, document
+        name_of = self._names_by_index()
+        content = self.optimizer.state_dict()
+        named_state = {name_of.get(key, key): value for key, value in content.pop("state").items()}
+        groups = content.pop("param_groups")
+        document["optimizer"] = {
+            "class": _class_of(self.optimizer),
+            "made_with": encode(self._made_with, "made with", {}),
+            "parameters": [[name_of[index] for index in group["params"]] for group in groups],
+            "groups": [
+                encode(_options_of(group), f"group {index}", tensors) for index, group in enumerate(groups)
+            ],
+            "state": {name: encode(value, str(name), tensors) for name, value in named_state.items()},
+            "others": encode(content, "others", tensors),
+        }
+        if self._scheduler is not None:
+            if not hasattr(self._scheduler, "state_dict"):
+                raise ValueError(f"the lr_scheduler of {self._where} has no state_dict()")
+            document["scheduler"] = {
+                "class": _class_of(self._scheduler),
+                "state": encode(self._scheduler.state_dict(), "scheduler", tensors),
+            }
+        return tensors, document
+
+    def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """From what state() gave, before place_state(). Raises ValueError for another optimizer's."""
+        self._num_steps = document["num_steps"]
+        before, scheduler = document["optimizer"], document["scheduler"]
+        self._check_same("optimizer", self.optimizer, before)
+        self._check_same("lr_scheduler", self._scheduler, scheduler)
+        if self.optimizer is None:
+            return
+        name_of = self._names_by_index()
+        index_of = {name: index for index, name in name_of.items()}
+        listed = [
+            [name_of[i] for i in group["params"]] for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        made_with = encode(self._made_with, "made with", {})
+        if listed != before["parameters"] or made_with != before["made_with"]:
+            raise ValueError(
+                f"state has other groups of parameters, or other options of them, than the optimizer of"
+                f" {self._where} is made with: go on with the same optimizer, and change rates by an"
+                " lr_scheduler"
+            )
+        device = self._masters[0].device
+        groups = [
+            {**decode(options, tensors, device), "params": [index_of[name] for name in names]}
+            for options, names in zip(before["groups"], before["parameters"], strict=True)
+        ]
+        state = {index_of.get(name, name): value for name, value in before["state"].items()}
+        decoded = {key: decode(value, tensors, device) for key, value in state.items()}
+        self._load({"state": decoded, "param_groups": groups, **decode(before["others"], tensors, device)})
+        if scheduler is not None:
+            self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
+
+    def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
+        here, there = (None if mine is None else _class_of(mine)), (before or {}).get("class")
+        if here != there:
+            raise ValueError(
+                f"{what} is {here} at {self._where}, and state is of a run with {there}: go on with the same,"
+                " or leave state out"
+            )
+
+    def _load(self, content: dict[str, Any]) -> None:
+        """Does what load_state_dict() does, but that torch's own would cast all tensors to their parameters'
+        types."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            optimizer.load_state_dict(content)
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for group, options in zip(optimizer.param_groups, content["param_groups"], strict=True):
+            group.update(_options_of(options))
+        optimizer.state.clear()
+        for key, value in content["state"].items():
+            optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+    def _names_by_index(self) -> dict[int, str]:
+        """The parameters' names by their numbers in a state_dict."""
+        assert self.optimizer is not None
+        names = {id(master): name for master, name in zip(self._masters, self._drawn_names, strict=True)}
+        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
     def torch_state_bytes(self) -> int:
         """Bytes that the optimizer keeps outside the slots of place_state, each tensor once. A native one
@@ -270,6 +366,15 @@ def _scale_scheduler(scheduler: Any, factor: float) -> None:
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
     for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
         _scale_scheduler(part, factor)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All but its parameters, and their names."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 @contextlib.contextmanager

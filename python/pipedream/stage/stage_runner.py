@@ -36,6 +36,7 @@ from pipedream.stage.offloaded import OffloadedStash
 from pipedream.stage.outgoing import gradients_of, memory_of, nothing_like, settled
 from pipedream.stage.passes import StagePasses
 from pipedream.stage.recomputed import RecomputedPasses
+from pipedream.stage.stage_state import HeldVersions
 from pipedream.stage.stashed import Stashed
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.user_code import UserCode
@@ -75,6 +76,8 @@ class StageParts:
     offload: StageOffload | None = None
     loss_scaling: LossScaling | None = None
     """In float16."""
+    held: HeldVersions | None = None
+    """Versions that are in no slot, of a stage that goes on without stashing."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     """Around what torch computes: where its tensors lie. None leaves it to torch."""
 
@@ -136,6 +139,12 @@ class StageRunner:
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
         self._tied = parts.tied or None
+        self.stashes = _core.stashes_versions(schedule, self.stage_index)
+        self._held = parts.held
+        """Until the first microbatches are forwarded that read them."""
+        self.kept = HeldVersions()
+        """What a run that goes on reads, and is in no slot."""
+        self._schedule = schedule
         self._loss_scaling = parts.loss_scaling
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
@@ -182,6 +191,8 @@ class StageRunner:
                 minibatch, [], None, piece, work.read_slot, scale
             )
             return self._forward_nothing(minibatch, microbatch)
+        if self._held is not None:
+            self._load_held(work, is_forward=True)
         leaves, value = self._passes.take_input(piece, work.tensors)
         work.tensors.clear()
         stashed = Stashed(minibatch, leaves, value, piece, work.read_slot, scale, microbatch=microbatch)
@@ -273,6 +284,19 @@ class StageRunner:
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
 
+    def keep_version(self, work: _core.WorkItem) -> None:
+        """The backward is next, and after it an update may write over what a run reads that goes on here."""
+        version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
+        self.kept.keep(version, self._weights.own, work.read_slot)
+
+    def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
+        """The slot has what the item reads."""
+        assert self._held is not None
+        read = _core.forward_version if is_forward else _core.backward_version
+        version = read(self._schedule, self.stage_index, work.minibatch, work.microbatch)
+        self._held.load(version, self._weights.own, work.read_slot)
+        self._held = self._held or None
+
     def _bind(self, work: _core.WorkItem) -> None:
         """The layers read the weights of the microbatch from now on."""
         if self._tied is None:
@@ -353,6 +377,8 @@ class StageRunner:
         if stashed.piece.is_empty:
             return []
         assert isinstance(self._passes, RecomputedPasses)
+        if self._held is not None:
+            self._load_held(work, is_forward=False)
         self._bind(work)
         with contextlib.nullcontext() if self.meter is None else self.meter.recompute():
             output = self._passes.recompute(stashed)
@@ -374,6 +400,8 @@ class StageRunner:
         self.gradient_slot = read_slot
         if self._loss_scaling is not None or self._sums_shares:
             self._note_scale(work, stashed)
+        if self._held is not None:
+            self._load_held(work, is_forward=False)
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self._bind(work)
         following: Stashed | None = None
@@ -436,10 +464,11 @@ class StageRunner:
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
         return self._gradients.figures()._replace(told=told)
 
-    def hear(self, total: GradientFigures) -> None:
-        """The figures of an update at all workers that add theirs up."""
+    def hear(self, minibatch: int, total: GradientFigures) -> None:
+        """The figures of an update at all workers that add theirs up. minibatch: its round's first."""
         if self._loss_scaling is not None:
-            self._loss_scaling.hear(overflowed=total.overflowed or total.told)
+            round_index = self._rounds.round_of(minibatch)
+            self._loss_scaling.hear(round_index, overflowed=total.overflowed or total.told)
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""
@@ -447,6 +476,8 @@ class StageRunner:
         gradients, own = self._gradients, self._weights.own
         own.begin_update(read_slot, write_slot)
         if gradient_scale is None:
+            if self._loss_scaling is not None:
+                self._loss_scaling.note_skipped(self._rounds.round_of(work.minibatch))
             self._run_step(functools.partial(gradients.skip, read_slot, write_slot))
         else:
             gradients.apply(read_slot, write_slot, gradient_scale, self._run_step)
@@ -455,7 +486,7 @@ class StageRunner:
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
         """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
         self._gradients.finish(newest_slot, is_over=is_over)
-        if self._loss_scaling is not None:
+        if self._loss_scaling is not None and not is_over:
             self._loss_scaling.keep(overflowed=self._gradients.take_overflow())
 
     def _run_step(self, step: Callable[[], None]) -> None:

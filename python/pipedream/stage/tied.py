@@ -70,6 +70,11 @@ class _Group:
     def slot_read_by(self, minibatch: int, microbatch: int = 0) -> int:
         return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
 
+    def kept_from(self, minibatch: int) -> range:
+        """The versions that are read from the minibatch on, and are there."""
+        oldest = _core.tied_version(self._schedule, self.owner, minibatch)
+        return range(oldest, self.newest + 1)
+
     def take_gradients(self) -> list[Tensor | None]:
         """Gives away what the backwards accumulated, of whatever version."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
@@ -189,6 +194,14 @@ class TiedParameters:
         self._owned.versions.scale_gradients(self._owned.gradient_slot, factor)
         for user, received in self._received.items():
             self._received[user] = [None if part is None else part * factor for part in received]
+
+    def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
+        """By owner, version -> slot of what a run keeps that goes on with the minibatch, when all updates
+        before it are done and here."""
+        return {
+            owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
+            for owner, group in self._groups.items()
+        }
 
     @property
     def newest_slots(self) -> dict[int, int]:

@@ -56,9 +56,9 @@ class _Reference:
 class WeightVersions:
     """Some parameters of a stage in flat slots, one per version kept.
 
-    `slots` are flat uint8 tensors; version 0 is copied into slot 0. With `resident` they are the few that
-    lie in device memory, and it says which version is where: a leaf then views the place where its version
-    lies, and reads as NaN while that is nowhere.
+    `slots` are flat uint8 tensors; the parameters are copied into the newest version's. With `resident` they
+    are the few that lie in device memory, and it says which version is where: a leaf then views the place
+    where its version lies, and reads as NaN while that is nowhere.
     """
 
     def __init__(
@@ -67,7 +67,11 @@ class WeightVersions:
         named: NamedParameters,
         slots: list[Tensor],
         resident: ResidentVersions | None = None,
+        *,
+        newest_slot: int = 0,
+        older: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
+        """older: by slot, versions that are there beside the newest."""
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._stage = stage
@@ -88,16 +92,28 @@ class WeightVersions:
             self._nowhere = [_nan_like(original) for original in self._originals]
             # A function, not a method: the versions would hold themselves, and their slots.
             resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
-            for slot in range(1, self.num_slots):
+            for slot in range(self.num_slots):
                 resident.on_move(slot, None)
-            resident.write(0)
         self._bound_slot = -1
         self._find_places()
-        with torch.no_grad():
-            for leaf, original in zip(self._leaves[0], self._originals, strict=True):
-                leaf.copy_(original)
-        if resident is not None:
-            resident.written(0)
+        for slot, version in (older or {}).items():
+            self._begin_with(slot, [version[name] for name in self.names])
+        self._begin_with(newest_slot, self._originals)
+
+    @torch.no_grad()
+    def _begin_with(self, slot: int, contents: Sequence[Tensor]) -> None:
+        if self._resident is not None:
+            self._resident.write(slot)
+        for leaf, content in zip(self._leaves[slot], contents, strict=True):
+            leaf.copy_(content)
+        if self._resident is not None:
+            self._resident.written(slot)
+
+    def contents(self, slot: int) -> dict[str, Tensor]:
+        """By name, the version in the slot, where it lies now."""
+        if self._resident is not None:
+            self._resident.read(slot)
+        return dict(zip(self.names, self._leaves[slot], strict=True))
 
     @property
     def num_slots(self) -> int:
@@ -279,14 +295,22 @@ class StageWeights:
         own_slots: list[Tensor],
         tied: Mapping[int, tuple[Sequence[nn.Parameter], list[Tensor]]] | None = None,
         resident: ResidentVersions | None = None,
+        *,
+        newest_slot: int = 0,
+        older: Mapping[int, Mapping[str, Tensor]] | None = None,
+        older_tied: Mapping[int, Mapping[int, Mapping[str, Tensor]]] | None = None,
     ) -> None:
         """tied: by owner, the parameters of it that the stage has, and their slots. resident: where own_slots
-        hold only some of the own versions at a time."""
+        hold only some of the own versions at a time. newest_slot, older: of the own versions; older_tied:
+        likewise by owner."""
         by_owner = dict(tied or {})
         shared = [parameter for parameters, _ in by_owner.values() for parameter in parameters]
-        self.own = WeightVersions(stage, split_tied(stage, shared)[0], own_slots, resident)
+        own = split_tied(stage, shared)[0]
+        self.own = WeightVersions(stage, own, own_slots, resident, newest_slot=newest_slot, older=older)
         self.tied = {
-            owner: WeightVersions(stage, split_tied(stage, parameters)[1], slots)
+            owner: WeightVersions(
+                stage, split_tied(stage, parameters)[1], slots, older=(older_tied or {}).get(owner)
+            )
             for owner, (parameters, slots) in by_owner.items()
         }
 

@@ -518,6 +518,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     std::int64_t common = 1;
     for (const std::int64_t num_replicas : plan) common = std::lcm(common, num_replicas);
     options.first_minibatch = MinibatchId(common * (draw(3) - 1));
+    if (draw(2) == 1) options.oldest_minibatch = MinibatchId(0);
     const std::int64_t num_minibatches = options.first_minibatch.value() + draw(30) - 1;
     const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
     ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
@@ -820,6 +821,45 @@ TEST(Replicas, StartOnlyWhereARoundBeginsAtEveryStage) {
       "multiple of every stage's");
   options.num_microbatches = 6;
   EXPECT_EQ(error_of(options), "") << "each minibatch is a round";
+}
+
+TEST(Replicas, ReadWhatTheyWouldHaveReadWhereARunGoesOn) {
+  for (const char* schedule : {"pipedream", "vertical_sync", "unstashed", "flush"}) {
+    for (const std::int64_t num_microbatches : {1, 2, 3}) {
+      ScheduleOptions whole = make_replicated(schedule, {3, 2, 1});
+      whole.num_microbatches = num_microbatches;
+      ScheduleOptions going_on = whole;
+      going_on.first_minibatch = MinibatchId(12);
+      going_on.oldest_minibatch = MinibatchId(0);
+      for (StageIndex stage; stage.value() < 3; stage = stage.next()) {
+        for (MinibatchId minibatch(12); minibatch.value() < 24; minibatch = minibatch.next()) {
+          for (MicrobatchIndex index; index.value() < num_microbatches;
+               index = MicrobatchIndex(index.value() + 1)) {
+            EXPECT_EQ(forward_version(going_on, stage, minibatch, index),
+                      forward_version(whole, stage, minibatch, index))
+                << schedule << " stage " << stage.value() << " minibatch " << minibatch.value();
+            EXPECT_EQ(backward_version(going_on, stage, minibatch, index),
+                      backward_version(whole, stage, minibatch, index));
+          }
+        }
+        EXPECT_EQ(oldest_version(going_on, stage), stashes_versions(whole, stage)
+                                                       ? forward_version(whole, stage, MinibatchId(12))
+                                                       : rounds_of(going_on, stage).first_version());
+      }
+    }
+  }
+}
+
+TEST(Replicas, GoOnFromARoundAtEveryStage) {
+  ScheduleOptions options = make_replicated("pipedream", {3, 2});
+  options.first_minibatch = MinibatchId(12);
+  options.oldest_minibatch = MinibatchId(4);
+  EXPECT_EQ(
+      error_of(options),
+      "oldest_minibatch is 4, and stage 0 of 3 replicas updates once in 3 minibatches; a run starts at a "
+      "multiple of every stage's");
+  options.oldest_minibatch = MinibatchId(6);
+  EXPECT_EQ(error_of(options), "");
 }
 
 TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {

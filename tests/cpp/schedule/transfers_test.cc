@@ -123,7 +123,7 @@ TEST(Transfers, StartAtAnyMinibatchFromTheVersionsThatAreThere) {
     return text;
   };
   EXPECT_EQ(versions(), "7 7 7 8 8 7 9 8 10 ") << "F7 F8 B7 U7 F9 B8 U8 B9 U9";
-  options.oldest_version = WeightVersion(0);
+  options.oldest_minibatch = MinibatchId(0);
   EXPECT_EQ(versions(), "6 7 6 8 8 7 9 8 10 ") << "as if it had never stopped";
 }
 
@@ -231,12 +231,11 @@ TEST(ScheduleOptions, RefuseAStartOutOfRange) {
   options.first_minibatch = MinibatchId(-1);
   EXPECT_EQ(error_of(options), "first_minibatch is -1; it must be between 0 and 1099511627776");
   options.first_minibatch = MinibatchId(4);
-  options.oldest_version = WeightVersion(5);
-  EXPECT_EQ(error_of(options),
-            "oldest_version is 5; it must be between 0 and 4, which the first minibatch starts from");
-  options.oldest_version = WeightVersion(-1);
+  options.oldest_minibatch = MinibatchId(5);
+  EXPECT_EQ(error_of(options), "oldest_minibatch is 5; it must be between 0 and 4, the first minibatch");
+  options.oldest_minibatch = MinibatchId(-1);
   EXPECT_NE(error_of(options), "");
-  options.oldest_version.reset();
+  options.oldest_minibatch.reset();
   EXPECT_THROW((void)make_program(options, Rank(0), 3), UserError);
 }
 

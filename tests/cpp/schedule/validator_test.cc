@@ -244,10 +244,10 @@ TEST(Validator, AcceptsAStartAtAnyMinibatchFromAnyVersionsThatAreThere) {
     tie_all_and_exchange_norms(options);
     options.first_minibatch = MinibatchId(5);
     for (const std::int64_t oldest : {5, 4, 2, 0}) {
-      options.oldest_version = WeightVersion(oldest);
+      options.oldest_minibatch = MinibatchId(oldest);
       for (const std::int64_t num_minibatches : {5, 6, 12}) {
         const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
-        ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ", oldest version " << oldest << ": "
+        ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ", oldest minibatch " << oldest << ": "
                                << report.error;
       }
     }

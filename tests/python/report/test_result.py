@@ -63,6 +63,7 @@ def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a",
         "losses": [0.5] if stage == 1 else [],
         "samples": [6] if stage == 1 else [],
         "epochs": [0] if stage == 1 else [],
+        "stopped": False,
         "data": {"source": "list", "read_ns": 0},
         "drained_at": [],
     }

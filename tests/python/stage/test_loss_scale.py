@@ -50,6 +50,6 @@ def test_replicas_of_the_last_stage_take_the_scale_from_what_all_of_them_have_he
         heard = [scaling.take_told(2 * round_index) for scaling in replicas]
         assert heard == [False, round_index == 1]
         for scaling in replicas:
-            scaling.hear(overflowed=any(heard))
+            scaling.hear(round_index, overflowed=any(heard))
     assert scales == [65536.0] * 4 + [32768.0] * 4
     assert not replicas[1].take_told(2), "it is told once, and kept no longer"

@@ -1,0 +1,218 @@
+"""Where a run ended, for another that goes on from there: `run(..., state=previous.state)`.
+
+What all ranks know of it is JSON; beside it are the snapshots of its stages. Under torchrun each rank has its
+own in memory. Those of local workers lie in files, which they wrote and the next ones read, in a folder that
+lasts as long as the state. A process keeps the state of its latest run alone, and what its user holds. Any
+thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.model.seeding import RngState, RngStream, data_seed, seed_all
+from pipedream.planning.shapes import Shapes, checked_shapes
+
+__all__ = ["KeptState", "RunState", "WorkerState"]
+
+_DOCUMENT = "run.json"
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What one rank keeps."""
+
+    snapshots: list[StageSnapshot]
+    """Of its stages, or of a spare's shard."""
+    process: dict[str, Any]
+    """The generators of its process, as JSON."""
+    data: dict[str, Any] | None
+    """Torch's, where whoever reads the data has left its own; None where the data are read by the process's,
+    or nobody has drawn."""
+
+    @classmethod
+    def of(cls, snapshots: list[StageSnapshot], stream: RngStream | None) -> WorkerState:
+        left = None if stream is None else stream.left_at()
+        return cls(snapshots, RngState.capture().to_document(), None if left is None else left.to_document())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(snapshot.num_bytes for snapshot in self.snapshots)
+
+    def save(self, folder: Path, rank: int) -> None:
+        folder.mkdir(exist_ok=True)
+        for snapshot in self.snapshots:
+            snapshot.save(folder / f"rank-{rank}-stage-{snapshot.stage_index}.safetensors")
+        generators = {"process": self.process, "data": self.data}
+        _generators_of(folder, rank).write_text(json.dumps(generators), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path, rank: int) -> WorkerState:
+        snapshots = map(StageSnapshot.load, folder.glob(f"rank-{rank}-stage-*.safetensors"))
+        return cls(
+            sorted(snapshots, key=lambda snapshot: snapshot.stage_index), **_read_generators(folder, rank)
+        )
+
+
+def _generators_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}-generators.json"
+
+
+def _read_generators(folder: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_generators_of(folder, rank).read_text(encoding="utf-8"))
+    return found
+
+
+class RunState:
+    """Where a run ended: of use to run() alone, as its argument `state`."""
+
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        own: WorkerState | None = None,
+        folder: Path | None = None,
+        remove: Callable[[], None] | None = None,
+    ) -> None:
+        """document: the same at all ranks, as JSON. own: of this rank; None where the folder has those of
+        all. remove: called when nobody needs the folder any more."""
+        self.document = dict(document)
+        self._own = own
+        self._folder = folder
+        if remove is not None:
+            weakref.finalize(self, _remove_here, os.getpid(), remove)
+
+    @classmethod
+    def load(cls, folder: Path, remove: Callable[[], None]) -> RunState:
+        """What save() and its workers have written."""
+        document = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
+        return cls(document, folder=folder, remove=remove)
+
+    def save(self, folder: Path) -> None:
+        """What all ranks know of it."""
+        folder.mkdir(exist_ok=True)
+        (folder / _DOCUMENT).write_text(json.dumps(self.document), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"RunState(after {self.minibatch} minibatches)"
+
+    def __reduce__(self) -> Any:
+        """Local workers read their parts from the folder, which stays its owner's."""
+        return RunState, (self.document, None, self._folder)
+
+    @property
+    def minibatch(self) -> int:
+        """With which the next run begins, counted through all before it."""
+        return int(self.document["minibatch"])
+
+    @property
+    def begun_at(self) -> int:
+        """The minibatch with which the pipeline last began after a drain."""
+        return int(self.document["begun_at"])
+
+    @property
+    def base_seed(self) -> int:
+        return int(self.document["base_seed"])
+
+    @property
+    def kinds(self) -> tuple[Shapes, ...]:
+        """The shapes of minibatches for which memory was planned, as Plan.shapes_apart has them."""
+        return tuple(checked_shapes("state", kind) for kind in self.document["kinds"])
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the caller's model has got the weights."""
+        return bool(self.document["is_gathered"])
+
+    @property
+    def name(self) -> str:
+        """The same at all ranks, and no other's."""
+        return f"{self.document['name']} after {self.minibatch} minibatches"
+
+    def of_rank(self, rank: int) -> WorkerState:
+        if self._own is not None:
+            return self._own
+        assert self._folder is not None
+        return WorkerState.load(self._folder, rank)
+
+    def restore_generators(self, rank: int, stream: RngStream | None) -> None:
+        """Those of the rank's process, and where it has a stream of its own for the data of that."""
+        if self._own is not None:
+            process, data = self._own.process, self._own.data
+        else:
+            assert self._folder is not None
+            process, data = _read_generators(self._folder, rank).values()
+        RngState.from_document(process).restore()
+        if data is not None and stream is not None:
+            stream.go_on_from(RngState.from_document(data))
+
+    def seed_data(self) -> None:
+        """The process's generators become those of whoever reads the data."""
+        generators = self.document["data_generators"]
+        if generators is None:
+            seed_all(data_seed(self.base_seed))
+        else:
+            RngState.from_document(generators).restore()
+
+    def check(self, settings: Mapping[str, Any], seed: int | None) -> None:
+        """Raises ValueError where no run of these settings can go on from here."""
+        if self.document["missing"]:
+            raise ValueError(f"state cannot be gone on from: {self.document['missing']}")
+        multiple = int(self.document["multiple"])
+        if self.minibatch % multiple:
+            raise ValueError(
+                f"state is of a run that ended after {self.minibatch} minibatches, in the midst of a round of"
+                f" updates: a run goes on after a multiple of {multiple} minibatches alone, so give each run"
+                " so many"
+            )
+        for name, before in self.document["settings"].items():
+            if settings[name] != before:
+                raise ValueError(
+                    f"{name} is {settings[name]!r}, and state is of a run with {before!r}: go on with the"
+                    " same, or leave state out"
+                )
+        if seed is not None and seed != self.document["seed"]:
+            raise ValueError(
+                f"seed is {seed}, and state, whose random numbers go on, is of a run with"
+                f" {self.document['seed']}: leave seed out, or give the same"
+            )
+
+
+def _remove_here(pid: int, remove: Callable[[], None]) -> None:
+    """Not in a process that was forked from it."""
+    if os.getpid() == pid:
+        remove()
+
+
+class KeptState:
+    """A result's hold on its state: until the next run of the process begins, unless its user has it then."""
+
+    _latest: KeptState | None = None
+
+    def __init__(self, state: RunState) -> None:
+        KeptState.let_go()
+        KeptState._latest = self
+        self._held: RunState | None = state
+        self._state = weakref.ref(state)
+
+    @classmethod
+    def let_go(cls) -> None:
+        """Another run begins."""
+        if cls._latest is not None:
+            cls._latest._held, cls._latest = None, None
+
+    def get(self) -> RunState:
+        """Raises ValueError where it is gone."""
+        state = self._state()
+        if state is None:
+            raise ValueError(
+                "the state of this run is gone, as another run has begun since: a process keeps that of its"
+                " latest run; take it before, as in state = result.state"
+            )
+        return state

@@ -1,0 +1,200 @@
+"""A run that goes on from another's state: both together are one run, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from torch import Tensor, nn
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_equal_state,
+    is_rank_0,
+    weight_decay_by_name,
+)
+
+_falling = functools.partial(
+    torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=60, cycle_momentum=False
+)
+
+
+def _train_in_parts(
+    training: Training, epochs: Sequence[int], **options: Any
+) -> tuple[list[float], list[Any], State, list[dict[str, Tensor]]]:
+    """Losses, versions, weights with buffers, and the tensors of this rank's part of the last state."""
+    model = training.model()
+    if not is_rank_0():
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+    arguments = {**training.options(), "progress": False, **options}
+    losses: list[float] = []
+    versions: list[Any] = [[] for _ in training.plan.stages]
+    state = None
+    for count in epochs:
+        result = pipedream.run(model, training.plan, **arguments | {"epochs": count, "state": state})
+        state = result.state
+        losses += result.losses
+        versions = [before + more for before, more in zip(versions, result.microbatch_versions, strict=True)]
+    assert state is not None
+    snapshots = state.of_rank(int(os.environ.get("RANK", "0"))).snapshots
+    return losses, versions, model.state_dict(), [snapshot._flat()[0] for snapshot in snapshots]
+
+
+def _assert_parts_equal_the_whole(farm: Farm, training: Training, *epochs: int, **options: Any) -> None:
+    num_ranks = training.num_workers
+    run = functools.partial(farm.results, _train_in_parts, training, num_ranks=num_ranks, **options)
+    parts, whole = run(epochs), run([sum(epochs)])
+    assert parts[0][:2] == whole[0][:2], "losses and versions"
+    assert_equal_state(parts[0][2], whole[0][2])
+    for of_parts, of_whole in zip(parts, whole, strict=True):
+        for mine, wanted in zip(of_parts[3], of_whole[3], strict=True):
+            assert_equal_state(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("case_name", "num_stages", "how"),
+    [
+        ("cnn", 3, {}),
+        ("cnn", 3, {"schedule": "vertical_sync"}),
+        ("cnn", 2, {"schedule": "2bw", "microbatches": 2}),
+        ("transformer", 3, {"schedule": "flush", "microbatches": 3}),
+        ("cnn", 3, {"schedule": "gpipe", "microbatches": 2}),
+        ("lstm", 4, {"schedule": "interleaved", "microbatches": 2}),
+        ("dropout", 3, {"shuffled": True}),
+        ("cnn", 2, {"microbatches": 4, "shuffled": True, "optimizer": OPTIMIZERS["adamw"]}),
+        ("transformer", 2, {"optimizer": OPTIMIZERS["adamw"], "lr_scheduler": _falling}),
+        ("frozen", 2, {"recompute": True, "in_flight": (4, 2)}),
+        ("dropout", 1, {"shuffled": True, "seed": None}),
+        ("cnn", 3, {"schedule": "unstashed"}),
+        ("cnn", 2, {"schedule": "unstashed", "recompute": True, "in_flight": (4, 2), "microbatches": 2}),
+        ("tied_apart", 3, {}),
+        ("tied_apart", 3, {"schedule": "unstashed", "optimizer": OPTIMIZERS["adam"]}),
+        ("cnn", 2, {"replicas": (2, 1)}),
+        ("cnn", 2, {"replicas": (1, 2), "schedule": "vertical_sync", "optimizer": OPTIMIZERS["adam"]}),
+        ("dropout", 2, {"replicas": (2, 2), "schedule": "unstashed", "shuffled": True}),
+        ("cnn", 2, {"replicas": (2, 1), "schedule": "2bw", "microbatches": 4}),
+        ("cnn", 2, {"replicas": (2, 1), "schedule": "flush", "microbatches": 2}),
+        ("cnn", 2, {"replicas": (2, 1), "sync": "ssp", "staleness": 2}),
+        ("cnn", 2, {"replicas": (2, 1), "sync": "allreduce"}),
+        ("cnn", 2, {"replicas": (2, 1), "sync_every": 2, "optimizer": OPTIMIZERS["adam"]}),
+        ("mlp", 2, {"replicas": (2, 1), "spares": (1, 0), "optimizer": OPTIMIZERS["adam"]}),
+        ("tied_apart", 2, {"replicas": (2, 1), "optimizer": OPTIMIZERS["adam"]}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_runs_one_after_the_other_are_one_run(
+    farm: Farm, case_name: str, num_stages: int, how: dict[str, Any]
+) -> None:
+    training = Training(case_name, num_stages, num_minibatches=4, **how)
+    _assert_parts_equal_the_whole(farm, training, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(pipedream.optim.SGD, lr=0.05, momentum=0.9),
+        functools.partial(pipedream.optim.AdamW, lr=0.01),
+        functools.partial(pipedream.optim.NAdamW, lr=0.01),
+        pipedream.optim.Muon,
+        weight_decay_by_name,
+    ],
+    ids=["SGD", "AdamW", "NAdamW", "Muon", "groups"],
+)
+def test_optimizers_and_rates_go_on(farm: Farm, optimizer: Any) -> None:
+    training = Training("transformer", 2, num_minibatches=3, optimizer=optimizer, lr_scheduler=_falling)
+    _assert_parts_equal_the_whole(farm, training, 1, 1)
+
+
+def _huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 30 * nn.functional.mse_loss(outputs.float(), targets)
+
+
+class _Overflowing(Training):
+    """Its first minibatches overflow float16 at the initial loss scale."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"loss_fn": _huge_loss}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((1, 1), {}),
+        ((1, 1, 1), {"schedule": "vertical_sync", "max_grad_norm": 20.0, "in_flight": (4, 3, 2)}),
+        ((1, 1), {"schedule": "2bw", "microbatches": 2}),
+        ((1, 1), {"schedule": "flush", "microbatches": 2}),
+        ((2, 1), {}),
+        ((1, 2), {}),
+        ((3, 2), {"max_grad_norm": 20.0}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_the_loss_scale_and_what_has_overflowed_go_on(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
+    training = _Overflowing("mlp", len(replicas), num_minibatches=math.lcm(*replicas), **how)
+    _assert_parts_equal_the_whole(farm, training, *[1] * 8)
+
+
+@pytest.mark.parametrize(
+    ("case_name", "num_stages", "codec", "how"),
+    [
+        ("mlp", 2, "topk:0.25", {}),
+        ("cnn", 3, {"activations": "topk:0.5", "gradients": "topk:0.1"}, {"schedule": "vertical_sync"}),
+        ("mlp", 2, {"pushes": "topk:0.25"}, {"replicas": (2, 1)}),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_what_topk_has_left_out_goes_on(
+    farm: Farm, case_name: str, num_stages: int, codec: Any, how: dict[str, Any]
+) -> None:
+    training = Training(case_name, num_stages, dtype=torch.float32, num_minibatches=4, **how)
+    _assert_parts_equal_the_whole(farm, training, 1, 1, codec=codec)
+
+
+def _go_on(how: dict[str, Any], change: float = 0.0) -> str:
+    """How the second run is refused; "" if it is not. how: what it has otherwise."""
+    training = Training("cnn", 2, num_minibatches=3)
+    model, arguments = training.model(), training.options() | {"progress": False}
+    state = pipedream.run(model, training.plan, **arguments).state
+    with torch.no_grad():
+        next(model.parameters())[0] += change
+    try:
+        pipedream.run(model, training.plan, **arguments | {"state": state} | how)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "message"),
+    [
+        ({}, 1.0, "parameter '0.weight' of stage 0 was changed since the run that state is of"),
+        (
+            {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)},
+            0.0,
+            "state has other groups of parameters, or other options of them",
+        ),
+        ({"optimizer": OPTIMIZERS["adam"]}, 0.0, "optimizer is torch.optim.adam.Adam at stage "),
+        ({"lr_scheduler": _falling}, 0.0, "lr_scheduler is torch.optim.lr_scheduler.OneCycleLR at stage "),
+        ({"schedule": "unstashed"}, 0.0, "schedule is 'unstashed', and state is of a run with 'pipedream'"),
+    ],
+    ids=["weights", "rate", "optimizer", "scheduler", "schedule"],
+)
+def test_what_is_not_the_same_any_more_is_refused(
+    farm: Farm, how: dict[str, Any], change: float, message: str
+) -> None:
+    for refusal in farm.results(_go_on, how, change, num_ranks=2):
+        assert message in refusal
+        assert "\n" not in refusal
