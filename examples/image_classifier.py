@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/image_classifier.py mobilenet_v3_small
 
 The network has random weights and the images are scikit-learn's 1,797 handwritten digits, scaled up, so
-nothing is downloaded. A fifth is held out for the accuracy at the end. make examples brings the
+nothing is downloaded. A fifth is held out for the accuracy after each epoch. make examples brings the
 libraries.
 """
 
@@ -66,15 +66,8 @@ def load_data(size: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[held_out], labels[held_out])
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float:
-    model.eval()
-    right = [
-        int((model(images).argmax(dim=1) == labels).sum())
-        for images, labels in DataLoader(dataset, batch_size=batch_size)
-    ]
-    model.train()
-    return sum(right) / len(dataset)
+def count_right(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (scores.argmax(dim=1) == labels).sum(), len(labels)
 
 
 def make_plan(
@@ -161,6 +154,9 @@ def main() -> None:
         microbatches=options.microbatches or 1,
         epochs=options.epochs,
         seed=options.seed,
+        validation=pipedream.Validation(
+            DataLoader(held_out, batch_size=options.batch_size), {"accuracy": count_right}
+        ),
     )
     if not is_main:
         return
@@ -169,8 +165,8 @@ def main() -> None:
     print(result.summary())
     print(f"plan and loss plot {folder / 'plan.json'}, {folder / 'loss.png'}")
     print(f"loss by epoch      {' -> '.join(f'{loss:.3f}' for loss in result.epoch_losses)}")
-    right = accuracy(model, held_out, options.batch_size)
-    print(f"held-out accuracy  {right:.4f} on {len(held_out)} images")
+    last = result.validation[-1]
+    print(f"held-out accuracy  {last.metrics['accuracy']:.4f} on {last.samples} images")
 
 
 if __name__ == "__main__":

@@ -512,6 +512,7 @@ void bind_programs(py::module_& module) {
       py::arg("options"), py::arg("programs"), py::arg("num_minibatches"),
       "Lists of what the workers compute, with the sends and receives that stand around it.");
   module.attr("NUM_EVALUATION_SLOTS") = kNumEvaluationSlots;
+  module.attr("EVALUATED_MINIBATCHES_MAX") = kEvaluatedMinibatchesMax;
   module.def("print_programs", &print_programs, py::arg("programs"),
              "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
   module.def(

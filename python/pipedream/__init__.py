@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipedream.launch.runner import run
     from pipedream.model.initial_weights import materialise
     from pipedream.model.meta_device import parameters_on_meta
+    from pipedream.model.validation import Validation
     from pipedream.planning.layer_profile import LayerProfile, Profile
     from pipedream.planning.link_profile import LinkProfile, MeasuredLink
     from pipedream.planning.partitioner import partition
@@ -55,6 +56,7 @@ __all__ = [
     "Program",
     "RunResult",
     "Stage",
+    "Validation",
     "WorkerLost",
     "__version__",
     "calibrate",
@@ -85,6 +87,7 @@ _MODULES = {
     "Program": "planning.program",
     "RunResult": "report.result",
     "Stage": "planning.plan",
+    "Validation": "model.validation",
     "WorkerLost": "common.errors",
     "calibrate": "launch.calibration",
     "load_checkpoint": "checkpoint.whole_model",

@@ -425,6 +425,7 @@ def deal_shards(
 
 SHARD_CHUNK_BYTES_MAX: int
 SPARE_CHUNK_BYTES_MAX: int
+EVALUATED_MINIBATCHES_MAX: int  # validation minibatches of one evaluation
 NUM_EVALUATION_SLOTS: int  # validation minibatches that an edge holds
 NUM_SPARE_SLOTS: int  # of chunks that one replica pushes to a spare
 

@@ -435,8 +435,13 @@ def train(group, names):
                 "epochs": 2,
                 "optimizer": functools.partial(pipedream.optim.SGD, lr=0.1, momentum=0.9),
             }
+        held_out = torch.utils.data.DataLoader(Samples(), 4, shuffle=True)
+        options["validation"] = pipedream.Validation(
+            held_out, {"sum": lambda o, t: (o.sum(), len(o))}, every=3
+        )
         result = pipedream.run(model, plan, data=loader, schedule="flush", progress=False, **options)
-    return result.losses, {name: value.tolist() for name, value in model.state_dict().items()}
+    figures = [[each.minibatch, each.loss, each.metrics["sum"]] for each in result.validation]
+    return result.losses, {name: value.tolist() for name, value in model.state_dict().items()}, figures
 
 
 def first_loss(group, names):
@@ -456,8 +461,8 @@ def main():
     for group, all_names in GROUPS.items():
         names = [name for name in all_names if not arguments.names or name in arguments.names]
         if names or not all_names:
-            losses, state = train(group, names)
-            found[group] = {"losses": losses, "state": state}
+            losses, state, figures = train(group, names)
+            found[group] = {"losses": losses, "state": state, "validation": figures}
             without = {name: first_loss(group, [other for other in names if other != name]) for name in names}
             found[group] |= {"first": first_loss(group, names), "without": without}
     if os.environ.get("RANK", "0") == "0":

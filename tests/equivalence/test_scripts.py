@@ -53,6 +53,7 @@ def test_scripts_give_the_same_losses_plainly_and_under_torchrun_whatever_they_s
     for name, group in found.items():
         assert group["losses"] == expected[name]["losses"], name
         assert group["state"] == expected[name]["state"], name
+        assert group["validation"] == expected[name]["validation"] != [], name
         if name != "nothing":  # whose layers drop, and whose data are shuffled
             assert group["losses"][0] == pytest.approx(
                 group["first"], rel=1e-2 if name == "autocast" else 1e-6

@@ -111,6 +111,10 @@ def test_commands_inside_the_text_of_the_documents_run(
         _call(command, capfd)
 
 
+def _count_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs.argmax(1) == targets).sum(), len(targets)
+
+
 def _example() -> dict[str, Any]:
     """The names that the examples leave to the reader."""
     loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
@@ -119,6 +123,8 @@ def _example() -> dict[str, Any]:
         "pipedream": pipedream,
         "model": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
         "train_loader": loader,
+        "test_loader": loader,
+        "accuracy": _count_right,
         "batches": loader,
         "loss_fn": nn.functional.cross_entropy,
         "make_optimizer": torch.optim.Adam,

@@ -23,6 +23,7 @@ from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
 __all__ = [
+    "EVALUATION",
     "GRADIENTS",
     "MASTERS",
     "MODEL",
@@ -67,6 +68,7 @@ GRADIENTS = "parameter gradients"
 TRANSIENT = "largest transient"
 TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
+EVALUATION = "evaluation"
 
 _NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
 _NO_LIMIT = 1 << 60
@@ -128,6 +130,8 @@ class MemoryPlan:
     """Where a stage has shards."""
     shard_bytes: Mapping[int, int] = field(default_factory=dict)
     """Of one version of the replica's own shard, where shards are asynchronous."""
+    evaluation_bytes: int = 0
+    """Of a forward of validation data beside its channels."""
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
     """There: what the step of another replica's gradient makes and drops, beside those of the compute
     thread."""
@@ -162,6 +166,7 @@ class MemoryPlan:
         for name, num_bytes in self._torch_terms().items():
             terms[name] = num_bytes
         terms[MODEL] = self.model_bytes
+        terms[EVALUATION] = self.evaluation_bytes
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def counted_bytes(self) -> int:

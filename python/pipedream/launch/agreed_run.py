@@ -6,7 +6,7 @@ By the rendezvous alone. On the worker's compute thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.model.evaluation_cut import evaluation_stages
 from pipedream.model.layers import Model, outline_of
 from pipedream.model.loss_state import check_loss_buffers
 from pipedream.model.meta_device import is_on_meta
@@ -47,6 +48,8 @@ class AgreedRun:
     stages: list[StageModule]
     """All; those of other ranks have the weights that this one's model has."""
     ties: list[Tie]
+    evaluated: Sequence[StageModule] = ()
+    """All stages of the eval-mode forward, where there is validation."""
     is_made_by_stages: bool = False
     """Whether the model came without values, so that each worker has those of its own stages alone."""
     segment_index: int = 0
@@ -89,6 +92,10 @@ class AgreedRun:
         """Whose initial weights the rank needs."""
         served = self.plan.spare_stage_of(rank)
         return self.stages_of(rank) if served is None else [self.stages[served]]
+
+    def own_evaluated_stages(self) -> list[StageModule]:
+        own = {stage.stage_index for stage in self.own_stages()}
+        return [stage for stage in self.evaluated if stage.stage_index in own]
 
     def stages_of(self, rank: int) -> list[StageModule]:
         return [self.stages[stage] for stage in self.plan.stages_of(rank)]
@@ -152,7 +159,10 @@ def agree(
     if agreed is not None:
         base = int(agreed["base_seed"])
     on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
-    run = AgreedRun(place, options, base, stages, find_ties(stages), on_meta)
+    evaluated: Sequence[StageModule] = ()
+    if options.validation is not None:
+        evaluated = evaluation_stages(model, stages, options.evaluation_cut, options.validation.forward)
+    run = AgreedRun(place, options, base, stages, find_ties(stages), evaluated, on_meta)
     if state is not None:
         # Asynchronous shards have no versions that a replica alone could say what is in them.
         oldest = None if options.is_asynchronous else state.begun_at

@@ -51,6 +51,7 @@ from pipedream.launch.task_files import (
     write_data,
     write_part,
     write_task,
+    write_validation_data,
 )
 from pipedream.launch.weight_files import (
     are_complete,
@@ -107,6 +108,7 @@ def run_locally(
                 start_server(compiler="before forks")
             script = capture_script([*(root for _, root in roots_of(model)), *_functions_of(options)], data)
             graph.add("script", script.state, "")
+            write_validation_data(graph, options.validation)
             forwarded = write_data(graph, folder, data, options)
         if options.gather != "none":
             reserve_room(stages, options.plan, folder)
@@ -225,6 +227,7 @@ def _functions_of(options: JobOptions) -> list[Any]:
     return [
         *(options.loss_fn, options.optimizer, options.lr_scheduler),
         *(options.weight_fn, options.weights),
+        *([] if options.validation is None else options.validation.functions()),
     ]
 
 

@@ -21,7 +21,14 @@ from pipedream.launch.interrupts import may_stop_early
 from pipedream.launch.kept_state import STATE_FOLDER
 from pipedream.launch.script_logging import ScriptLogging
 from pipedream.launch.script_state import ScriptState
-from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read_part, write_part
+from pipedream.launch.task_files import (
+    GraphReader,
+    WorkerTask,
+    read_data,
+    read_part,
+    read_validation_data,
+    write_part,
+)
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
@@ -93,6 +100,9 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
         script: ScriptState = graph.read("script")
         script.apply()
+        if reads_data and options.validation is not None:
+            held_out = replace(options.validation, data=read_validation_data(graph))
+            options = replace(options, validation=held_out)
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
     # Not before: unpickling may import what draws random numbers.

@@ -187,6 +187,13 @@ def _check_seed(_: str, value: Any) -> None:
     base_seed(value)
 
 
+def _check_validation(name: str, value: Any) -> None:
+    if value is not None:
+        from pipedream.model.validation import check_validation
+
+        check_validation(name, value)
+
+
 def _check_weights(_: str, value: Any) -> None:
     from pipedream.model.initial_weights import check_weights
 
@@ -372,7 +379,12 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         check_count,
         CommandOption("After so many updates of their own replicas take the mean of their weights.", int),
     ),
-    RunOption("validation", "held-out data and metrics", is_built=False),
+    RunOption(
+        "validation",
+        '`pipedream.Validation(data, metrics={}, every="epoch")`: held-out data that are evaluated',
+        None,
+        _check_validation,
+    ),
     RunOption("checkpoints", "a folder for checkpoints", is_built=False),
     RunOption("recovery", "from lost workers", is_built=False),
     RunOption(

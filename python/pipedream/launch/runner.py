@@ -50,12 +50,14 @@ from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.evaluation_cut import cut_for_evaluation
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model, layers_of
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
-from pipedream.model.seeding import base_seed, generators_kept
+from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept, seed_all
+from pipedream.model.validation import Validation
 from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
@@ -108,7 +110,7 @@ def run(
     sync: str = "bsp",
     staleness: int = 0,
     sync_every: int = 1,
-    validation: Any = None,
+    validation: Validation | None = None,
     checkpoints: Any = None,
     recovery: Any = None,
     on_epoch_end: Callable[[EpochReport], Answer] | None = None,
@@ -198,6 +200,8 @@ def run(
         scheduler, loss scale, what is in flight, random numbers and shuffles. So a run per epoch equals one
         of all epochs. It wants the same plan, schedule and optimizer, the weights as they were left, and a
         number of minibatches so far after which a round of updates is over. docs/running.md.
+    validation: a Validation: held-out data that are evaluated after each epoch, or so many minibatches, at
+        the weights that all stages have then. RunResult.validation has the figures.
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
         trains on.
@@ -252,6 +256,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             data = looked_at(data, first if cuts else None)
         if cuts:
             model = _cut(model, data, options, first)
+        options = _with_evaluation(model, options)
     if is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
         rates_by_update = not _core.drains_every_minibatch(options.schedule_options())
@@ -452,6 +457,35 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
         return cut_model(
             model, inputs, targets, options.loss_fn, autocast=options.autocast, weights=options.weights
         )
+
+
+def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
+    """The options with the places of the eval-mode forward, which one forward with the first validation
+    minibatch finds."""
+    validation = options.validation
+    if validation is None:
+        return options
+    if not isinstance(model, CutModel):
+        if validation.forward is not None and options.plan.num_layers > 1:
+            raise ValueError(
+                "validation: forward is given, and the model is a list of layers, which run one after the"
+                " other: leave it out, or give a module with a forward of its own"
+            )
+        return options
+    with generators_kept():
+        seed_all(evaluation_seed(base_seed(options.seed)))
+        inputs, targets = parts_of(first_of(validation.data), 0)
+        cut = cut_for_evaluation(
+            model,
+            options.plan,
+            inputs,
+            targets,
+            options.loss_fn,
+            validation.forward,
+            autocast=options.autocast,
+            weights=options.weights,
+        )
+    return replace(options, evaluation_cut=cut)
 
 
 def _check_environment() -> None:

@@ -53,9 +53,10 @@ from pipedream.links.residuals import Residuals, keep_residuals, restore_residua
 from pipedream.links.state_transfer import receive_document, send_document
 from pipedream.model.draws import KeyedDraws, keyed_draws
 from pipedream.model.references import gradients_noticed
-from pipedream.model.seeding import backward_seed, draws_seed
+from pipedream.model.seeding import backward_seed, draws_seed, evaluation_seed
 from pipedream.planning.shapes import Shapes, describe_shapes
 from pipedream.stage.decisions import Steered
+from pipedream.stage.evaluation import EvaluationPlan
 from pipedream.stage.spare_loop import SpareLoop
 from pipedream.stage.stage_loop import WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
@@ -108,7 +109,16 @@ class Segment:
         self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
-        self._pool = StagePool(run, core, device, rehearsed.footprints, self.channels, optimizers, snapshots)
+        self._pool = StagePool(
+            run,
+            core,
+            device,
+            rehearsed.footprints,
+            self.channels,
+            optimizers,
+            snapshots,
+            evaluation_bytes=rehearsed.evaluation.peak_bytes,
+        )
         served = run.served_stage
         self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
         core.seal()
@@ -151,6 +161,8 @@ class Segment:
         boundary = self._rehearsed.input_boundary
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
+        elif boundary is None and run.options.validation is not None:
+            source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
         self._loop = loop = self._make_loop(source)
         self._snapshots.clear()  # whose memory nothing needs any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
@@ -239,6 +251,9 @@ class Segment:
             predicted=pool.predicted,
             torch_pool=pool.make_torch_pool(),
             steered=self._steered,
+            evaluation=EvaluationPlan(
+                run.own_evaluated_stages(), rehearsed.evaluation.boundaries, evaluation_seed(run.base_seed)
+            ),
         )
 
 
@@ -279,6 +294,7 @@ def _channels_of(
         data if isinstance(data, ForwardedData) else None,
         codec=options.links.codec,
         shards=optimizers.shards(),
+        evaluated=rehearsed.evaluation.boundaries,
     )
     if device.type != "cuda" and not options.is_asynchronous:
         channels = _posted_into_versions(run, channels, optimizers)

@@ -15,27 +15,38 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from pipedream import _core
+from pipedream.budget.evaluation_rehearsal import RehearsedEvaluation, rehearse_evaluation
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
+from pipedream.data.first_minibatch import first_of
 from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
+from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
+from pipedream.model.seeding import evaluation_seed, generators_kept, seed_all
 from pipedream.planning.codec_choice import pushes_factors
-from pipedream.planning.shapes import Shapes, cover, describe_shapes, next_kind, shapes_of_parts
+from pipedream.planning.shapes import (
+    Shapes,
+    cover,
+    describe_shapes,
+    largest_of,
+    next_kind,
+    shapes_of_parts,
+)
 from pipedream.report.first_figures import FirstFigures
 
 __all__ = ["Rehearsed", "rehearse_again", "set_up"]
@@ -55,6 +66,8 @@ class Rehearsed:
     """Of a whole minibatch's inputs. None: their sizes need no plan."""
     kinds: tuple[Shapes, ...] = ()
     """For which it was, where data are read: one, but of a plan that fits shapes apart."""
+    evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
+    """Of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
         """For minibatches of the other's kind, too."""
@@ -64,7 +77,7 @@ class Rehearsed:
         if inputs is not None and other.input_boundary is not None:
             inputs = inputs.or_as(other.input_boundary)
         kinds = [kind for kind in self.kinds if not cover(other.kinds, kind)]
-        return Rehearsed(boundaries, footprints, inputs, (*kinds, *other.kinds))
+        return Rehearsed(boundaries, footprints, inputs, (*kinds, *other.kinds), self.evaluation)
 
 
 def set_up(
@@ -75,6 +88,7 @@ def set_up(
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
     kinds = _read_first_microbatches(run, stream)
+    held_out = _read_first_validation(run)
     rendezvous.enter("sharing the initial weights")
     core = _open_links(run, links, device)
     with links.explained():
@@ -83,6 +97,9 @@ def set_up(
         rendezvous.enter("rehearsing")
         each = [_rehearse(run, core, device, first) for first in kinds]
         rehearsed = functools.reduce(Rehearsed.or_as, each)
+        if run.options.validation is not None:
+            evaluation = _rehearse_evaluation(run, core, device, *held_out)
+            rehearsed = replace(rehearsed, evaluation=evaluation)
         if core is not None:
             links.wait_until_sent()
     links.close()
@@ -122,7 +139,7 @@ def rehearse_again(
         if core is not None:
             links.wait_until_sent()
     links.close()
-    return before.or_as(rehearsed) if are_apart else rehearsed
+    return before.or_as(rehearsed) if are_apart else replace(rehearsed, evaluation=before.evaluation)
 
 
 @dataclass(frozen=True)
@@ -149,6 +166,42 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
         FirstFigures(run.place.folder).write_fingerprint(fingerprint(*first))
     of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
     return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
+
+
+def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
+    """(inputs, targets) where data are read, as large as any of a list."""
+    validation = run.options.validation
+    if validation is None or not (run.reads_inputs or run.reads_targets):
+        return None, None
+    with generators_kept():
+        seed_all(evaluation_seed(run.base_seed))
+        first = parts_of(first_of(validation.data), 0)
+    if isinstance(validation.data, (list, tuple)):
+        return enlarged(*first, largest_of(validation.data, {}))
+    return first
+
+
+def _rehearse_evaluation(
+    run: AgreedRun, core: _core.Worker | None, device: torch.device, inputs: Any, targets: Any
+) -> RehearsedEvaluation:
+    options = run.options
+    assert options.validation is not None
+    return rehearse_evaluation(
+        _handover(run, core),
+        run.own_evaluated_stages(),
+        inputs,
+        targets,
+        device=device,
+        loss_fn=options.loss_fn,
+        metrics={} if options.validation.outputs else options.validation.metrics,
+        autocast=options.autocast,
+        describe=functools.partial(run.plan.describe_worker, run.rank),
+    )
+
+
+def _handover(run: AgreedRun, core: _core.Worker | None) -> Handover:
+    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+    return Handover(core, run.options.plan.placement, replica)
 
 
 def _first_microbatch(
@@ -239,7 +292,7 @@ def _rehearse(
     """Boundaries and footprints of this worker's stages, from the first microbatch."""
     options = run.options
     rehearsal = Rehearsal(
-        Handover(core, options.plan.placement, options.plan.replica_of(run.rank) if run.own_stages() else 0),
+        _handover(run, core),
         device,
         describe=functools.partial(run.plan.describe_worker, run.rank),
         name=first.name,

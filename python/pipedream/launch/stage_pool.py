@@ -85,6 +85,8 @@ class StagePool:
         channels: Sequence[RunChannel],
         optimizers: WorkerOptimizers,
         snapshots: Mapping[int, StageSnapshot],
+        *,
+        evaluation_bytes: int = 0,
     ) -> None:
         """Decides where to recompute and to offload. footprints: by stage, of this worker's. snapshots: by
         stage, from which they go on; none where the pipeline begins anew."""
@@ -100,6 +102,7 @@ class StagePool:
         self._torch_pool_bytes = 0
         self._channels = channels
         self._snapshots = snapshots
+        self._evaluation_bytes = evaluation_bytes
         if run.own_stages():
             self._plan(footprints, channels)
 
@@ -196,8 +199,9 @@ class StagePool:
             },
             {stage: self._pushed_gradients(stage) for stage in own_bytes if self._has_shards(stage)},
             shard_bytes,
-            served_step_bytes,
-            masters_bytes,
+            evaluation_bytes=self._evaluation_bytes,
+            served_step_bytes=served_step_bytes,
+            masters_bytes=masters_bytes,
         )
 
     def _pushed_gradients(self, stage: int) -> PushedGradients:

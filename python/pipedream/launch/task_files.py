@@ -25,6 +25,7 @@ from pipedream.links.keys import CurveKeys
 from pipedream.model.data_copies import without_processes
 from pipedream.model.layers import CutForward, Model, model_name
 from pipedream.model.seeding import RngState, base_seed
+from pipedream.model.validation import Validation
 from pipedream.stage.job import JobOptions
 
 __all__ = [
@@ -34,10 +35,12 @@ __all__ = [
     "read_data",
     "read_larger",
     "read_part",
+    "read_validation_data",
     "write_data",
     "write_larger",
     "write_part",
     "write_task",
+    "write_validation_data",
 ]
 
 
@@ -55,8 +58,9 @@ class WorkerTask:
 _GRAPH = "task"
 _FORWARDED = "forwarded data"
 # In this order in the file of the run, so that whoever needs the first alone makes no others.
-_OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "options")
-_IN_GRAPH = (*_OF_TASK, "script", "data")
+_OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
+_VALIDATION_DATA = "validation data"
+_IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
 # All samples of data may be tensors of their own, as small as this.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
@@ -168,14 +172,25 @@ def read_part(folder: Path, name: str) -> Any:
 def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
     """All but the data."""
     of_functions = "use a function or class that is defined at the top level of a module"
-    without_secret = replace(options, links=replace(options.links, keys=None))
+    validation = options.validation and replace(options.validation, data=())
+    without_secret = replace(options, links=replace(options.links, keys=None), validation=validation)
     for name in _OF_TASK:
         if name == "model":
             graph.add(name, model, "define its classes at the top level of a module")
         elif name == "options":
             graph.add(name, without_secret, "")
         else:
-            graph.add(name, getattr(options, name), of_functions)
+            graph.add(name, getattr(without_secret, name), of_functions)
+
+
+def write_validation_data(graph: GraphWriter, validation: Validation | None) -> None:
+    """Raises ValueError for data that cannot be sent: only the training's are forwarded."""
+    data = () if validation is None else without_processes(validation.data)
+    graph.add(_VALIDATION_DATA, data, "give a list, or a DataLoader of a dataset that can be pickled")
+
+
+def read_validation_data(graph: GraphReader) -> Any:
+    return graph.read(_VALIDATION_DATA)
 
 
 def write_data(

@@ -71,6 +71,7 @@ _CARRIED = {
     "norm": "gradient norm",
     "push": "pushed gradients",
     "pull": "pulled weights",
+    "evaluation": "validation activations",
 }
 BETWEEN_REPLICAS = ("push", "pull")
 """Kinds of edges whose items are chunks of a shard: several for each of the program's."""
@@ -283,6 +284,7 @@ def channels_of_run(
     *,
     codec: CodecChoice,
     shards: Mapping[tuple[int, int], ShardSpec] | None = None,
+    evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
     """All channels of a run: one for each edge of the schedule between two workers, and what carries data and
     weights. The same list at every worker but for the tensors of cuts that are not its own, and the caller's
@@ -291,13 +293,15 @@ def channels_of_run(
     boundaries: by the stage upstream, of the cuts at this worker's stages. forwarded: None where no data are,
     or where this worker reads none. codec: of activations, gradients and what replicas push; what else
     travels, weights and the gradients of tied ones, is exact. shards: by stage and replica, of this worker's
-    stage where it has replicas."""
+    stage where it has replicas. evaluated: as boundaries, of the eval-mode forward."""
     found = _ChannelList(first_id=len(_data_ends(plan)))
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
         if sender != receiver:
             if edge.kind in BETWEEN_REPLICAS:
                 _add_between_replicas(found, schedule, edge, shards or {}, codec)
+            elif edge.kind == "evaluation":
+                _add_evaluation(found, schedule, edge, (evaluated or {}).get(edge.from_stage))
             else:
                 _add_edge(found, schedule, edge, boundaries, ties, codec)
     for rank in range(1, world_size):
@@ -366,6 +370,24 @@ def _add_between_replicas(
             unsent=num_rounds,
             num_transfers_kept=NUM_TRANSFERS_KEPT,
         )
+
+
+def _add_evaluation(
+    found: _ChannelList, schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None
+) -> None:
+    """Exact, so that an evaluation is that of a plain loop."""
+    first, stride = _core.items_of(schedule, edge)
+    found.add(
+        edge_name(edge, schedule.placement),
+        _ranks_of_ends(schedule, edge),
+        () if boundary is None else boundary.tensors,
+        slots=_core.NUM_EVALUATION_SLOTS,
+        unsent=_core.NUM_EVALUATION_SLOTS,
+        edge=edge,
+        num_microbatches=_core.EVALUATED_MINIBATCHES_MAX + 1,
+        first_microbatch=first,
+        microbatch_stride=stride,
+    )
 
 
 def _add_edge(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
+from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.calls import is_compiled, module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
@@ -52,8 +52,11 @@ class CutModel(CutForward):
         counts: Sequence[str] = (),
         loss: float | None = None,
         draws: DrawSites | None = None,
+        call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
+        """call: runs the module, by its own forward or by another."""
         self.module = module
+        self.call = call
         self.counts = tuple(counts)
         """Attributes of modules with modules inside, by path: numbers that the forward changes."""
         self.loss = loss
@@ -139,6 +142,7 @@ class CutModel(CutForward):
             fillers=fillers,
             on_begin=on_begin,
             draws=self.draws,
+            call=self.call,
         )
 
     @property
@@ -191,9 +195,12 @@ def cut_model(
     *,
     autocast: torch.dtype | None = None,
     weights: WeightSource = None,
+    call: Callable[[nn.Module, Any], Any] = call_model,
+    needs_outputs: bool = False,
 ) -> CutModel:
     """Traces the model on one minibatch; it and the generators are afterwards as they were. A model on the
     meta device is traced on the host, without parameters; weights: where its buffers' values come from.
+    call: runs the model. needs_outputs: somebody reads all outputs, besides the loss.
 
     Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
     """
@@ -201,9 +208,9 @@ def cut_model(
     counts: list[str] = []
     losses: list[float] = []
     with traceable(model, weights):
-        trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses)
+        trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses, call, needs_outputs)
     draws = sites_of_trace(trace, model)
-    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None, draws)
+    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None, draws, call)
 
 
 def _trace(
@@ -214,6 +221,8 @@ def _trace(
     autocast: torch.dtype | None,
     counts: list[str],
     losses: list[float],
+    call: Callable[[nn.Module, Any], Any],
+    needs_outputs: bool,
 ) -> Trace:
     """counts: gets what CutModel has of that name. losses: gets the loss, unless something was drawn."""
     device = device_of([model])
@@ -225,12 +234,15 @@ def _trace(
 
     def run(value: Any) -> Any:
         with autocast_region(device.type, autocast):
-            return call_model(model, value)
+            return call(model, value)
 
     def make_loss(output: Any) -> Tensor:
         with autocast_region(device.type, autocast):
             loss = check_loss(call_loss(loss_fn, output, wanted), 0)
         made.append(loss.detach())
+        if needs_outputs:  # so that the loss depends on them all
+            for tensor in tensors_of(output):
+                loss = loss + 0.0 * tensor.sum()
         return loss
 
     made: list[Tensor] = []

@@ -62,6 +62,8 @@ class SpanState:
 
     parameters: frozenset[str]
     buffers: frozenset[str]
+    read: frozenset[str]
+    """Of these, those that the traced minibatch used."""
     strays: frozenset[str]
     """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
     others_modules: frozenset[str] = frozenset()
@@ -123,6 +125,7 @@ class Cuts:
         return SpanState(
             _named(own, self._parameter_of) | unused.intersection(self._trace.parameters),
             _named(own, self._buffer_of) | unused.intersection(self._trace.buffers),
+            _named(own, named),
             _named(touched - own, named),
             frozenset(found.module for found in passed if found.module and not found.is_in(begin, until)),
         )

@@ -38,6 +38,7 @@ __all__ = [
     "base_seed",
     "data_seed",
     "draws_seed",
+    "evaluation_seed",
     "generators_kept",
     "generators_of_torch_kept",
     "process_seed",
@@ -74,6 +75,11 @@ def draws_seed(base: int) -> int:
 def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
     """The seed of an optimizer's draws in its steps. names: of its parameters, or of its pieces of them."""
     return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
+
+
+def evaluation_seed(base: int) -> int:
+    """The seed of what validation data draw."""
+    return _mix(b"evaluation", str(base).encode())
 
 
 def backward_seed(base: int, stage_index: int) -> int:

@@ -53,10 +53,11 @@ class SpanStage(StageModule):
         fillers: Fillers | None = None,
         on_begin: Callable[[], None] | None = None,
         draws: DrawSites | None = None,
+        call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
         """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
         where it has come to the cut before. draws: of the whole model. fillers: shared by stages that run in
-        one process, one after the other."""
+        one process, one after the other. call: runs the model."""
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
@@ -67,6 +68,7 @@ class SpanStage(StageModule):
         self._shared_fillers = fillers
         self._fillers = fillers or Fillers()
         self._on_begin = on_begin or _do_nothing
+        self._call = call
         self._names = module_names(model)
         crossings = [crossing for crossing in (crossing_in, crossing_out) if crossing is not None]
         keys = {call.key.module for crossing in crossings for call in crossing.all_calls}
@@ -90,10 +92,10 @@ class SpanStage(StageModule):
         inputs = forward.begin(value, self._fillers)
         model = self.layers[0]
         if not self._seen:
-            return call_model(model, inputs)
+            return self._call(model, inputs)
         try:
             with calls_seen(self._seen, forward.call):
-                output = call_model(model, inputs)
+                output = self._call(model, inputs)
         except _Stop:
             pass
         forward.check_calls()
@@ -109,6 +111,10 @@ class SpanStage(StageModule):
 
     def owns(self, name: str) -> bool:
         return name in self._state.parameters or name in self._state.buffers
+
+    def read_names(self) -> frozenset[str]:
+        """The full names of the parameters and buffers that the traced forward read here."""
+        return self._state.read
 
     def stage_buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]

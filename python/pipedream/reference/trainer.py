@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -122,6 +123,15 @@ class Trainer:
                     stage_again.backward()
         return losses
 
+    @property
+    def minibatches_between_drains(self) -> int:
+        return math.lcm(*(self._versions.minibatches_per_round(stage) for stage in self._all))
+
+    def use_first_replicas(self) -> None:
+        """Of every stage: modules have their buffers."""
+        for stage in self._stages:
+            stage.use(0)
+
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
         """Those of the minibatch so far add up microbatch by microbatch, whatever versions they are at."""
         found = {id(leaf): key for key, leaf in self._leaves.items()}
@@ -131,7 +141,7 @@ class Trainer:
                 if held == of_replica and other != version and before.grad is not None:
                     before.grad, leaf.grad = None, before.grad
 
-    def finish(self, num_minibatches: int) -> None:
+    def end_round(self, num_minibatches: int) -> None:
         """The last round is over, however few minibatches it has."""
         begun = [
             stage_index
@@ -139,6 +149,10 @@ class Trainer:
             if any(updater.minibatches for updater in stage.updaters)
         ]
         self._update(num_minibatches - 1, begun)
+
+    def finish(self, num_minibatches: int) -> None:
+        """All minibatches are trained."""
+        self.end_round(num_minibatches)
         for stage in self._stages:
             stage.average()
             stage.buffers.average()

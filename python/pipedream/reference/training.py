@@ -6,15 +6,15 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from pipedream.model.batches import own_loss, parts_of
+from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import device_of
-from pipedream.model.cut_model import cut_model, needs_cutting
+from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
@@ -34,10 +34,12 @@ from pipedream.model.seeding import (
 )
 from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
+from pipedream.model.validation import Validation
 from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.cuts import CutFunction
+from pipedream.reference.evaluation import evaluate, evaluated_boundaries, is_due
 from pipedream.reference.refusals import (
     check_asynchronous,
     check_drained_at,
@@ -80,6 +82,9 @@ class ReferenceResult:
     microbatch_versions: list[list[list[tuple[int, int]]]]
     """microbatch_versions[stage][minibatch][microbatch] = (read by the forward, read by the backward)."""
 
+    validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """(boundary, figures) of each evaluation, in order."""
+
     @property
     def versions(self) -> list[list[tuple[int, int]]]:
         """versions[stage][minibatch]: of its first microbatch's forward and of its last one's backward."""
@@ -108,6 +113,7 @@ def run(
     across_cut: CutFunction | None = None,
     update_orders: Sequence[Sequence[UpdateOrder]] | None = None,
     drained_at: Sequence[int] = (),
+    validation: Validation | None = None,
 ) -> ReferenceResult:
     """Trains the model in place as the schedule would, any that pipedream.run takes. Arguments as there, but
     for across_cut, update_orders and drained_at.
@@ -136,8 +142,7 @@ def run(
     check_max_grad_norm(max_grad_norm)
     check_loss_fn(loss_fn)
     loss_fn, dtype = loss_fn or own_loss, autocast_dtype(autocast)
-    num_workers = max(len(num_replicas), sum(num_replicas))
-    modules = split(_with_layers(model, plan, data, loss_fn, dtype, seed), plan)
+    modules = split(layered := _with_layers(model, plan, data, loss_fn, dtype, seed), plan)
     device = device_of(modules)
     ties = find_ties(modules)
     check_program_ties(versions, ties)
@@ -150,7 +155,7 @@ def run(
         )
     own = {name: p for m in modules for name, p in (*m.trainable_parameters(), *m.frozen_parameters())}
     with (
-        _draws(modules, num_workers, seed, device) as (base, generators),
+        _draws(modules, max(len(num_replicas), sum(num_replicas)), seed, device) as (base, generators),
         gradients_noticed(own),
         loss_on(loss_fn, device),
     ):
@@ -186,7 +191,8 @@ def run(
             scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
             sync_every=sync_every,
         )
-        batches = _read_from(generators, _minibatches(data, epochs))
+        evaluated = _EvaluatedTraining(layered, modules, validation, loss_fn, weight_fn, device, dtype)
+        batches = _read_from(generators, _minibatches(data, epochs, evaluated.epochs))
         if isinstance(trainer, AsynchronousTrainer):
             owned = [_owned_parameters(module, ties) for module in modules]
             make_updater = functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler)
@@ -194,9 +200,85 @@ def run(
                 trainer, list(batches), owned, make_updater, versions, update_orders
             )
         else:
-            losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
+            losses = evaluated.train(trainer, batches)
             trainer.finish(len(losses))
-    return ReferenceResult(losses, trainer.microbatch_versions)
+    return ReferenceResult(losses, trainer.microbatch_versions, evaluated.results)
+
+
+class _EvaluatedTraining:
+    """Minibatch after minibatch, with evaluations in between."""
+
+    def __init__(
+        self,
+        model: Model,
+        modules: Sequence[StageModule],
+        validation: Validation | None,
+        loss_fn: LossFunction,
+        weight_fn: Callable[[Any], Any] | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.results: list[tuple[int, dict[str, float]]] = []
+        self.epochs: list[int] = []
+        """Of the minibatches that were read."""
+        self._model = model
+        self._modules = modules
+        self._validation = validation
+        self._loss_fn = loss_fn
+        self._weight_fn = weight_fn
+        self._device = device
+        self._dtype = dtype
+
+    def train(self, trainer: Trainer, batches: Iterable[tuple[Any, Any]]) -> list[float]:
+        """The losses."""
+        group = trainer.minibatches_between_drains
+        validation, losses = self._validation, []
+        if validation is None:
+            return [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
+        boundaries: set[int] | None = None
+        if group > 1:  # where a group is not whole is known before
+            batches = list(batches)
+            boundaries = evaluated_boundaries(validation.every, self.epochs, group)
+        for minibatch, batch in enumerate(batches):
+            is_due_now = minibatch > 0 and (
+                is_due(validation.every, self.epochs, minibatch - 1, minibatch)
+                if boundaries is None
+                else minibatch in boundaries
+            )
+            if is_due_now:
+                self._evaluate(trainer, minibatch)
+            losses.append(trainer.train(minibatch, *batch))
+        end = len(losses)
+        if end in evaluated_boundaries(validation.every, self.epochs, group):
+            trainer.end_round(end)
+            self._evaluate(trainer, end)
+        return losses
+
+    def _evaluate(self, trainer: Trainer, boundary: int) -> None:
+        assert self._validation is not None
+        trainer.use_first_replicas()
+        draws = [module.draws for module in self._modules]
+        for module in self._modules:
+            module.draws = None
+        roots = [root for module in self._modules for _, root in module.roots()]
+        with autocast_region(self._device.type, self._dtype):
+            figures = evaluate(
+                roots, self._run, self._validation, self._loss_fn, self._weight_fn, self._device
+            )
+        for module, draw in zip(self._modules, draws, strict=True):
+            module.draws = draw
+        self.results.append((boundary, figures))
+
+    def _run(self, inputs: Any) -> Any:
+        """The whole model by its own code, or its layers one after the other."""
+        assert self._validation is not None
+        if isinstance(self._model, CutModel):
+            return (self._validation.forward or call_model)(self._model.module, inputs)
+        if self._validation.forward is not None:
+            return self._validation.forward(self._model, inputs)
+        for module in self._modules:
+            inputs = module(inputs)
+        return inputs
 
 
 def _versions_of(
@@ -335,11 +417,13 @@ def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]])
         yield batch
 
 
-def _minibatches(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any]]:
+def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[tuple[Any, Any]]:
+    """seen: gets the epoch of each."""
     minibatch = 0
     for epoch in range(epochs):
         first_of_epoch = minibatch
         for batch in data:
+            seen.append(epoch)
             yield parts_of(batch, minibatch)
             minibatch += 1
         if minibatch == first_of_epoch:

@@ -12,7 +12,7 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -47,6 +47,9 @@ class _Display(Protocol):
     period_s: float
 
     def show(self, state: _State) -> None: ...
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
 
     def close(self) -> None: ...
 
@@ -108,6 +111,12 @@ class RunProgress:
         if now_s >= self._next_s:
             self._next_s = now_s + self._display.period_s
             self._show(self._display, now_s)
+
+    def show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
+        """An evaluation of the weights before this minibatch has these figures."""
+        if self._display is not None:
+            named = ", ".join(f"{name} {format_figure(figure)}" for name, figure in figures.items())
+            self._display.note(f"validation after {boundary} minibatches: {named} ({samples} samples)")
 
     def _show(self, display: _Display, now_s: float) -> None:
         assert self._newest is not None
@@ -177,6 +186,9 @@ class _Lines:
             flush=True,
         )
 
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
     def close(self) -> None:
         pass
 
@@ -220,6 +232,9 @@ class _Bar:
             status=status,
             refresh=True,
         )
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False)
 
     def close(self) -> None:
         self._progress.stop()

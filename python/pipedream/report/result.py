@@ -34,9 +34,11 @@ class WorkSpan(NamedTuple):
     whenever the host asked and launched."""
 
     kind: str
-    """FORWARD, RECOMPUTE, BACKWARD or UPDATE."""
+    """FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
     stage: int
     minibatch: int
+    """Of an EVALUATE the one before which the weights are evaluated; its microbatch is the validation
+    minibatch."""
     microbatch: int
     asked_ns: int
     """When the worker asked for it; on a GPU not before the device had done the item before."""
@@ -47,6 +49,20 @@ class WorkSpan(NamedTuple):
     """Of asked to ready: waiting for a neighbour's tensors, with nothing else to do."""
     compute_ns: int
     """Of ready to completed: in user code."""
+
+
+class Evaluation(NamedTuple):
+    """What run(validation=...) has measured once, with the weights before a minibatch."""
+
+    minibatch: int
+    """The minibatches that these weights were trained on."""
+    epoch: int
+    """Of the last of them."""
+    loss: float
+    """Mean over the samples, or by weight_fn."""
+    metrics: dict[str, float]
+    """By name: all sums over all counts."""
+    samples: int
 
 
 class ChannelFigures(NamedTuple):
@@ -113,7 +129,7 @@ class RunResult:
     """Per minibatch, by the plan's cost model; None when the plan has no figure. The calibrated model's is of
     this run's schedule and microbatches; the paper's is the bottleneck, whatever the schedule."""
     measured_ms: float
-    """Per minibatch, in the steady phase, at the last stage."""
+    """Per minibatch, in the steady phase, at the last stage, without evaluations."""
     bubble_share: float
     """Share of the workers' time in which they did not run user code, 0 to 1."""
     bytes_sent: int
@@ -165,6 +181,8 @@ class RunResult:
     """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
     parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
     say it."""
+    validation: list[Evaluation] = field(default_factory=list)
+    """Of run(validation=...): one entry per evaluation, in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
     """With sync="asp", by stage and replica, of each one's shard; none for a stage without replicas. Given
     these, pipedream.reference computes the same numbers."""
@@ -242,6 +260,7 @@ class RunResult:
         fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
         fields["transfers"] = transfers_from_json(fields["transfers"])
         fields["updates_read"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["updates_read"]]
+        fields["validation"] = [Evaluation(*each) for each in fields["validation"]]
         fields["update_orders"] = [[_order_of(*o) for o in stage] for stage in fields["update_orders"]]
         return cls(**fields)
 
@@ -257,7 +276,8 @@ class RunResult:
         return draw_transfers(transfers, self._process_names(), arguments, name_of)
 
     def _has_microbatches(self) -> bool:
-        return any(span.microbatch > 0 for worker in self.spans for span in worker)
+        spans = (span for worker in self.spans for span in worker)
+        return any(span.microbatch > 0 and span.kind != "EVALUATE" for span in spans)
 
     def _process_names(self) -> list[str]:
         return [f"worker {rank} ({name})" for rank, name in enumerate(self.worker_names)]
@@ -273,7 +293,8 @@ class RunResult:
                 }
                 if span.wait_ns > 0:
                     yield Span(worker_name, "waiting", "wait", span.asked_ns, span.ready_ns, arguments)
-                part = f".{span.microbatch}" if has_parts and span.kind != "UPDATE" else ""
+                is_part = span.kind == "EVALUATE" or (has_parts and span.kind != "UPDATE")
+                part = f".{span.microbatch}" if is_part else ""
                 name = f"{span.kind[0]}{span.minibatch}{part}"
                 yield Span(worker_name, "compute", name, span.ready_ns, span.completed_ns, arguments)
 
@@ -341,6 +362,7 @@ def combine_reports(
         stopped_at=len(losses) if reports[0]["stopped"] else None,
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
         drained_at=reports[0]["drained_at"],
+        validation=_evaluations_of(last, schedule.first_minibatch),
         updates_read=[_updates_read(schedule, stage, of_stages[stage]) for stage in range(plan.num_stages)],
         update_orders=[
             [
@@ -351,6 +373,15 @@ def combine_reports(
             for stage, replicas in enumerate(of_stages)
         ],
     )
+
+
+def _evaluations_of(report: dict[str, Any], first_minibatch: int) -> list[Evaluation]:
+    """report: of the last stage."""
+    epochs = report["epochs"]
+    return [
+        Evaluation(minibatch, epochs[minibatch - 1 - first_minibatch], figures.pop("loss"), figures, count)
+        for minibatch, count, figures in report["validation"]
+    ]
 
 
 def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list[tuple[int, int]]]:
@@ -452,10 +483,20 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
     return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
 
 
+def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
+    """Time that a worker spent on evaluations, and waiting for them, between two updates."""
+    evaluated = (span for span in spans if span.kind == "EVALUATE")
+    return sum(
+        span.completed_ns - span.asked_ns
+        for span in evaluated
+        if begin_ns <= span.asked_ns and span.completed_ns <= end_ns
+    )
+
+
 def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[int]) -> float:
-    """Milliseconds per minibatch between updates of the last stage, without the first minibatches, which are
-    counted from `begins`: of the run, and after each drain. Over all of them when there are too few. An
-    update that several minibatches share names the first."""
+    """Milliseconds per minibatch between updates of the last stage, without evaluations and without the first
+    minibatches, which are counted from `begins`: of the run, and after each drain. Over all of them when
+    there are too few. An update that several minibatches share names the first."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
@@ -473,6 +514,7 @@ def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[
         if len(counted) > 1:
             (first, first_ns), *_, (last, last_ns) = counted
             elapsed_ns, num_minibatches = elapsed_ns + last_ns - first_ns, num_minibatches + last - first
+            elapsed_ns -= _evaluated_ns(named, first_ns, last_ns)
     if num_minibatches > 0:
         return elapsed_ns / 1e6 / num_minibatches
     return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done), 1)

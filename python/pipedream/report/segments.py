@@ -41,6 +41,7 @@ def join_reports(reports: Sequence[_Report], drained_at: Sequence[int]) -> _Repo
             name: _sums([report["channels"][name] for report in reports]) for name in last["channels"]
         },
         "losses": _chained(report["losses"] for report in reports),
+        "validation": _chained(report["validation"] for report in reports),
     }
 
 

@@ -28,7 +28,7 @@ _SMOOTHED_SHARE = 0.05  # of the run, that the running mean remembers
 
 
 def describe_result(result: RunResult) -> str:
-    """Five lines."""
+    """Five lines, and one of validation."""
     name, peak, predicted = max(_memory_of_workers(result), key=lambda w: w[1], default=("no worker", 0, 0))
     transports = ", ".join(sorted(set(result.transports.values()))) or "nothing"
     synced = f"; {format_bytes(result.bytes_synced)} between replicas" if result.bytes_synced else ""
@@ -40,6 +40,11 @@ def describe_result(result: RunResult) -> str:
         f"  traffic  {format_bytes(result.bytes_sent)} by {transports}{synced}",
         f"  memory   {format_bytes(peak)} at most, at {name}; {format_bytes(predicted)} predicted",
     ]
+    if result.validation:
+        newest = result.validation[-1]
+        named = {"loss": newest.loss, **newest.metrics}
+        text = ", ".join(f"{name} {format_figure(figure)}" for name, figure in named.items())
+        lines.insert(2, f"  held out {text}; after {newest.minibatch} minibatches")
     return "\n".join(lines)
 
 
@@ -47,6 +52,7 @@ def summarize(result: RunResult) -> str:
     parts = [
         _title(result),
         _epoch_table(result),
+        _validation_table(result),
         _figure_table(result),
         _worker_table(result),
         result.describe_channels(),
@@ -151,6 +157,22 @@ def _epoch_table(result: RunResult) -> str:
         for losses in [(result.losses[begin], result.losses[end - 1], result.epoch_losses[epoch])]
     ]
     return format_table(("epoch", "minibatches", "first loss", "last loss", "mean loss"), rows, ">>>>>")
+
+
+def _validation_table(result: RunResult) -> str:
+    if not result.validation:
+        return ""
+    names = list(result.validation[0].metrics)
+    rows = [
+        (
+            str(each.minibatch),
+            *(format_figure(figure) for figure in (each.loss, *(each.metrics[name] for name in names))),
+            str(each.samples),
+        )
+        for each in result.validation
+    ]
+    headings = ("validation after", "loss", *names, "samples")
+    return format_table(headings, rows, ">" * len(headings))
 
 
 def _figure_table(result: RunResult) -> str:

@@ -21,8 +21,10 @@ from pipedream.checkpoint.run_state import RunState
 from pipedream.common.agreement import OWN, compared, given, settings_of
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
+from pipedream.model.evaluation_cut import EvaluationCut
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.seeding import seed_data
+from pipedream.model.validation import Validation
 from pipedream.planning.codec_choice import PUSHES, pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.program import PROGRAM, Program
@@ -91,6 +93,11 @@ class JobOptions:
     """Where callbacks are called."""
     state: RunState | None = field(default=None, metadata=compared(said=lambda state: state and state.name))
     """Where the run that this one goes on from has ended."""
+    validation: Validation | None = field(
+        default=None, metadata=compared(said=lambda value: value and value.said())
+    )
+    evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
+    """Of the eval-mode forward; None where it is cut as the layers of the training."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 
@@ -150,6 +157,7 @@ class JobOptions:
             asynchronous=self.is_asynchronous,
             first_minibatch=first_minibatch,
             oldest_minibatch=oldest_minibatch,
+            evaluates=self.validation is not None,
         )
 
     def seed_data(self, base: int) -> None:
@@ -280,12 +288,27 @@ def check_replicas(options: JobOptions) -> None:
         raise ValueError(
             f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"
         )
+    if options.validation is not None:
+        _check_validation(options)
     if options.is_asynchronous:
         _check_asynchronous(options)
     if options.reduces_together:
         _check_reduced(options)
     if options.plan.num_spares:
         _check_spares(options)
+
+
+def _check_validation(options: JobOptions) -> None:
+    """Raises ValueError for what has no version in common at a minibatch."""
+    what: str | None = None
+    if isinstance(options.schedule, Program):
+        what = "schedule is a program, which has no place for evaluations: use a schedule by its name"
+    elif options.is_asynchronous or options.staleness > 0:
+        what = f"sync is {options.sync!r}, whose replicas have no version in common: use sync='bsp'"
+    elif options.sync_every > 1 and any(stage.num_replicas > 1 for stage in options.plan.stages):
+        what = f"sync_every is {options.sync_every}, and replicas have weights of their own: leave it out"
+    if what is not None:
+        raise ValueError(f"validation is given, and {what}")
 
 
 def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
 from pipedream.budget.memory import (
+    EVALUATION,
     GRADIENTS,
     MODEL,
     SHARD_STEP,
@@ -31,6 +32,7 @@ from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.validation_reader import ValidationReader
 from pipedream.model.boundary import Boundary
 from pipedream.model.draws import KeyedDraws
 from pipedream.model.exchange import TENSORS
@@ -40,10 +42,11 @@ from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.boundaries import Boundaries, BoundaryListener, Planned, StageZeroGate
+from pipedream.stage.boundaries import EVALUATE, Boundaries, BoundaryListener, Planned, StageZeroGate
 from pipedream.stage.decisions import STOP, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
+from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures
 from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
@@ -108,13 +111,14 @@ class WorkerLoop:
         predicted: Mapping[str, int],
         torch_pool: TorchPool | None = None,
         steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
+        evaluation: EvaluationPlan | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
         must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
         by stage, of what backwards draw. boundaries: by the stage upstream, of the cuts at these stages.
         edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
         torch_pool: where forwards and backwards make their tensors, None leaves it to torch. steered: by whom
-        the run is."""
+        the run is. evaluation: None without validation."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -161,6 +165,7 @@ class WorkerLoop:
         """Whether a stage has another version than the first."""
         self.was_stopped = False
         """Before the data were over."""
+        self._evaluations = None if evaluation is None else self._make_evaluations(evaluation)
         self._boundaries = Boundaries(schedule, stages, self._boundary_listeners())
         self._gate = self._make_gate() if 0 in stages else None
         self._runners = {
@@ -198,12 +203,46 @@ class WorkerLoop:
 
     def _planned_events(self) -> list[Planned]:
         """What is due at boundaries that follow from the data; at every replica of stage 0 the same."""
-        return []
+        validation = self._options.validation
+        return [] if validation is None else [Planned(EVALUATE, validation.every)]
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
         """What this worker does at boundaries."""
-        changes = self._steered.rate_changes
-        return [] if changes is None else [changes]
+        listeners: list[BoundaryListener] = (
+            [] if self._steered.rate_changes is None else [self._steered.rate_changes]
+        )
+        return [*listeners, *([] if self._evaluations is None else [self._evaluations])]
+
+    def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
+        """At the first replica of a stage."""
+        options, last = self._options, self._options.plan.num_stages - 1
+        validation = options.validation
+        if validation is None or self._replica > 0:
+            return None
+        with_parts = {
+            part.stage.stage_index: EvaluatedStage(
+                stage,
+                part.stage,
+                part.weights,
+                part.tied,
+                plan.boundaries.get(part.stage.stage_index - 1),
+                plan.boundaries.get(part.stage.stage_index),
+            )
+            for part, stage in zip(self._prepared, plan.stages, strict=True)
+        }
+        reads = not with_parts.keys().isdisjoint((0, last))
+        return Evaluations(
+            self._core,
+            self._schedule,
+            with_parts,
+            reader=ValidationReader(validation.data, plan.seed) if reads else None,
+            measures=Measures(validation, options.loss_fn, options.weight_fn) if last in with_parts else None,
+            show=self._progress.show_evaluation,
+            user=self._user,
+            device=self._device,
+            autocast=options.autocast,
+            describe=self._describe,
+        )
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
@@ -277,14 +316,11 @@ class WorkerLoop:
                 part.stage.draws = self._draws
                 around.enter_context(part.gradients.running())
             work = self._work_through(core, newest_slots)
+            self._end_boundary(work, newest_slots)
             if self._clock is not None:
                 self._clock.finish()
             for runner in self._runners.values():
                 runner.parts.weights.check_gradients_taken()
-            self.was_stopped = bool(work.boundary_events & STOP)
-            if not self.was_stopped:  # else the data would go on
-                self._check_end(work.num_minibatches)
-            self._boundaries.end(work.num_minibatches, work.boundary_events)
             is_over = not goes_on()
             for stage, runner in self._runners.items():
                 runner.finish(newest_slots[stage], is_over=is_over)
@@ -312,6 +348,15 @@ class WorkerLoop:
 
     def _num_replicas_of(self, part: PreparedStage) -> int:
         return self._options.plan.stages[part.stage.stage_index].num_replicas
+
+    def _end_boundary(self, done: _core.WorkItem, newest_slots: dict[int, int]) -> None:
+        """All minibatches are done: what is due at the end. newest_slots: as of _work_through()."""
+        self.was_stopped = bool(done.boundary_events & STOP)
+        if not self.was_stopped:  # else the data would go on
+            self._check_end(done.num_minibatches)
+        self._boundaries.end(done.num_minibatches, done.boundary_events)
+        if self._evaluations is not None and done.boundary_events & EVALUATE:
+            self._work_through(self._core, newest_slots)
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
         """Does all items; what the core says when there are no more. newest_slots: of each stage, kept up."""
@@ -362,6 +407,11 @@ class WorkerLoop:
             return made
         if kind == "RECOMPUTE":
             return runner.recompute(work)
+        if kind == "EVALUATE":
+            assert self._evaluations is not None
+            made = self._evaluations.evaluate(work)
+            runner.fields = self._evaluations.fields
+            return made
         self._update(runner, work)
         return []
 
@@ -402,6 +452,8 @@ class WorkerLoop:
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
         self._stop_measuring()
+        if self._evaluations is not None:
+            self._evaluations.finish()
         for part in self._prepared:
             part.stage.draws = None
             if part.offload is not None:
@@ -451,6 +503,7 @@ class WorkerLoop:
             GRADIENTS: meter.gradient_peak_bytes,
             TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
             MODEL: self._predicted.get(MODEL, 0),
+            **({EVALUATION: None} if EVALUATION in self._predicted else {}),
             SHARD_STEP: sum(server.step_peak_bytes for server in self._asynchronous_servers()),
         }
         if self._torch_pool is not None:
@@ -505,6 +558,7 @@ class WorkerLoop:
             "samples": self._data.samples[:num_done],
             "epochs": self._data.epochs[:num_done],
             "stopped": self.was_stopped,
+            "validation": [] if self._evaluations is None else self._evaluations.results,
             "data": {"source": self._source(), "read_ns": self._data.read_ns},
         }
 

@@ -75,6 +75,9 @@ class _Group:
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
+    def slot_at(self, boundary: int) -> int:
+        return self.slot_of(_core.rounds_of(self._schedule, self.owner).num_begun(0, boundary))
+
     def take_gradients(self) -> list[Tensor | None]:
         """Gives away what the backwards accumulated, of whatever version."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
@@ -178,6 +181,10 @@ class TiedParameters:
     def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
         """By owner."""
         return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
+
+    def slots_at(self, boundary: int) -> dict[int, int]:
+        """By owner, of the version before this minibatch, which is a boundary of the run."""
+        return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
         """Its gradients add to those that are in the leaves of another version."""

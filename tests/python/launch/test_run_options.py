@@ -49,8 +49,8 @@ def test_another_value_of_what_is_not_built_is_refused(option: object) -> None:
 
 
 def test_a_value_of_what_is_not_built_is_not_shown_at_length() -> None:
-    with pytest.raises(ValueError, match=r"^validation is ") as error:
-        check_arguments(validation=[(torch.randn(64, 64), torch.randn(64))] * 9)
+    with pytest.raises(ValueError, match=r"^recovery is ") as error:
+        check_arguments(recovery=[(torch.randn(64, 64), torch.randn(64))] * 9)
     assert len(str(error.value)) < 200
 
 

@@ -66,6 +66,7 @@ def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a",
         "stopped": False,
         "data": {"source": "list", "read_ns": 0},
         "drained_at": [],
+        "validation": [],
     }
 
 

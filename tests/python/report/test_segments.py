@@ -35,6 +35,7 @@ def _report(index: int) -> dict[str, Any]:
         },
         "clock": ["a", index],
         "losses": [0.5 + index, 0.25],
+        "validation": [[index, 4, {"loss": 0.5}]],
         "samples": [4] * (2 * index + 2),
         "epochs": [0] * (2 * index + 2),
         "data": {"source": "list", "read_ns": 100 * (index + 1)},
@@ -45,6 +46,7 @@ def test_what_segments_did_adds_up_and_memory_is_the_most_of_any() -> None:
     joined = join_reports([_report(0), _report(1)], [2])
     assert joined["drained_at"] == [2]
     assert joined["losses"] == [0.5, 0.25, 1.5, 0.25]
+    assert [minibatch for minibatch, _, _ in joined["validation"]] == [0, 1]
     stage = joined["stages"]["1"]
     assert stage["versions"] == [(0, 0), (0, 1), (2, 2), (2, 3)]
     assert stage["recompute"] is True  # as in the newest segment

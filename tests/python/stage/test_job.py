@@ -61,6 +61,7 @@ def test_factors_are_refused_where_replicas_have_no_common_rounds() -> None:
         reduces_together=False,
         is_asynchronous=True,
         plan=SimpleNamespace(num_spares=0),
+        validation=None,
     )
     with pytest.raises(ValueError, match=r"codec pushes factors, .* and sync is 'asp'"):
         check_replicas(cast(JobOptions, options))

@@ -1,0 +1,109 @@
+"""Rehearsal of an evaluation: each worker runs its own stages once, in eval mode, on the first validation
+minibatch. That tells what crosses the cuts there, what memory it takes, and whether loss and metrics can do
+with what comes out.
+
+Values go from stage to stage as those of the training's rehearsal do (rehearsal.py). Modules, generators and
+what loss and metrics keep are afterwards as they were. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.budget.footprint import make_meter
+from pipedream.budget.rehearsal import Handover
+from pipedream.common.errors import PipelineError, describe_error
+from pipedream.model.boundary import Boundary, to_device
+from pipedream.model.calls import is_compiled
+from pipedream.model.evaluation_cut import in_eval_mode
+from pipedream.model.loss_placement import spare_loss
+from pipedream.model.stage_calls import StageCalls
+from pipedream.model.stage_module import StageModule
+from pipedream.model.untouched import untouched
+from pipedream.model.validation import Metric
+
+__all__ = ["RehearsedEvaluation", "rehearse_evaluation"]
+
+
+@dataclass(frozen=True)
+class RehearsedEvaluation:
+    """What this worker knows of its evaluations before it trains."""
+
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    """By the stage upstream, at both sides of its stages."""
+    peak_bytes: int = 0
+    """Of what torch makes in one forward, and of the copies of buffers that it runs on."""
+
+
+def rehearse_evaluation(
+    handover: Handover,
+    stages: Sequence[StageModule],
+    inputs: Any,
+    targets: Any,
+    *,
+    device: torch.device,
+    loss_fn: Callable[[Any, Any], Tensor],
+    metrics: Mapping[str, Metric],
+    autocast: torch.dtype | None,
+    describe: Callable[[int], str],
+) -> RehearsedEvaluation:
+    """stages: the worker's, of the eval-mode forward, on the device. inputs, targets: of the first validation
+    minibatch, read where the first and the last stage are."""
+    boundaries: dict[int, Boundary] = {}
+    peak_bytes = 0
+    for stage in stages:
+        index = stage.stage_index
+        value = to_device(inputs, device, copy=True) if index == 0 else None
+        if index > 0:
+            boundary, tensors = handover.receive(index - 1)
+            boundaries[index - 1] = boundary
+            value = boundary.unflatten([tensor.to(device) for tensor in tensors])
+        is_last = index == handover.num_stages - 1
+        spared = spare_loss((loss_fn, dict(metrics)), [stage]) if is_last else None
+        roots = [root for _, root in stage.roots()]
+        try:
+            with untouched([stage], spared), in_eval_mode(roots), torch.no_grad():
+                output, num_bytes = _run(stage, value, targets, spared, device, autocast)
+        except Exception as error:
+            raise PipelineError(
+                f"the first validation minibatch does not pass {describe(index)}: {describe_error(error)}"
+            ) from error
+        buffer_bytes = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
+        peak_bytes = max(peak_bytes, num_bytes + buffer_bytes)
+        if not is_last:
+            boundary = Boundary.of(output, name=f"the output of stage {index} in eval mode")
+            boundaries[index] = boundary
+            handover.send(index, boundary, boundary.flatten(output))
+    return RehearsedEvaluation(boundaries, peak_bytes)
+
+
+def _run(
+    stage: StageModule,
+    value: Any,
+    targets: Any,
+    spared: Any,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> tuple[Any, int]:
+    """The output, and the most that torch had beside the weights."""
+    loss_fn, metrics = (None, {}) if spared is None else spared
+    calls = StageCalls(stage, loss_fn, device, autocast)
+    meter = make_meter(device)
+    # A compiled forward would see the dispatch mode, and compile again.
+    is_metered = not any(map(is_compiled, stage.modules()))
+    with meter if is_metered else contextlib.nullcontext():
+        meter.reset_peak()
+        before = meter.live_bytes
+        output = calls.layers(value)
+        if loss_fn is not None:
+            targets = to_device(targets, device)
+            calls.loss(output, targets)
+            for metric in metrics.values():
+                metric(output, targets)
+    return output, meter.peak_bytes - before

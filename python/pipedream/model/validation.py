@@ -1,0 +1,79 @@
+"""Validation: held-out data on which a run measures its weights. Any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.checks import check_data, check_function, is_whole
+
+__all__ = ["LOSS", "Metric", "Validation", "check_validation"]
+
+LOSS = "loss"
+"""The figure that every evaluation has beside the metrics."""
+
+Metric = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out data that a run evaluates, without leaving its pipeline.
+
+    data: yields (inputs, targets) or dicts, as the training's data do; it is iterated anew for each
+    evaluation, so give a DataLoader or a list. metrics: functions by name, (outputs, targets) -> (sum,
+    count), called at the last stage for each validation minibatch; an evaluation's figure is the sum of all
+    sums over the sum of all counts. The loss is always measured. every: "epoch", or a number of minibatches,
+    which is rounded up to a place where all replicas have made their updates. outputs: True calls each metric
+    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most. forward:
+    (model, inputs) -> outputs, in the place of the model's own forward in eval mode.
+    """
+
+    data: Iterable[Any]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    every: str | int = "epoch"
+    outputs: bool = False
+    ema: bool = False
+    forward: Callable[[Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_data("validation: data", self.data)
+        if isinstance(self.data, Iterator):
+            raise ValueError(
+                "validation: data is an iterator, which can be read once, and every evaluation reads it:"
+                " give a DataLoader, a list, or an object whose __iter__ starts again"
+            )
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(
+                f"validation: metrics is a {type(self.metrics).__name__}: give functions by name, as"
+                ' {"accuracy": fn}'
+            )
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or name in ("", LOSS):
+                raise ValueError(f"validation: a metric is called {name!r}: give it another name")
+            check_function(f"validation: metric {name!r}", metric)
+        is_number_of_minibatches = is_whole(self.every) and int(self.every) >= 1
+        if self.every != "epoch" and not is_number_of_minibatches:
+            raise ValueError(f"validation: every is {self.every!r}: use 'epoch' or a number of minibatches")
+        if self.ema:
+            raise ValueError("validation: ema is True: this is not built yet, leave it at False")
+        if self.forward is not None:
+            check_function("validation: forward", self.forward)
+
+    def functions(self) -> list[Callable[..., Any]]:
+        """The user's."""
+        return [*self.metrics.values(), *([] if self.forward is None else [self.forward])]
+
+    def said(self) -> str:
+        """What all ranks compare."""
+        names = ", ".join(sorted(self.metrics))
+        given = f", outputs={self.outputs}" * self.outputs + ", forward" * (self.forward is not None)
+        return f"every={self.every!r}, metrics ({names}){given}"
+
+
+def check_validation(name: str, value: Any) -> None:
+    """Raises TypeError for an argument of run() that is none."""
+    if value is not None and not isinstance(value, Validation):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: give pipedream.Validation(data, metrics=..., every=...)"
+        )

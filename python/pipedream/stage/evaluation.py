@@ -1,0 +1,325 @@
+"""Evaluations: the forwards of validation minibatches at one stage, and at the last stage what they measure.
+
+    begin     before the first FORWARD of a boundary's minibatch: its buffers are kept, the core is told
+    EVALUATE  layers in eval mode, with the weights of the boundary and those buffers
+    the last  of a block: there are no more minibatches; the last stage has a result
+
+Without gradients. Buffers, generators and modes are afterwards as they were: layers run on copies of the
+buffers, whatever they write. A block of EVALUATEs has nothing else between them. Of a stage with replicas the
+first evaluates, with its own buffers. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.common.errors import DataMismatch
+from pipedream.data.validation_reader import ValidationReader
+from pipedream.model.boundary import Boundary, map_tensors, tensors_of, to_device
+from pipedream.model.evaluation_cut import in_eval_mode
+from pipedream.model.microbatch import samples_of
+from pipedream.model.seeding import generators_kept
+from pipedream.model.stage_calls import StageCalls
+from pipedream.model.stage_module import StageModule
+from pipedream.model.validation import LOSS, Metric, Validation
+from pipedream.stage.boundaries import EVALUATE
+from pipedream.stage.outgoing import memory_of, nothing_like, settled
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.user_code import UserCode
+from pipedream.stage.weights import StageWeights
+
+__all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures"]
+
+_OUTPUT_BYTES_MAX = 4 << 30  # of all outputs and targets that metrics are given at once
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class EvaluatedStage:
+    """What one stage evaluates with."""
+
+    stage: StageModule
+    """Of the eval-mode forward."""
+    trained: StageModule
+    weights: StageWeights
+    tied: TiedParameters
+    boundary_in: Boundary | None
+    """Of the eval-mode forward; None at the first stage."""
+    boundary_out: Boundary | None
+    """None at the last stage."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What is known of a worker's evaluations before it trains."""
+
+    stages: Sequence[StageModule]
+    """The worker's, of the eval-mode forward."""
+    boundaries: Mapping[int, Boundary]
+    """By the stage upstream, of the cuts at these stages."""
+    seed: int
+    """Of what validation data draw."""
+
+
+class Measures:
+    """At the last stage: what an evaluation has measured so far."""
+
+    def __init__(
+        self,
+        validation: Validation,
+        loss_fn: Callable[[Any, Any], Tensor],
+        weight_fn: Callable[[Any], Any] | None,
+    ) -> None:
+        self.loss_fn = loss_fn
+        self._weight_fn = weight_fn
+        self._metrics: Mapping[str, Metric] = validation.metrics
+        self._keeps_outputs = validation.outputs
+        self._losses: list[tuple[Tensor, float]] = []
+        self._sums: dict[str, list[tuple[Any, Any]]] = {}
+        self._kept: list[tuple[Any, Any]] = []
+        self._num_kept_bytes = 0
+        self.num_samples = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self._losses, self._kept, self._num_kept_bytes, self.num_samples = [], [], 0, 0
+        self._sums = {name: [] for name in self._metrics}
+
+    def add(self, loss: Tensor, output: Any, inputs: Any, targets: Any) -> None:
+        """Of one minibatch. Raises ValueError where all outputs would take too much memory."""
+        count = samples_of(inputs, targets) or 1
+        self.num_samples += count
+        weight = float(count if self._weight_fn is None else self._weight_fn(targets))
+        if weight:  # a mean over nothing is NaN
+            self._losses.append((loss.detach(), weight))
+        if self._keeps_outputs:
+            self._keep(output, targets)
+            return
+        for name, metric in self._metrics.items():
+            self._sums[name].append(_pair(name, metric(output, targets)))
+
+    def _keep(self, output: Any, targets: Any) -> None:
+        on_host = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), (output, targets))
+        self._num_kept_bytes += sum(tensor.nbytes for tensor in tensors_of(on_host))
+        if self._num_kept_bytes > _OUTPUT_BYTES_MAX:
+            raise ValueError(
+                "validation: outputs is True, and outputs and targets take more than"
+                f" {_OUTPUT_BYTES_MAX >> 30} GiB of host memory: leave outputs out, and let each metric"
+                " return a sum and a count of its minibatch"
+            )
+        self._kept.append(on_host)
+
+    def result(self) -> Figures:
+        """Means over the evaluation; the loss by weights."""
+        if self._keeps_outputs:
+            outputs, targets = ([pair[index] for pair in self._kept] for index in (0, 1))
+            for name, metric in self._metrics.items():
+                self._sums[name] = [_pair(name, metric(outputs, targets))]
+        losses = [(loss.item(), weight) for loss, weight in self._losses]
+        total = sum(weight for _, weight in losses)
+        figures = {LOSS: sum(loss * weight for loss, weight in losses) / (total or 1.0)}
+        for name, pairs in self._sums.items():
+            count = sum(float(count) for _, count in pairs)
+            figures[name] = sum(float(value) for value, _ in pairs) / (count or 1.0)
+        self.begin()
+        return figures
+
+
+def _pair(name: str, returned: Any) -> tuple[Any, Any]:
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise TypeError(
+            f"validation: metric {name!r} returned a {type(returned).__name__}: return (sum, count)"
+        )
+    return returned[0], returned[1]
+
+
+class Evaluations:
+    """Of one worker, at replica 0 of its stages; a listener of its boundaries."""
+
+    def __init__(
+        self,
+        core: _core.Worker,
+        schedule: _core.ScheduleOptions,
+        stages: Mapping[int, EvaluatedStage],
+        *,
+        reader: ValidationReader | None,
+        measures: Measures | None,
+        show: Callable[[int, int, Figures], None],
+        user: UserCode,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        describe: str,
+    ) -> None:
+        """reader: where data are read. measures: at the last stage. show(boundary, samples, figures): called
+        there for each result. describe: the worker, for errors."""
+        self.fields = _core.ItemFields()
+        """What travels with the tensors of the latest EVALUATE."""
+        self.results: list[tuple[int, int, Figures]] = []
+        """(boundary, samples, figures) of each evaluation, at the last stage."""
+        self._core = core
+        self._schedule = schedule
+        self._stages = stages
+        self._reader = reader
+        self._measures = measures
+        self._show = show
+        self._user = user
+        self._device = device
+        self._describe = describe
+        loss_fn = None if measures is None else measures.loss_fn
+        self._calls = {
+            index: StageCalls(one.stage, loss_fn, device, autocast) for index, one in stages.items()
+        }
+        self._first = min(stages)
+        self._last = schedule.num_stages - 1
+        self._boundary = -1  # of the last evaluation that began here
+        self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
+        """By stage and boundary, copies of the buffers by the id of each."""
+        self._running: contextlib.ExitStack | None = None  # inside a block
+        self._num_over = 0  # stages here whose part of the block is over
+
+    # As a listener of boundaries.
+
+    def begin(self, stage: int, minibatch: int, events: int) -> None:
+        if not events & EVALUATE or minibatch <= self._boundary:
+            return  # of a later stage of this worker, which has been evaluated
+        self._kept[stage, minibatch] = self._copies_of_buffers(stage)
+        if stage == self._first:
+            self._core.begin_evaluation(minibatch)
+
+    def reach(self, stage: int, minibatch: int, events: int) -> None:
+        """The core knows when."""
+
+    # As work items.
+
+    def evaluate(self, work: _core.WorkItem) -> list[Tensor]:
+        """The outputs; none at the last stage. The first stage finds that there are no more minibatches, and
+        the others are told so."""
+        stage = work.stage
+        if self._running is None:
+            self._begin_block(work.minibatch)
+        batch = self._read(work)
+        is_over = batch is None if stage == 0 else work.is_end_of_data
+        self.fields = _core.ItemFields(
+            data_fingerprint=work.data_fingerprint if batch is None else batch[2], is_end_of_data=is_over
+        )
+        one = self._stages[stage]
+        if is_over:
+            work.tensors.clear()
+            self._end_stage(work)
+            boundary = one.boundary_out
+            return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
+        if one.boundary_in is None:
+            assert batch is not None
+            value = to_device(batch[0], self._device, copy=True)
+        else:
+            value = one.boundary_in.unflatten(one.boundary_in.received(work.tensors))
+            work.tensors.clear()
+        one.weights.bind(work.read_slot, one.tied.slots_at(work.minibatch))
+        with generators_kept(), torch.no_grad():
+            output = self._user.run("validation", self._calls[stage].layers, value)
+            if one.boundary_out is not None:
+                return self._sent(one.boundary_out, output, work)
+            assert batch is not None
+            self._user.run("validation", self._measure, output, batch)
+        return []
+
+    def finish(self) -> None:
+        """After a failure, too: modules are in their own modes and have their own buffers."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+        if self._reader is not None:
+            self._reader.end()
+
+    def _sent(self, boundary: Boundary, output: Any, work: _core.WorkItem) -> list[Tensor]:
+        try:
+            tensors = boundary.checked(output, stage=work.stage)
+        except ValueError as error:
+            raise ValueError(
+                f"validation minibatch {work.microbatch}: {error}; memory is planned for the first validation"
+                " minibatch, or the largest of a list: put the largest first"
+            ) from None
+        buffers = {memory_of(buffer) for _, buffer in self._stages[work.stage].stage.stage_buffers()}
+        return boundary.sent([settled(tensor, buffers) for tensor in tensors])
+
+    def _measure(self, output: Any, batch: tuple[Any, Any, int]) -> None:
+        assert self._measures is not None
+        targets = to_device(batch[1], self._device)
+        loss = self._calls[self._last].loss(output, targets)
+        self._measures.add(loss, output, batch[0], targets)
+
+    def _read(self, work: _core.WorkItem) -> tuple[Any, Any, int] | None:
+        """The minibatch, at the first and the last stage, which compare; None where there is none."""
+        if self._reader is None or work.stage not in (0, self._last):
+            return None
+        batch = self._user.run("reading validation data", self._reader.next)
+        if work.stage > 0:
+            told = None if work.is_end_of_data else work.data_fingerprint
+            if told != (None if batch is None else batch[2]):
+                raise self._mismatch(work)
+        return batch
+
+    def _mismatch(self, work: _core.WorkItem) -> DataMismatch:
+        return DataMismatch(
+            f"validation minibatch {work.microbatch} is not the same data at stage 0 and {self._describe}:"
+            " both iterate validation's data, so its order must follow from the seeded generators of torch,"
+            " random and numpy, or be fixed"
+        )
+
+    # A block.
+
+    def _begin_block(self, boundary: int) -> None:
+        self._boundary, self._num_over = boundary, 0
+        if self._reader is not None:
+            self._reader.begin(boundary)
+        self._running = running = contextlib.ExitStack()
+        for index, one in self._stages.items():
+            copies = self._kept.pop((index, boundary), None)
+            roots = [root for _, root in one.stage.roots()]
+            running.enter_context(in_eval_mode(roots))
+            running.enter_context(_with_buffers(roots, copies or self._copies_of_buffers(index)))
+            running.callback(setattr, one.trained, "draws", one.trained.draws)
+            one.trained.draws = None
+
+    def _end_stage(self, work: _core.WorkItem) -> None:
+        if work.stage == self._last and self._measures is not None:
+            num_samples = self._measures.num_samples
+            figures = self._user.run("validation", self._measures.result)
+            self.results.append((work.minibatch, num_samples, figures))
+            self._show(work.minibatch, num_samples, figures)
+        self._num_over += 1
+        if self._num_over == len(self._stages):
+            self.finish()
+
+    def _copies_of_buffers(self, stage: int) -> dict[int, Tensor]:
+        return {
+            id(buffer): buffer.detach().clone() for _, buffer in self._stages[stage].trained.stage_buffers()
+        }
+
+
+@contextlib.contextmanager
+def _with_buffers(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
+    """Inside, modules have these in the place of the buffers with these ids. Not written into those: a graph
+    that waits for its backward may have saved them."""
+    former = [
+        (module, name, buffer)
+        for root in roots
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if id(buffer) in copies
+    ]
+    for module, name, buffer in former:
+        module._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for module, name, buffer in former:
+            module._buffers[name] = buffer

@@ -1,0 +1,222 @@
+"""run(validation=...) measures what a plain loop would with the weights of that moment, and the training does
+not notice."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from pipedream import reference
+from torch import Tensor, nn
+from training import Training, tolerance, train_in_pipeline
+
+Results = list[tuple[int, dict[str, float]]]
+
+
+def sum_of(outputs: Any, targets: Any) -> tuple[float, int]:
+    return float(outputs.sum()), len(outputs)
+
+
+def held_out(training: Training, every: str | int, **options: Any) -> pipedream.Validation:
+    """More minibatches than an edge holds, larger than the training's, the last one short."""
+    batches = training.case.data(5, training.dtype, short_last=True)
+    doubled = [tuple(torch.cat([part, part]) for part in batch) for batch in batches]
+    return pipedream.Validation(doubled, {"sum": sum_of}, every=every, **options)
+
+
+def evaluate_in_pipeline(training: Training, every: str | int) -> tuple[Results, list[float], Any, list[Any]]:
+    result, state = train_in_pipeline(training, validation=held_out(training, every))
+    figures = [(each.minibatch, {"loss": each.loss, **each.metrics}) for each in result.validation]
+    return figures, result.losses, state, result.versions
+
+
+def evaluate_in_oracle(training: Training, every: str | int) -> Results:
+    model = training.model()
+    result = reference.run(model, training.plan, **training.options(), validation=held_out(training, every))
+    return result.validation
+
+
+def assert_equal_figures(training: Training, figures: Results, expected: Results) -> None:
+    """To the last bit, but where the order of additions makes other weights."""
+    assert len(figures) > 0
+    assert [boundary for boundary, _ in figures] == [boundary for boundary, _ in expected]
+    is_exact = training.microbatches == 1 and not training.replicas
+    for (_, found), (_, wanted) in zip(figures, expected, strict=True):
+        assert found == (wanted if is_exact else pytest.approx(wanted, rel=tolerance(training.dtype)))
+
+
+TRAININGS = [
+    (Training("cnn", 3, num_minibatches=4, epochs=2), 3),
+    (Training("cnn", 3, num_minibatches=4, epochs=2, microbatches=4), "epoch"),
+    (Training("cnn", 2, schedule="flush", microbatches=2, num_minibatches=3, epochs=2), "epoch"),
+    (Training("cnn", 3, schedule="unstashed", num_minibatches=5), 1),
+    (Training("dropout", 3, schedule="2bw", microbatches=2, num_minibatches=5), 2),
+    (Training("dropout", 4, schedule="interleaved", microbatches=2, num_minibatches=4), 2),
+    (Training("dropout", 1, num_minibatches=4, epochs=2), "epoch"),
+    (Training("tied_apart", 3, num_minibatches=6), 2),
+    (Training("tied_apart", 3, schedule="flush", num_minibatches=4), 1),
+    (Training("cnn", 2, replicas=(2, 1), num_minibatches=7), 3),
+    (Training("cnn", 3, replicas=(1, 2, 1), num_minibatches=4, epochs=2), "epoch"),
+    (Training("transformer", 2, schedule="vertical_sync", num_minibatches=5), 2),
+]
+
+
+@pytest.mark.parametrize(("training", "every"), TRAININGS, ids=str)
+def test_an_evaluation_is_that_of_a_plain_loop_and_the_training_does_not_notice(
+    farm: Farm, training: Training, every: str | int
+) -> None:
+    figures, losses, state, versions = farm.results(
+        evaluate_in_pipeline, training, every, num_ranks=training.num_workers
+    )[0]
+    result, plain_state = farm.results(train_in_pipeline, training, num_ranks=training.num_workers)[0]
+    assert losses == result.losses
+    assert versions == result.versions
+    assert all(torch.equal(state[name], plain_state[name]) for name in state)
+    assert_equal_figures(training, figures, evaluate_in_oracle(training, every))
+
+
+class WithAuxiliaryHead(nn.Module):
+    """In training another value crosses the cuts, of a head that eval mode leaves out."""
+
+    def __init__(self, *, skips: bool = False) -> None:
+        super().__init__()
+        self.stem, self.middle, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm, self.auxiliary = nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(self.stem(x))
+        auxiliary = self.auxiliary(x) if self.training else None
+        if self.training or not self.skips:
+            x = x + self.middle(x).tanh()
+        return (self.head(x), auxiliary) if self.training else self.head(x)
+
+    def plain_chain(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.norm(self.stem(x)))).tanh()
+
+
+def auxiliary_loss(outputs: Any, targets: Tensor) -> Tensor:
+    if isinstance(outputs, tuple):
+        return nn.functional.mse_loss(outputs[0], targets) + nn.functional.mse_loss(outputs[1], targets)
+    return nn.functional.mse_loss(outputs[:, :4], targets)
+
+
+def _batches(number: int, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator))
+        for _ in range(number)
+    ]
+
+
+def _model(**options: Any) -> WithAuxiliaryHead:
+    torch.manual_seed(0)
+    return WithAuxiliaryHead(**options)
+
+
+_CUT = replace(pipedream.Plan.straight(2, 2), cuts=("middle",))
+_OPTIONS: dict[str, Any] = {
+    "loss_fn": auxiliary_loss,
+    "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+    "seed": 1,
+}
+
+
+def evaluate_module(**options: Any) -> tuple[Results, dict[str, int | None]]:
+    validation = pipedream.Validation(_batches(3, 12, 1), {"sum": sum_of}, every=2, **options)
+    result = pipedream.run(
+        _model(), _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS
+    )
+    figures = [(each.minibatch, {"loss": each.loss, **each.metrics}) for each in result.validation]
+    return figures, result.memory[0]["evaluation"]
+
+
+def plain_chain(model: Any, inputs: Tensor) -> Any:
+    return model.plain_chain(inputs)
+
+
+@pytest.mark.parametrize("forward", [None, plain_chain])
+def test_the_eval_mode_forward_is_cut_by_itself_and_may_be_another_one(farm: Farm, forward: Any) -> None:
+    figures, memory = farm.results(evaluate_module, forward=forward, num_ranks=2)[0]
+    validation = pipedream.Validation(_batches(3, 12, 1), {"sum": sum_of}, every=2, forward=forward)
+    expected = reference.run(_model(), _CUT, data=_batches(5, 4, 0), validation=validation, **_OPTIONS)
+    assert figures == expected.validation
+    assert [boundary for boundary, _ in figures] == [2, 4]
+    assert memory["predicted"] > 0
+
+
+def sum_of_all(outputs: list[Tensor], targets: list[Tensor]) -> tuple[float, int]:
+    return float(torch.cat(outputs).sum()), len(torch.cat(targets))
+
+
+def evaluate_with_all_outputs() -> list[float]:
+    data = _batches(3, 12, 1)
+    validation = pipedream.Validation(data, {"sum": sum_of_all}, every=2, outputs=True)
+    result = pipedream.run(
+        _model(), _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS
+    )
+    return [each.metrics["sum"] for each in result.validation]
+
+
+def test_a_metric_may_have_all_outputs_at_once(farm: Farm) -> None:
+    figures, _ = farm.results(evaluate_module, num_ranks=2)[0]
+    sums = farm.results(evaluate_with_all_outputs, num_ranks=2)[0]
+    assert sums == pytest.approx([of_each["sum"] for _, of_each in figures], rel=1e-6)
+
+
+def refused(what: str) -> None:
+    model, validation = _model(skips=what == "cut"), pipedream.Validation(_batches(3, 12, 1))
+    if what == "larger":
+        unknown_sizes = torch.utils.data.DataLoader(_batches(1, 4, 1) + _batches(1, 5, 1), batch_size=None)  # type: ignore[arg-type]
+        validation = pipedream.Validation(unknown_sizes)
+    if what == "metric":
+        validation = pipedream.Validation(_batches(2, 4, 1), {"wrong": lambda outputs, targets: 1.0})
+    pipedream.run(model, _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("cut", "validation: in eval mode the model cannot be cut after 'middle'"),
+        ("larger", "put the largest first"),
+        ("metric", "metric 'wrong' returned a float: return (sum, count)"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told(farm: Farm, what: str, text: str) -> None:
+    outcomes = farm.run(refused, what, num_ranks=2)
+    assert any(text in str(outcome.error) for outcome in outcomes), [outcome.error for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"data": iter([])}, "data is an iterator"),
+        ({"data": [], "every": "hour"}, "every is 'hour': use 'epoch' or a number of minibatches"),
+        ({"data": [], "ema": True}, "ema is True: this is not built yet"),
+        ({"data": [], "metrics": {"loss": len}}, "a metric is called 'loss'"),
+    ],
+)
+def test_a_mistaken_validation_is_told_at_once(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        pipedream.Validation(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sync": "asp"}, "sync is 'asp'"),
+        ({"sync": "ssp", "staleness": 1}, "sync is 'ssp'"),
+        ({"sync_every": 2}, "sync_every is 2"),
+    ],
+)
+def test_replicas_without_a_common_version_are_not_evaluated(options: dict[str, Any], text: str) -> None:
+    replicas = pipedream.Plan((pipedream.Stage(0, 0, num_replicas=2), pipedream.Stage(1, 1)))
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    validation = pipedream.Validation(_batches(1, 4, 1))
+    with pytest.raises(ValueError, match=f"validation is given, and {text}"):
+        pipedream.run(model, replicas, data=_batches(2, 4, 0), validation=validation, **_OPTIONS, **options)
