@@ -96,7 +96,9 @@ def cause_of(codes: Mapping[int, int], folder: Path, board: StatusBoard, plan: P
             lost = errors.WorkerLost(f"{plan.describe_worker(rank)} {_end_of(codes[rank])} {position}")
             return _at(lost, board.read(rank))
         cause = _read_errors(folder)[0]
-    return _at(_ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"]), cause["minibatch"])
+    return _at(
+        _ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"]), cause.get("minibatch")
+    )
 
 
 def _at(error: Exception, minibatch: int | None) -> Exception:
