@@ -131,10 +131,10 @@ struct ScheduleOptions {
   // weights. A microbatch reads max(oldest, ...) where the table says max(0, ...): the version of the start,
   // where nothing older is there, as after a drain.
   MinibatchId first_minibatch{};
-  // Where the run goes on exactly as if it had never stopped: the minibatch with which its pipeline began, a
-  // multiple as i0 is. What is kept of the versions since then is there beside that of the start. A stage
-  // that does not stash keeps one; what its first n_s - 1 microbatches read before that the worker holds
-  // itself.
+  // The minibatch with which the pipeline began that the run goes on with, exactly as if it had never
+  // stopped; a multiple as i0 is. What is kept of the versions since then is there beside that of the start.
+  // A stage that does not stash keeps one; what its first n_s - 1 microbatches read before that the worker
+  // holds itself.
   std::optional<MinibatchId> oldest_minibatch{};
   std::int64_t staleness = 0;  // k, in rounds: how much older a version may be
   // Whether an update is a collective of all replicas: then nothing is pushed or pulled over edges.

@@ -1,9 +1,9 @@
-"""Where a run ended, for another that goes on from there: `run(..., state=previous.state)`.
+"""The state of a run that has ended, for another that goes on from there: `run(..., state=previous.state)`.
 
-What all ranks know of it is JSON; beside it are the snapshots of its stages. Under torchrun each rank has its
-own in memory. Those of local workers lie in files, which they wrote and the next ones read, in a folder that
-lasts as long as the state. A process keeps the state of its latest run alone, and what its user holds. Any
-thread.
+All ranks know a part of it, which is JSON; beside it are the snapshots of its stages. Under torchrun each
+rank has its own in memory. Those of local workers lie in files, which they wrote and the next ones read, in a
+folder that lasts as long as the state. A process keeps the state of its latest run alone, and what its user
+holds. Any thread.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DOCUMENT = "run.json"
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What one rank keeps."""
+    """The part of one rank."""
 
     snapshots: list[StageSnapshot]
-    """Of its stages, or of a spare's shard."""
+    """One of each of its stages, or that of a spare's shard."""
     process: dict[str, Any]
     """The generators of its process, as JSON."""
     data: dict[str, Any] | None
@@ -71,7 +71,7 @@ def _read_generators(folder: Path, rank: int) -> dict[str, Any]:
 
 
 class RunState:
-    """Where a run ended: of use to run() alone, as its argument `state`."""
+    """The state of a run that has ended. Only run() uses it, as its argument `state`."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class RunState:
 
     @classmethod
     def load(cls, folder: Path, remove: Callable[[], None]) -> RunState:
-        """What save() and its workers have written."""
+        """Reads what save() and the workers have written."""
         document = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
         return cls(document, folder=folder, remove=remove)
 
     def save(self, folder: Path) -> None:
-        """What all ranks know of it."""
+        """Writes the part that all ranks know."""
         folder.mkdir(exist_ok=True)
         (folder / _DOCUMENT).write_text(json.dumps(self.document), encoding="utf-8")
 

@@ -70,7 +70,7 @@ class MinibatchSource:
         return self._num_read if self.larger is None else self.larger.first
 
     def epoch_of(self, minibatch: int) -> int:
-        """Of one that was read."""
+        """The epoch of a minibatch that was read."""
         return self.epochs[minibatch - self.first_minibatch]
 
     @property

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,15 @@ def forwarding(
     options: JobOptions,
     task: WorkerTask,
     rendezvous: Rendezvous,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], RngState | None]]:
+    """Gives what the generators are when all has been forwarded, so that another run goes on from there."""
     if forwarded is None:
-        yield
+        yield lambda: None
         return
     forwarder = _Forwarder(forwarded, data, options, task, rendezvous)
     forwarder.start()
     try:
-        yield
+        yield lambda: forwarder.rng_at_end
     except errors.PipelineError as failure:
         forwarder.stop()
         if forwarder.error is not None:  # the user's own: it is why the workers stopped
@@ -93,6 +94,7 @@ class _Forwarder(threading.Thread):
         self._pulse: Pulse | None = None
         self._stopping = threading.Event()
         self._rng = RngState.capture()
+        self.rng_at_end: RngState | None = None
         self.error: Exception | None = None
         """Raised by the user's data, or by what it yielded."""
 
@@ -132,6 +134,7 @@ class _Forwarder(threading.Thread):
                 core = self._open()
             for minibatch, batch in group.items():
                 self._forward(core, minibatch, batch)
+        self.rng_at_end = RngState.capture()
         self._send_ends(core)
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:

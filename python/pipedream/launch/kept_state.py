@@ -125,8 +125,8 @@ def _document_of(
     source: MinibatchSource,
     kinds: Sequence[Shapes],
 ) -> dict[str, Any]:
-    """What all ranks know of the state, but for the generators of whoever reads the data. kinds: those of
-    minibatches that memory is planned for."""
+    """The part of the state that all ranks know, but for the generators of whoever reads the data. kinds:
+    those of minibatches that memory is planned for."""
     options = run.options
     return {
         "name": secrets.token_hex(8),

@@ -128,7 +128,7 @@ def run_locally(
                 lambda: None if board.newest() < 0 else board.newest(),
             ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
-            forwarding(forwarded, data, options, task, rendezvous),
+            forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
             _trained_weights_told(stages, options, folder),
             _interrupts_told(options, board),
         ):
@@ -138,12 +138,16 @@ def run_locally(
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-        result.keep(_adopted_state(folder))
+        state = _adopted_state(folder)
+        rng_of_data = rng_of_forwarded()
+        if rng_of_data is not None:
+            state.document["data_generators"] = rng_of_data.to_document()
+        result.keep(state)
         return result
 
 
 def _adopted_state(folder: Path) -> RunState:
-    """What the workers have kept, in a folder that lasts as long as it is held."""
+    """Takes what the workers have kept into a folder that lasts as long as the state is held."""
     with contextlib.ExitStack() as around:
         kept = around.enter_context(run_folder())
         (folder / STATE_FOLDER).rename(kept / STATE_FOLDER)

@@ -208,11 +208,11 @@ class Segment:
 
     @property
     def kinds(self) -> tuple[Shapes, ...]:
-        """Of minibatches for which it was planned, where data are read."""
+        """The shapes of minibatches for which it was planned, where data are read."""
         return self._rehearsed.kinds
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Of this worker, once the run is over. Raises ValueError for what cannot be kept."""
+        """Copies the state of this worker when the run is over. Raises ValueError for what it cannot keep."""
         loop = self._loop or self._spare_loop
         if loop is None:
             return []

@@ -224,7 +224,7 @@ class RngStream:
         return replace(RngState.capture(), torch_cpu=cpu_state, torch_cuda=cuda_state)
 
     def go_on_from(self, state: RngState) -> None:
-        """What it draws next is what torch's generators in this state would."""
+        """Makes it draw next what torch's generators in this state would."""
         self._inside = (state.torch_cpu, state.torch_cuda)
 
     def __enter__(self) -> RngStream:

@@ -196,9 +196,9 @@ class RunResult:
 
     @property
     def state(self) -> RunState:
-        """Where the run ended, for another that goes on from there: run(..., state=result.state). A process
-        keeps that of its latest run: raises ValueError where another has begun since, unless somebody holds
-        it."""
+        """The state in which the run ended, for another that goes on from it: run(..., state=result.state). A
+        process keeps that of its latest run: raises ValueError where another has begun since, unless somebody
+        holds it."""
         if self._kept is None:
             raise ValueError("this result has come from elsewhere, without the state of its run")
         return self._kept.get()

@@ -45,7 +45,7 @@ _SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "
 
 
 def _stages_of(plan: Plan) -> str:
-    """What of a plan decides which state its workers have, in a line."""
+    """Says in a line what of a plan decides which state its workers have."""
     stages = [
         f"layers {stage.first_layer} to {stage.last_layer}"
         + (f" x {stage.num_replicas}" if stage.num_replicas > 1 else "")
@@ -92,7 +92,7 @@ class JobOptions:
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
     """Where callbacks are called."""
     state: RunState | None = field(default=None, metadata=compared(said=lambda state: state and state.name))
-    """Where the run that this one goes on from has ended."""
+    """The state of the run that this one goes on from."""
     validation: Validation | None = field(
         default=None, metadata=compared(said=lambda value: value and value.said())
     )

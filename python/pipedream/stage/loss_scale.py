@@ -120,7 +120,7 @@ class LossScaling:
         return (round_index + 1) * self._own_per_round + self._delay
 
     def state(self, next_own: int) -> dict[str, Any]:
-        """As JSON, where a run ends before the microbatch."""
+        """Gives it as JSON, for a run that ends before the microbatch."""
         scaler = self._scaler
         return {
             "scaler": None if scaler is None else scaler.state(),

@@ -94,7 +94,8 @@ class SpareLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Of the shard's optimizer: replicas have its weights. Raises ValueError for what cannot be kept."""
+        """Copies the state of the shard's optimizer; replicas have its weights. Raises ValueError for what
+        cannot be kept."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         tensors, document = self._optimizer.state()

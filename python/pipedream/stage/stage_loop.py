@@ -327,7 +327,7 @@ class WorkerLoop:
         return self._report(meter, step_meter)
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Of the stages, once the data are over. Raises ValueError for what cannot be kept."""
+        """Copies the state of the stages when all is done. Raises ValueError for what it cannot keep."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         return [

@@ -143,7 +143,7 @@ class StageRunner:
         self._held = parts.held
         """Until the first microbatches are forwarded that read them."""
         self.kept = HeldVersions()
-        """What a run that goes on reads, and is in no slot."""
+        """Versions that a run which goes on reads, and that are in no slot."""
         self._schedule = schedule
         self._loss_scaling = parts.loss_scaling
         self._offload: OffloadedStash | None = None

@@ -1,4 +1,4 @@
-"""What a stage begins with where a run goes on from another's state, and what it leaves for the next.
+"""The versions that a stage begins with in a run that goes on, and the snapshot that it leaves for the next.
 
     version          8    9    10                 read by the first microbatches after the boundary
     at the end      slot 2    0    1              as the updates have left them
@@ -96,7 +96,7 @@ class StageStart:
         return cls(slot_of, older, older_tied, held)
 
     held: HeldVersions | None = None
-    """Where the stage does not stash: what is in no slot."""
+    """Versions that are in no slot, of a stage that does not stash."""
 
     @property
     def newest_slot(self) -> int:
