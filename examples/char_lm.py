@@ -96,16 +96,12 @@ def make_loader(text: torch.Tensor, num_minibatches: int) -> DataLoader[tuple[to
     return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, text: torch.Tensor) -> float:
-    """Mean nats per character over the text, in windows that do not overlap."""
+def make_validation(text: torch.Tensor, every: int) -> pipedream.Validation:
+    """The text in windows that do not overlap."""
     windows = text.unfold(0, CONTEXT + 1, CONTEXT)
-    model.eval()
-    nats = [
-        loss_fn(model(part[:, :-1]), part[:, 1:]).item() * len(part) for part in windows.split(BATCH_SIZE)
-    ]
-    model.train()
-    return sum(nats) / len(windows)
+    return pipedream.Validation(
+        [(part[:, :-1], part[:, 1:]) for part in windows.split(BATCH_SIZE)], every=every
+    )
 
 
 def make_plan(
@@ -180,7 +176,6 @@ def main() -> None:
         plan = pipedream.Plan.straight(len(model), num_workers)  # rank 0's plan is used everywhere
     if is_main:
         print(plan, "\n", flush=True)
-        untrained = evaluate(model, held_out)
 
     result = pipedream.run(
         model,
@@ -192,12 +187,13 @@ def main() -> None:
         microbatches=options.microbatches or 1,
         seed=options.seed,
         transport=options.transport,
+        validation=make_validation(held_out, every=max(1, options.minibatches // 10)),
     )
     if is_main:
         report(result, options.output_dir)
-        nats = evaluate(model, held_out)
-        bits = nats / math.log(2)
-        print(f"held-out loss      {untrained:.3f} -> {nats:.3f} nats ({bits:.3f} bits) per character")
+        first, last = result.validation[0].loss, result.validation[-1].loss
+        bits = last / math.log(2)
+        print(f"held-out loss      {first:.3f} -> {last:.3f} nats ({bits:.3f} bits) per character")
 
 
 if __name__ == "__main__":
