@@ -63,6 +63,7 @@ TRAININGS = [
     (Training("cnn", 2, replicas=(2, 1), num_minibatches=7), 3),
     (Training("cnn", 3, replicas=(1, 2, 1), num_minibatches=4, epochs=2), "epoch"),
     (Training("transformer", 2, schedule="vertical_sync", num_minibatches=5), 2),
+    (Training("cnn", 1, replicas=(2,), schedule="data_parallel", num_minibatches=6), 2),
 ]
 
 

@@ -161,7 +161,7 @@ class Segment:
         boundary = self._rehearsed.input_boundary
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
-        elif boundary is None and run.options.validation is not None:
+        elif boundary is None and group_size > 1:
             source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
         self._loop = loop = self._make_loop(source)
         self._snapshots.clear()  # whose memory nothing needs any more

@@ -59,14 +59,14 @@ class EvaluatedStage:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is known of a worker's evaluations before it trains."""
+    """A worker's evaluations, as they are known before it trains."""
 
     stages: Sequence[StageModule]
     """The worker's, of the eval-mode forward."""
     boundaries: Mapping[int, Boundary]
     """By the stage upstream, of the cuts at these stages."""
     seed: int
-    """Of what validation data draw."""
+    """Seed of what validation data draw."""
 
 
 class Measures:
@@ -94,7 +94,7 @@ class Measures:
         self._sums = {name: [] for name in self._metrics}
 
     def add(self, loss: Tensor, output: Any, inputs: Any, targets: Any) -> None:
-        """Of one minibatch. Raises ValueError where all outputs would take too much memory."""
+        """Adds one minibatch. Raises ValueError where all outputs would take too much memory."""
         count = samples_of(inputs, targets) or 1
         self.num_samples += count
         weight = float(count if self._weight_fn is None else self._weight_fn(targets))
@@ -142,7 +142,7 @@ def _pair(name: str, returned: Any) -> tuple[Any, Any]:
 
 
 class Evaluations:
-    """Of one worker, at replica 0 of its stages; a listener of its boundaries."""
+    """The evaluations of one worker, at replica 0 of its stages; a listener of its boundaries."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Evaluations:
         """reader: where data are read. measures: at the last stage. show(boundary, samples, figures): called
         there for each result. describe: the worker, for errors."""
         self.fields = _core.ItemFields()
-        """What travels with the tensors of the latest EVALUATE."""
+        """The fields that travel with the tensors of the latest EVALUATE."""
         self.results: list[tuple[int, int, Figures]] = []
         """(boundary, samples, figures) of each evaluation, at the last stage."""
         self._core = core
@@ -185,7 +185,7 @@ class Evaluations:
         self._running: contextlib.ExitStack | None = None  # inside a block
         self._num_over = 0  # stages here whose part of the block is over
 
-    # As a listener of boundaries.
+    # The listener of boundaries.
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & EVALUATE or minibatch <= self._boundary:
@@ -197,7 +197,7 @@ class Evaluations:
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         """The core knows when."""
 
-    # As work items.
+    # Work items.
 
     def evaluate(self, work: _core.WorkItem) -> list[Tensor]:
         """The outputs; none at the last stage. The first stage finds that there are no more minibatches, and

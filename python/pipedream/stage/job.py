@@ -97,7 +97,7 @@ class JobOptions:
         default=None, metadata=compared(said=lambda value: value and value.said())
     )
     evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
-    """Of the eval-mode forward; None where it is cut as the layers of the training."""
+    """Cuts of the eval-mode forward; None where it is cut as the layers of the training."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 
