@@ -159,6 +159,18 @@ def test_what_topk_has_left_out_goes_on(
     _assert_parts_equal_the_whole(farm, training, 1, 1, codec=codec)
 
 
+def test_weights_that_were_not_gathered_are_those_of_the_state(farm: Farm) -> None:
+    _assert_parts_equal_the_whole(farm, Training("cnn", 2, num_minibatches=3), 1, 1, gather="none")
+
+
+def test_asynchronous_shards_go_on_from_the_newest_version(farm: Farm) -> None:
+    training = Training("cnn", 2, num_minibatches=4, replicas=(2, 1), sync="asp")
+    losses, versions, _, _ = farm.results(_train_in_parts, training, [1, 1], num_ranks=3)[0]
+    assert len(losses) == 8
+    assert versions[0][4][0][0] == 2, "rounds of two minibatches"
+    assert versions[1][4][0][0] == 4
+
+
 class _Unsendable:
     """Shuffled minibatches, which the caller of local workers iterates."""
 
