@@ -159,5 +159,6 @@ class SpareLoop:
             "losses": [],
             "samples": [],
             "epochs": [],
+            "validation": [],
             "data": {"source": "", "read_ns": 0},
         }
