@@ -8,6 +8,7 @@ namespace pipedream {
 
 struct ItemFields {
   // Of the minibatch's data, as the sender knows it: who reads the same data compares. 0 where nobody does.
+  // Of gradients: the bits of the microbatch's loss, where the first stage wants to know it.
   std::uint64_t data_fingerprint = 0;
   // What the loss was multiplied by, and with it the gradients of the item. 0: nothing; else finite and
   // positive.

@@ -12,8 +12,9 @@ import pipedream
 import pytest
 import torch
 from event_files import read_scalars
+from farm import Farm
 from pipedream.callbacks import Callback, Decision, EndReport, EpochReport, MinibatchReport, StartReport
-from training import Training, train_by_reference
+from training import Training, train_by_reference, train_in_pipeline
 
 _TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last of an epoch is short
 
@@ -75,6 +76,49 @@ def test_false_at_an_epochs_end_stops_all_stages_at_a_stated_minibatch(
     assert recorder.ended[0].result is result
     expected, _ = train_by_reference(replace(training, epochs=4))
     torch.testing.assert_close(result.losses, expected.losses[: 12 + lead], rtol=1e-9, atol=1e-12)
+
+
+def _train_recorded(training: Training, answers: dict[int, Any], every: int | None) -> tuple[Any, ...]:
+    recorder = _Recorder(every, answers)
+    result, state = train_in_pipeline(training, callbacks=[recorder])
+    return result, state, recorder.epochs, recorder.told
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how", "lead"),
+    [
+        ((1, 1), {"schedule": "flush", "microbatches": 2}, 0),
+        ((1, 1, 1), {}, 3),
+        ((2, 1), {}, 4),
+        ((1,), {}, 1),
+    ],
+    ids=["flush", "straight", "2-1", "one stage"],
+)
+def test_rank_0_of_torchrun_decides_for_all_ranks(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], lead: int
+) -> None:
+    training = replace(_TRAINING, num_stages=len(replicas), replicas=replicas, **how)
+    answers = {0: Decision(rate_factor=1.0), 1: False}
+    outcomes = farm.results(_train_recorded, training, answers, 5, num_ranks=training.num_workers)
+    result, _, epochs, told = outcomes[0]
+    assert {other[0].stopped_at for other in outcomes} == {12 + lead}
+    assert not any(other[2] for other in outcomes[1:])
+    expected, _ = train_by_reference(training)
+    torch.testing.assert_close(result.losses, expected.losses[: 12 + lead], rtol=1e-9, atol=1e-12)
+    for report in epochs:
+        own = result.losses[report.first : report.end]
+        torch.testing.assert_close(list(report.losses), own, rtol=1e-12, atol=1e-15)
+    losses = [loss for report in told for loss in report.losses]
+    torch.testing.assert_close(losses, result.losses, rtol=1e-12, atol=1e-15)
+
+
+def test_a_rate_that_rank_0_halves_falls_at_all_ranks(farm: Farm) -> None:
+    training = replace(_TRAINING, schedule="flush", lr_scheduler=_decaying)
+    answers = {0: Decision(rate_factor=0.5)}
+    result, state, _, _ = farm.results(_train_recorded, training, answers, None, num_ranks=2)[0]
+    expected, expected_state = train_by_reference(replace(training, lr_scheduler=_decaying_and_halved(6)))
+    torch.testing.assert_close(result.losses, expected.losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(dict(state), expected_state, rtol=1e-9, atol=1e-12)
 
 
 _DECAY = 0.9

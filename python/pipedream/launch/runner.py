@@ -276,7 +276,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     with _told(steering, data, options) as tell_end:
         if prefix is not None:
             first.take()  # which nobody needs again
-            result = _run_this_rank(model, data, options, prefix)
+            result = _run_this_rank(model, data, options, prefix, steering)
         else:
             result = run_locally(model, data, options, first, steering)
         tell_end(result)
@@ -318,11 +318,6 @@ def _told(
 def _steering_of(arguments: dict[str, Any]) -> Steering:
     check_arguments(**{name: arguments[name] for name in ("on_epoch_end", "callbacks")})
     on_epoch_end = arguments["on_epoch_end"]
-    if under_torchrun() and (on_epoch_end is not None or arguments["callbacks"]):
-        raise ValueError(
-            "callbacks and on_epoch_end are called in the caller of local workers, and this is a rank of"
-            " torchrun, where they are not built yet: start the script without torchrun, or leave them out"
-        )
     return Steering([*arguments["callbacks"], *([] if on_epoch_end is None else [callback_of(on_epoch_end)])])
 
 
@@ -589,7 +584,10 @@ def _check_process() -> None:
         )
 
 
-def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
+def _run_this_rank(
+    model: Model, data: Iterable[Any], options: JobOptions, prefix: str, steering: Steering
+) -> RunResult:
     with this_rank(prefix) as place, generators_kept():
         order = Interrupt() if may_stop_early(options, under_torchrun=True) else None
-        return run_worker(replace(place, stop_order=order), options, model, data)
+        place_to_stop = replace(place, stop_order=order)
+        return run_worker(place_to_stop, options, model, data, steering=steering if place.rank == 0 else None)

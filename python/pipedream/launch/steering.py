@@ -5,12 +5,14 @@
     every stage    reads it where the learning rate changes
 
 Questions and answers are few, and nothing of this is on the way of a minibatch. Answers are named by the
-boundary at which they are due. The workers' part runs on their compute thread, the other one on the caller's.
+boundary at which they are due. Under torchrun rank 0 calls the callbacks, and the rendezvous has the answers.
+The workers' part runs on their compute thread, the other one on the caller's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from typing import Any
 from pipedream import _core
 from pipedream.callbacks.callback import Decision
 from pipedream.callbacks.steering import Question, Steering
+from pipedream.common.errors import failures_of_others
 from pipedream.common.guard import write_record
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
@@ -27,25 +30,33 @@ from pipedream.launch.worker_processes import LOOK_S
 from pipedream.planning.plan import Plan
 from pipedream.report.status import StatusBoard
 from pipedream.stage.boundaries import EVALUATE, RATE, SNAPSHOT, STOP
-from pipedream.stage.decisions import Asking, RateChanges, Steered, Stopping, answer_lead, stop_lead
+from pipedream.stage.decisions import (
+    AnswerWay,
+    Asking,
+    RateChanges,
+    Steered,
+    Stopping,
+    answer_lead,
+    stop_lead,
+)
 
-__all__ = ["FolderWay", "LocalSteering", "steered"]
+__all__ = ["LocalSteering", "steered"]
 
 _QUESTIONS = "questions"
 _POLL_S = 0.001
 _ANSWER_S = 0.005
 
 
-def steered(run: AgreedRun, optimizers: WorkerOptimizers) -> Steered:
-    """What steers this worker, in all segments of the run."""
+def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
+    """What steers this worker, in all segments of the run. steering: at rank 0 of torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
         lead = stop_lead(schedule, sync_every=run.options.sync_every)
         stopping = Stopping(place.stop_order, decides=place.rank == 0, lead=lead)
-    if not points.at_epochs or place.folder is None:
+    if not points.at_epochs:
         return Steered(stopping)
-    way = FolderWay(place.folder)
+    way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder)
     asking: Asking | None = None
     if 0 in optimizers.by_stage:
         asking = Asking(
@@ -65,6 +76,8 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers) -> Steered:
 class FolderWay:
     """At a local worker."""
 
+    waits = False  # the caller looks by itself, and knows the losses
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -72,7 +85,7 @@ class FolderWay:
         with (self._folder / _QUESTIONS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(question)) + "\n")
 
-    def wait(self, boundary: int, check: Callable[[], None]) -> int:
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
         path = _answer_path(self._folder, boundary)
         while not path.exists():
             check()
@@ -81,6 +94,59 @@ class FolderWay:
 
     def rate_factor(self, boundary: int) -> float:
         return float(_read_answer(_answer_path(self._folder, boundary))["rate_factor"])
+
+
+class StoreWay:
+    """At a rank of torchrun, by the rendezvous. Rank 0 calls the callbacks itself, when the answer is due: by
+    then the losses have come back to stage 0 with the gradients."""
+
+    waits = True
+
+    def __init__(self, run: AgreedRun, steering: Steering | None) -> None:
+        self._rendezvous = run.place.rendezvous
+        self._replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+        self._num_replicas = run.plan.stages[0].num_replicas
+        self._steering = steering
+        if steering is not None:
+            fix_rates_of_spares(steering, run.plan)
+            steering.begin()
+        self._open: dict[int, Question] = {}
+        """By the boundaries of their answers."""
+        self._losses: list[float] = []
+        self._check: Callable[[], None] = lambda: None
+
+    def ask(self, question: Question) -> None:
+        if question.takes_effect is not None:
+            self._open[question.takes_effect] = question
+        elif self._steering is not None:
+            self._steering.note_last(question)
+
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
+        self._check = check
+        if self._num_replicas > 1:
+            self._rendezvous.publish(_losses_key(boundary, self._replica), losses)
+        if self._steering is not None:
+            if self._num_replicas > 1:
+                keys = [_losses_key(boundary, replica) for replica in range(self._num_replicas)]
+                losses = [sum(parts) for parts in zip(*self._wait_for(keys), strict=True)]
+            self._losses += losses
+            decision = self._steering.tell(self._open.pop(boundary), self._losses)
+            self._rendezvous.publish(_answer_key(boundary), _answer_of(decision))
+        return int(self._answer(boundary)["events"])
+
+    def rate_factor(self, boundary: int) -> float:
+        return float(self._answer(boundary)["rate_factor"])
+
+    def _answer(self, boundary: int) -> dict[str, Any]:
+        answer: dict[str, Any]
+        (answer,) = self._wait_for([_answer_key(boundary)])
+        return answer
+
+    def _wait_for(self, keys: list[str]) -> list[Any]:
+        with failures_of_others():
+            return self._rendezvous.wait_for(
+                keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=self._check
+            )
 
 
 class LocalSteering:
@@ -94,10 +160,7 @@ class LocalSteering:
         self._num_microbatches = num_microbatches
         self._board = board
         self._folder = folder
-        if plan.num_spares:
-            steering.why_rates_are_fixed = (
-                "the plan has spare shards, which hear of no boundary: use a plan without num_spare_shards"
-            )
+        fix_rates_of_spares(steering, plan)
         self.is_needed = steering.points.at_epochs
         """Whether look() has anything to do."""
         # Where the pipeline waits for an answer, soon.
@@ -136,6 +199,21 @@ class LocalSteering:
         whole = content[: content.rfind(b"\n") + 1]
         self._num_read += len(whole)
         self._open += [Question.from_dict(json.loads(line)) for line in whole.splitlines()]
+
+
+def fix_rates_of_spares(steering: Steering, plan: Plan) -> None:
+    if plan.num_spares:
+        steering.why_rates_are_fixed = (
+            "the plan has spare shards, which hear of no boundary: use a plan without num_spare_shards"
+        )
+
+
+def _losses_key(boundary: int, replica: int) -> str:
+    return f"losses before {boundary}/{replica}"
+
+
+def _answer_key(boundary: int) -> str:
+    return f"answer at {boundary}"
 
 
 def _answer_path(folder: Path, boundary: int) -> Path:

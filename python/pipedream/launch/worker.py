@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from pipedream import _core
+from pipedream.callbacks.steering import Steering
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
@@ -67,16 +68,19 @@ def run_worker(
     model: Model,
     data: Iterable[Any] | ForwardedData,
     *,
+    steering: Steering | None = None,
     note_error: Callable[[Exception], None] = lambda error: None,
 ) -> RunResult:
     """This rank's part of the run; returns the whole run's result at every rank, what its trace shows at
     rank 0 only.
 
+    steering: calls the callbacks, at rank 0 of torchrun.
+
     Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
     ranks as options.gather says. Any failure is told to the other workers, and to note_error, before it is
     raised here, and before what a local worker has trained is kept for the caller.
     """
-    worker = _Worker(place)
+    worker = _Worker(place, steering)
     with afterwards(worker.close):
         try:
             with position_kept(worker.losses, worker.minibatch):
@@ -92,8 +96,9 @@ def run_worker(
 class _Worker:
     """The phases, in the order of the module's docstring."""
 
-    def __init__(self, place: WorkerPlace) -> None:
+    def __init__(self, place: WorkerPlace, steering: Steering | None) -> None:
         self.links = WorkerLinks(place.rendezvous)
+        self._steering = steering
         self._place = place
         self._segment: Segment | None = None
         self._optimizers: WorkerOptimizers | None = None
@@ -230,7 +235,7 @@ class _Worker:
         else:
             self._optimizers.plan_again(run, device, rehearsed.footprints)
         if self._steered is None:
-            self._steered = steered(run, self._optimizers)
+            self._steered = steered(run, self._optimizers, self._steering)
         segment = Segment(
             *(run, self.links, core, device, rehearsed, data),
             *(self._optimizers, self._residuals, self._steered, self._snapshots),

@@ -15,6 +15,7 @@ by the worker's compute thread.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class LossRecord:
 
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
+        self.parts: deque[float] | None = None
+        """Of the microbatches whose backwards are still to come, what each is in the loss of its minibatch;
+        None: nobody wants them."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
@@ -60,8 +64,11 @@ class LossRecord:
                 " (and, of a module that is cut, whether its forward reads something there that it did not"
                 ' read in the first minibatch), or go on with on_nonfinite="continue"'
             )
-        self._sum += value if weight == 1.0 else value * weight
+        part = value if weight == 1.0 else value * weight
+        self._sum += part
         self._share += weight
+        if self.parts is not None:
+            self.parts.append(part)
 
 
 class Copier(Protocol):

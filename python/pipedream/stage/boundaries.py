@@ -110,6 +110,10 @@ class StageZeroGate:
         self.events = events
         return True
 
+    def note_loss(self, minibatch: int, part: float) -> None:
+        if self._asking is not None:
+            self._asking.note_loss(minibatch, part)
+
     def _stops_before(self, group: int) -> bool:
         return self._stopping is not None and self._stopping.stops_before(group)
 

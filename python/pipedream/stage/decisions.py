@@ -10,6 +10,7 @@ Outlives the segments of a run; owned by the worker's compute thread.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +31,8 @@ __all__ = [
     "StopOrder",
     "Stopping",
     "answer_lead",
+    "bits_of_loss",
+    "loss_of_bits",
     "stop_lead",
 ]
 
@@ -38,6 +41,8 @@ EVALUATE = 1
 SNAPSHOT = 2
 STOP = 4  # with an end of data alone: the data would go on
 RATE = 8  # the learning rate changes
+
+_BITS, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 
 
 class StopOrder(Protocol):
@@ -75,9 +80,13 @@ class AnswerWay(Protocol):
     def ask(self, question: Question) -> None:
         """At rank 0."""
 
-    def wait(self, boundary: int, check: Callable[[], None]) -> int:
-        """The events that the answer which is due there wants; at any replica of stage 0. check: is called
-        meanwhile, and raises what ends the run."""
+    waits: bool
+    """Whether somebody has to wait for an answer that decides nothing, too."""
+
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
+        """The events that the answer which is due there wants; at any replica of stage 0. losses: of the
+        minibatches of the question, as far as this replica knows them: those of all replicas add up. check:
+        is called meanwhile, and raises what ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
         """Of the answer that was due there; at any worker, once it is there."""
@@ -106,7 +115,15 @@ class Asking:
         self.check: Callable[[], None] = lambda: None
         """Raises what the links of the segment know."""
         self._num_told = 0  # minibatches
-        self._due: list[int] = []
+        self._due: list[tuple[int, int]] = []
+        """Where answers are due, and the boundaries of their questions."""
+        self._losses: dict[int, float] = {}
+        """By minibatch, of this replica's microbatches, in part for those that are not back yet."""
+        self._num_waited = 0  # minibatches
+
+    def note_loss(self, minibatch: int, part: float) -> None:
+        """The gradient of a microbatch has come back. part: what its loss is in that of its minibatch."""
+        self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
     def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> int:
         """Callbacks count from the beginning of the run, which may go on from another's state."""
@@ -120,11 +137,15 @@ class Asking:
                 self._num_told = boundary
                 epochs = [(epoch, end - first) for epoch, end in ended_epochs]
                 self._way.ask(Question(boundary, takes_effect, epochs, samples, self._rates()))
-            if self._points.decides:
-                self._due.append(takes_effect)
+            if self._points.decides or self._way.waits:
+                self._due.append((takes_effect, boundary))
         events = 0
-        while self._due and self._due[0] <= boundary:
-            events |= self._way.wait(self._due.pop(0), self.check)
+        while self._due and self._due[0][0] <= boundary:
+            due, asked = self._due.pop(0)
+            asked_of = range(self._num_waited, asked)
+            self._num_waited = asked
+            losses = [self._losses.pop(first + minibatch, 0.0) for minibatch in asked_of]
+            events |= self._way.wait(due, losses, self.check)
         return events
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
@@ -160,6 +181,17 @@ class Steered:
     stopping: Stopping | None = None
     asking: Asking | None = None
     rate_changes: RateChanges | None = None
+
+
+def bits_of_loss(loss: float) -> int:
+    """As ItemFields.data_fingerprint of a gradient carries it."""
+    (bits,) = _BITS.unpack(_DOUBLE.pack(loss))
+    return int(bits)
+
+
+def loss_of_bits(bits: int) -> float:
+    (loss,) = _DOUBLE.unpack(_BITS.pack(bits))
+    return float(loss)
 
 
 def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:

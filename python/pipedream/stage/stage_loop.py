@@ -5,6 +5,7 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
@@ -244,6 +245,10 @@ class WorkerLoop:
             describe=self._describe,
         )
 
+    def _tells_losses(self) -> bool:
+        """To the first stage. The caller of local workers finds them on the board."""
+        return self._options.call_points.at_epochs and self._place.folder is None
+
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
@@ -252,7 +257,10 @@ class WorkerLoop:
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
         if board is not None and not self._options.progress:
             show = functools.partial(_add_to, board, self._replica)
-        return make_loss_record(self._options.on_nonfinite, show, self._device)
+        record = make_loss_record(self._options.on_nonfinite, show, self._device)
+        if self._tells_losses():
+            record.parts = collections.deque()
+        return record
 
     def _make_runner(
         self, part: PreparedStage, boundaries: Mapping[int, Boundary], backward_seed: int | None
@@ -277,6 +285,7 @@ class WorkerLoop:
             losses=self._losses if is_last else None,
             boundaries=self._boundaries,
             gate=self._gate if is_first else None,
+            tells_losses=self._tells_losses(),
             backward_seed=backward_seed,
             clones_inputs=clones_inputs,
             copies_targets=copies_data,

@@ -29,6 +29,7 @@ from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
 from pipedream.stage.boundaries import Boundaries, StageZeroGate
+from pipedream.stage.decisions import bits_of_loss, loss_of_bits
 from pipedream.stage.gradients import GradientFigures, StageGradients
 from pipedream.stage.job import JobOptions
 from pipedream.stage.loss_scale import LossScaling
@@ -67,6 +68,8 @@ class StageParts:
     """Of the worker."""
     gate: StageZeroGate | None
     """At the first stage."""
+    tells_losses: bool
+    """Whether the first stage wants to know the losses."""
     backward_seed: int | None
     """Seed of the backward's draws; None if it draws nothing, or from the process's generators."""
     clones_inputs: bool | None
@@ -102,8 +105,8 @@ class StageRunner:
         self.parts = parts
         self._follows_in_hand = parts.boundaries.has_stage(self.stage_index - 1)
         self._weights, self._gradients = parts.weights, parts.gradients
-        self._losses = parts.losses
-        self._boundaries, self._gate = parts.boundaries, parts.gate
+        self._losses, self._boundaries = parts.losses, parts.boundaries
+        self._gate, self._tells_losses = parts.gate, parts.tells_losses
         self.fields = self._activation_fields = _core.ItemFields()
         """What travels with the tensors of the latest item."""
         self._gradient_fields = _core.ItemFields()
@@ -421,12 +424,28 @@ class StageRunner:
         work.tensors.clear()
         if self._reads_losses_late:  # before anything of this backward leaves the stage
             self._read_losses()
+        if self._tells_losses:
+            self._tell_loss(work, stashed)
         boundary = self.parts.boundary_in
         if boundary is None:
             return []
         if stashed.piece.is_empty:
             return nothing_like(boundary, self._device, gradients=True)
         return boundary.sent(gradients_of(stashed.leaves, self._device), gradients=True)
+
+    def _tell_loss(self, work: _core.WorkItem, stashed: Stashed) -> None:
+        """The gradients carry it back to the first stage."""
+        bits = work.data_fingerprint
+        if self._losses is not None:
+            parts = self._losses.parts
+            assert parts is not None
+            part = (
+                0.0 if stashed.piece.is_empty else parts.popleft()
+            )  # backwards come in the order of forwards
+            bits = bits_of_loss(part)
+        self.fields.data_fingerprint = bits
+        if self._gate is not None:
+            self._gate.note_loss(work.minibatch, loss_of_bits(bits))
 
     def _join_round(self, work: _core.WorkItem) -> None:
         """The gradients of the round are in the leaves of the version that the backward reads."""
