@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pipedream import _core
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.checkpoint.state import set_buffers
-from pipedream.common.errors import one_line
+from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.units import format_bytes
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
@@ -29,7 +30,7 @@ from pipedream.model.stage_module import StageModule
 from pipedream.planning.program import Program
 from pipedream.planning.shapes import Shapes, listed
 
-__all__ = ["STATE_FOLDER", "keep_state", "snapshots_of"]
+__all__ = ["STATE_FOLDER", "check_room", "keep_state", "snapshots_of"]
 
 STATE_FOLDER = "state"
 """In the folder of a run of local workers."""
@@ -92,15 +93,19 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state
+    if run.rank >= run.plan.workers_used:  # it has nothing
+        return WorkerState.of([], None)
+    end = segment.core.num_minibatches()
+    assert end is not None
     if run.rank == 0:
-        state |= _document_of(run, source, segment.kinds)
+        state |= _document_of(run, end, segment.kinds)
     try:
         if isinstance(run.options.schedule, Program):
             raise ValueError("its schedule is a program, which begins with the version that is there")
         if segment.was_stopped:
             raise ValueError("the run was stopped, and its data would go on")
         if run.reads_inputs or run.reads_targets:
-            source.fetch(source.num_minibatches)  # a replica may not have seen the end of the data
+            source.fetch(end)  # a replica may not have seen the end of the data
         stream = source.stream.generators if isinstance(source.stream, DataStream) else None
         kept = WorkerState.of(segment.take_snapshots(), stream)
         if run.rank == 0:
@@ -109,20 +114,18 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
         if place.folder is None:
             return kept
         folder = place.folder / STATE_FOLDER
-        free, needed = shutil.disk_usage(place.folder).free, kept.num_bytes
-        if 2 * needed > free:
-            raise ValueError(
-                f"it takes {format_bytes(needed)}, and {place.folder.parent} has {format_bytes(free)} free"
-            )
+        check_room(place.folder, kept.num_bytes, run.plan.workers_used)
         kept.save(folder, run.rank)
-    except (ValueError, OSError) as error:
+    except (_core.RunFailure, PipelineError):
+        raise
+    except Exception as error:  # of an optimizer, of data after the last minibatch, of a full disk
         state["missing"] = f"{run.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
 
 
 def _document_of(
     run: AgreedRun,
-    source: MinibatchSource,
+    minibatch: int,
     kinds: Sequence[Shapes],
 ) -> dict[str, Any]:
     """The part of the state that all ranks know, but for the generators of whoever reads the data. kinds:
@@ -130,7 +133,7 @@ def _document_of(
     options = run.options
     return {
         "name": secrets.token_hex(8),
-        "minibatch": source.num_minibatches,
+        "minibatch": minibatch,
         "begun_at": run.first_minibatch if run.oldest_minibatch is None else run.oldest_minibatch,
         "base_seed": run.base_seed,
         "seed": options.seed if options.state is None else options.state.document["seed"],
@@ -140,6 +143,17 @@ def _document_of(
         "kinds": [listed(kind) for kind in kinds],
         "data_generators": None,
     }
+
+
+def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
+    """Raises ValueError where as much for each worker would leave less free than it takes: what a user saves
+    goes before the state."""
+    free = shutil.disk_usage(folder).free
+    if 2 * num_workers * num_bytes > free:
+        raise ValueError(
+            f"it takes {format_bytes(num_bytes)}, and {folder.parent}, where {num_workers} workers keep"
+            f" theirs, has {format_bytes(free)} free"
+        )
 
 
 def _multiple_of(run: AgreedRun) -> int:
