@@ -4,6 +4,7 @@ not notice."""
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -221,3 +222,32 @@ def test_replicas_without_a_common_version_are_not_evaluated(options: dict[str, 
     validation = pipedream.Validation(_batches(1, 4, 1))
     with pytest.raises(ValueError, match=f"validation is given, and {text}"):
         pipedream.run(model, replicas, data=_batches(2, 4, 0), validation=validation, **_OPTIONS, **options)
+
+
+class Noting(pipedream.callbacks.Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_epoch(self, report: Any) -> None:
+        self.seen.append(dict(report.metrics))
+
+
+def evaluate_for_callbacks(training: Training) -> tuple[list[dict[str, float]], Results]:
+    noting = Noting()
+    result, _ = train_in_pipeline(training, validation=held_out(training, "epoch"), callbacks=[noting])
+    figures = [(each.minibatch, {"loss": each.loss, **each.metrics}) for each in result.validation]
+    return noting.seen, figures
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "flush"])
+def test_callbacks_are_told_of_the_newest_evaluation_that_an_answer_can_wait_for(
+    farm: Farm, schedule: str
+) -> None:
+    training = Training("cnn", 2, schedule=schedule, num_minibatches=6, epochs=3)
+    seen, figures = farm.results(evaluate_for_callbacks, training, num_ranks=2)[0]
+    of_epochs = [of_each for _, of_each in figures]
+    if schedule == "flush":  # an answer is due before the evaluation at the same place can run
+        assert seen[0].keys() == of_epochs[0].keys() and all(map(math.isnan, seen[0].values()))
+        assert seen[1:] == [of_epochs[0], of_epochs[2]]
+    else:
+        assert seen == of_epochs

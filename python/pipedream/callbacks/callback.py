@@ -96,7 +96,8 @@ class EpochReport(MinibatchReport):
 
     epoch: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation, by name; empty where there was none."""
+    """Of the newest evaluation, by name: NaN before there is one, empty without validation. Where the
+    schedule drains, the evaluation after this epoch is still to come, and the one before it counts."""
 
     def value_of(self, metric: str) -> float:
         """A metric, or "loss": the mean of the epoch's losses where no evaluation has one. Raises ValueError

@@ -35,6 +35,8 @@ class _Watch(Callback):
     def _is_over(self, report: EpochReport) -> bool:
         """Whether more epochs than `patience` have been no better."""
         value = report.value_of(self.metric)
+        if self.metric in report.metrics and math.isnan(value):
+            return False  # not evaluated yet
         better = self.best - value if self.mode == "min" else value - self.best
         if better > self.min_delta:
             self.best, self.num_worse = value, 0

@@ -4,8 +4,9 @@ decide. In the caller's process, under torchrun at rank 0; on whichever thread c
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,8 @@ class Question:
     samples: list[int]
     """Of each minibatch since the question before, up to the boundary."""
     rates: list[float]
+    evaluated_at: int = -1
+    """The minibatch before which the newest evaluation is that the callbacks are told of; -1: none."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
@@ -61,7 +64,8 @@ class Question:
 class Steering:
     """The callbacks of one run."""
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], metrics: Iterable[str] = ()) -> None:
+        """metrics: that evaluations will have; NaN until there is one."""
         self._callbacks = list(callbacks)
         numbers = [callback.every for callback in self._callbacks]
         self.points = CallPoints(
@@ -78,6 +82,7 @@ class Steering:
         self._told_s = [0.0] * len(self._callbacks)
         self._epoch_begin, self._epoch_s, self._num_epochs = 0, 0.0, 0
         self._rates: list[float] = []
+        self._metrics: Mapping[str, float] = dict.fromkeys(metrics, math.nan)
         self._has_begun = False
 
     def start(self, report: StartReport) -> None:
@@ -96,10 +101,13 @@ class Steering:
         self._samples += question.samples
         self._rates = question.rates
 
-    def tell(self, question: Question, losses: Sequence[float]) -> Decision:
-        """losses: of all minibatches up to the question's boundary, at least. A callback that raises stops
-        the run."""
+    def tell(
+        self, question: Question, losses: Sequence[float], metrics: Mapping[str, float] | None = None
+    ) -> Decision:
+        """losses: of all minibatches up to the question's boundary, at least. metrics: of the evaluation that
+        the question names. A callback that raises stops the run."""
         self.note_last(question)
+        self._metrics = metrics or self._metrics
         try:
             decision = self._tell(question.boundary, question.epochs, losses, question.takes_effect)
             if decision.rate_factor != 1.0 and self.why_rates_are_fixed:
@@ -121,6 +129,9 @@ class Steering:
         self._samples += [1] * (len(losses) - len(self._samples))
         ends = [sum(sizes[: epoch + 1]) for epoch in range(len(sizes))]
         left = [(epoch, end) for epoch, end in enumerate(ends) if epoch >= self._num_epochs]
+        if result.validation:
+            newest = result.validation[-1]
+            self._metrics = {"loss": newest.loss, **newest.metrics}
         try:
             self._tell(len(losses), left, losses, None, is_end=True)
         except Exception as error:
@@ -154,7 +165,9 @@ class Steering:
             begin, now_s = self._epoch_begin, time.monotonic()
             seconds, self._epoch_begin, self._epoch_s = now_s - self._epoch_s, end, now_s
             self._num_epochs = epoch + 1
-            of_epoch = EpochReport(*self._between(begin, end, losses), takes_effect, seconds, epoch)
+            of_epoch = EpochReport(
+                *self._between(begin, end, losses), takes_effect, seconds, epoch, self._metrics
+            )
             for callback in self._callbacks:
                 decision |= decision_of(callback, callback.on_epoch(of_epoch))
         return decision

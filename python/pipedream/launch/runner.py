@@ -57,7 +57,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept, seed_all
-from pipedream.model.validation import Validation
+from pipedream.model.validation import LOSS, Validation
 from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
@@ -317,8 +317,9 @@ def _told(
 
 def _steering_of(arguments: dict[str, Any]) -> Steering:
     check_arguments(**{name: arguments[name] for name in ("on_epoch_end", "callbacks")})
-    on_epoch_end = arguments["on_epoch_end"]
-    return Steering([*arguments["callbacks"], *([] if on_epoch_end is None else [callback_of(on_epoch_end)])])
+    on_epoch_end, validation = arguments["on_epoch_end"], arguments["validation"]
+    callbacks = [*arguments["callbacks"], *([] if on_epoch_end is None else [callback_of(on_epoch_end)])]
+    return Steering(callbacks, [LOSS, *validation.metrics] if isinstance(validation, Validation) else ())
 
 
 def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steering: Steering) -> JobOptions:

@@ -39,6 +39,7 @@ from pipedream.stage.decisions import (
     answer_lead,
     stop_lead,
 )
+from pipedream.stage.evaluation import evaluation_name
 
 __all__ = ["LocalSteering", "steered"]
 
@@ -130,7 +131,10 @@ class StoreWay:
                 keys = [_losses_key(boundary, replica) for replica in range(self._num_replicas)]
                 losses = [sum(parts) for parts in zip(*self._wait_for(keys), strict=True)]
             self._losses += losses
-            decision = self._steering.tell(self._open.pop(boundary), self._losses)
+            question, metrics = self._open.pop(boundary), {}
+            if question.evaluated_at >= 0:
+                (metrics,) = self._wait_for([evaluation_name(question.evaluated_at)])
+            decision = self._steering.tell(question, self._losses, metrics)
             self._rendezvous.publish(_answer_key(boundary), _answer_of(decision))
         return int(self._answer(boundary)["events"])
 
@@ -178,16 +182,27 @@ class LocalSteering:
         while self._open:
             losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
             question = self._open[0]
-            if len(losses) < question.boundary:
+            metrics = self._metrics_of(question)
+            if len(losses) < question.boundary or metrics is None:
                 return
             del self._open[0]
             if question.takes_effect is None:
                 self._steering.note_last(question)
                 continue
-            decision = self._steering.tell(question, losses)
+            decision = self._steering.tell(question, losses, metrics)
             if self._steering.error is not None:
                 self._board.ask_for_stop()  # where nobody waits for the answer
             write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))
+
+    def _metrics_of(self, question: Question) -> dict[str, float] | None:
+        """None: they are not there yet."""
+        if question.evaluated_at < 0 or question.takes_effect is None:
+            return {}
+        path = self._folder / f"{evaluation_name(question.evaluated_at)}.json"
+        if not path.exists():
+            return None
+        metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return metrics
 
     def _read_questions(self) -> None:
         path = self._folder / _QUESTIONS

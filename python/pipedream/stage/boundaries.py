@@ -102,12 +102,19 @@ class StageZeroGate:
             return self._end(group, STOP)
         events = self._planned_in(group - self._group_size, group)
         if self._asking is not None:
-            events |= self._asking.events_at(group, self._epochs_ended_in(group), self._source)
+            events |= self._asking.events_at(
+                group,
+                self._epochs_ended_in(group),
+                self._source,
+                is_evaluated=is_whole and bool(events & EVALUATE),
+            )
         if not is_whole:
             return True  # what is planned is due at the end
         if events & STOP:
             return self._end(group, events)
         self.events = events
+        if events & EVALUATE and self._asking is not None:
+            self._asking.note_evaluation(group)
         return True
 
     def note_loss(self, minibatch: int, part: float) -> None:

@@ -115,6 +115,7 @@ class Asking:
         self.check: Callable[[], None] = lambda: None
         """Raises what the links of the segment know."""
         self._num_told = 0  # minibatches
+        self._evaluated_at = -1
         self._due: list[tuple[int, int]] = []
         """Where answers are due, and the boundaries of their questions."""
         self._losses: dict[int, float] = {}
@@ -125,8 +126,21 @@ class Asking:
         """The gradient of a microbatch has come back. part: what its loss is in that of its minibatch."""
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
-    def events_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> int:
-        """Callbacks count from the beginning of the run, which may go on from another's state."""
+    def note_evaluation(self, group: int) -> None:
+        """The weights before this minibatch are evaluated."""
+        self._evaluated_at = group
+
+    def events_at(
+        self,
+        group: int,
+        ended_epochs: Sequence[tuple[int, int]],
+        source: MinibatchSource,
+        *,
+        is_evaluated: bool = False,
+    ) -> int:
+        """Callbacks count from the beginning of the run, which may go on from another's state. is_evaluated:
+        the weights before this group will be, which an answer that is due at once cannot wait for."""
+        evaluated_at = group if is_evaluated and self._lead > 0 else self._evaluated_at
         first = source.first_minibatch
         boundary = group - first
         begin = boundary - self._group_size
@@ -136,7 +150,8 @@ class Asking:
                 samples = source.samples[self._num_told : boundary]
                 self._num_told = boundary
                 epochs = [(epoch, end - first) for epoch, end in ended_epochs]
-                self._way.ask(Question(boundary, takes_effect, epochs, samples, self._rates()))
+                rates = self._rates()
+                self._way.ask(Question(boundary, takes_effect, epochs, samples, rates, evaluated_at))
             if self._points.decides or self._way.waits:
                 self._due.append((takes_effect, boundary))
         events = 0

@@ -35,7 +35,7 @@ from pipedream.stage.tied import TiedParameters
 from pipedream.stage.user_code import UserCode
 from pipedream.stage.weights import StageWeights
 
-__all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures"]
+__all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evaluation_name"]
 
 _OUTPUT_BYTES_MAX = 4 << 30  # of all outputs and targets that metrics are given at once
 
@@ -67,6 +67,11 @@ class EvaluationPlan:
     """By the stage upstream, of the cuts at these stages."""
     seed: int
     """Seed of what validation data draw."""
+
+
+def evaluation_name(boundary: int) -> str:
+    """The name under which callbacks find an evaluation's figures."""
+    return f"evaluation at {boundary}"
 
 
 class Measures:

@@ -31,6 +31,7 @@ from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
+from pipedream.common.guard import write_record
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.validation_reader import ValidationReader
@@ -47,7 +48,7 @@ from pipedream.stage.boundaries import EVALUATE, Boundaries, BoundaryListener, P
 from pipedream.stage.decisions import STOP, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
-from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures
+from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures, evaluation_name
 from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
@@ -238,7 +239,7 @@ class WorkerLoop:
             with_parts,
             reader=ValidationReader(validation.data, plan.seed) if reads else None,
             measures=Measures(validation, options.loss_fn, options.weight_fn) if last in with_parts else None,
-            show=self._progress.show_evaluation,
+            show=self._show_evaluation,
             user=self._user,
             device=self._device,
             autocast=options.autocast,
@@ -248,6 +249,16 @@ class WorkerLoop:
     def _tells_losses(self) -> bool:
         """To the first stage. The caller of local workers finds them on the board."""
         return self._options.call_points.at_epochs and self._place.folder is None
+
+    def _show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
+        self._progress.show_evaluation(boundary, samples, figures)
+        if not self._options.call_points.at_epochs:
+            return
+        name, folder = evaluation_name(boundary), self._place.folder  # for callbacks
+        if folder is not None:
+            write_record(folder / f"{name}.json", figures)
+        else:
+            self._place.rendezvous.publish(name, dict(figures))
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
