@@ -1,5 +1,5 @@
-"""Networks of transformers, torchvision and timm, small and made from configurations with random weights; a
-UNet beside them. Importable by worker processes; the libraries are imported when a network is made.
+"""Networks of transformers, torchvision, timm and peft, small and made from configurations with random
+weights, and a UNet. Importable by worker processes; the libraries are imported when a network is made.
 """
 
 from __future__ import annotations
@@ -119,6 +119,25 @@ def _language_model(kind: str, config: str, **options: Any) -> Network:
     return _hugging_face(kind, config, _text, **_TOKENS, **options)
 
 
+def _adapted(*, tied: bool = False, **how: Any) -> Network:
+    """A llama of which peft's adapters alone are trained."""
+    options = _TOKENS | _GROUPED | {"tie_word_embeddings": tied}
+
+    def make(draws: bool) -> Made:
+        made = _of_transformers("LlamaForCausalLM", "LlamaConfig", _text, options, draws)
+        peft = _library("peft")
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=2,
+            init_lora_weights=False,  # or the first gradients of half of the weights are zero
+            lora_dropout=0.1 * draws,
+            **{"target_modules": ["q_proj", "v_proj", "down_proj"]} | how,
+        )
+        return Made(peft.get_peft_model(made.model, config), made.batch, own_loss)
+
+    return Network("peft", make)
+
+
 def bart_with_layer_drop() -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """The model, and minibatches that each leave out layers of their own in any process."""
     library = _library("transformers")
@@ -226,6 +245,10 @@ def _unet(draws: bool) -> Made:
 NETWORKS: dict[str, Network] = {
     "gpt2": _language_model("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=2),
     "llama": _language_model("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
+    "lora": _adapted(),
+    "dora": _adapted(use_dora=True),
+    "lora_tied": _adapted(tied=True, target_modules=["q_proj", "embed_tokens"]),
+    "lora_saved": _adapted(modules_to_save=["lm_head"]),
     "bert": _language_model("BertForMaskedLM", "BertConfig", **_SMALL),
     "albert": _language_model("AlbertForMaskedLM", "AlbertConfig", embedding_size=8, **_SMALL),
     "mixtral": _language_model("MixtralForCausalLM", "MixtralConfig", num_local_experts=2, **_GROUPED),
