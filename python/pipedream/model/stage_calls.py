@@ -85,7 +85,12 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
-    """Of a multiple of the loss, which nobody else holds; nothing where nothing is to be trained."""
-    if loss.requires_grad:
-        loss = loss if factor == 1.0 else loss * factor
-        loss.backward()  # type: ignore[no-untyped-call]
+    """Goes back from a multiple of the loss, which nobody else holds; does nothing where nothing is to be
+    trained. It begins with the factor as the gradient: the product, and what torch asks of a loss in Python,
+    take as long as a small layer's backward."""
+    if not loss.requires_grad:
+        return
+    if type(loss) is Tensor:
+        run_backward((loss,), (torch.full_like(loss, factor, requires_grad=False),))
+    else:  # a class of its own may have a backward of its own
+        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]

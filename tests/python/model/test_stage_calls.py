@@ -60,3 +60,27 @@ def test_the_backward_of_a_loss_is_of_its_multiple() -> None:
     backward_of_loss(leaf.sum(), 0.5)
     assert torch.equal(leaf.grad, torch.full((3,), 0.5))  # type: ignore[arg-type]
     backward_of_loss(torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_backward_of_a_multiple_has_the_bits_of_that_of_the_product(dtype: torch.dtype) -> None:
+    weight, factor = torch.randn(5, dtype=dtype), 1 / 3
+    ours, theirs = (torch.ones(5, dtype=dtype, requires_grad=True) for _ in range(2))
+    loss = (ours * weight).sum()
+    backward_of_loss(loss, factor)
+    ((theirs * weight).sum() * factor).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class _OwnBackward(Tensor):
+    was_asked = False
+
+    def backward(self, *arguments: object, **options: object) -> None:
+        _OwnBackward.was_asked = True
+        super().backward(*arguments, **options)  # type: ignore[arg-type,no-untyped-call]
+
+
+def test_a_loss_of_a_class_with_a_backward_of_its_own_is_asked_for_it() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    backward_of_loss(leaf.sum().as_subclass(_OwnBackward), 0.5)  # type: ignore[no-untyped-call]
+    assert _OwnBackward.was_asked
