@@ -17,7 +17,7 @@ def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
     """What run() would have launched from now on. It raises Launched instead."""
     noted: list[JobOptions] = []
 
-    def launch(model: Any, data: Any, options: JobOptions, first: Any) -> None:
+    def launch(model: Any, data: Any, options: JobOptions, *others: Any) -> None:
         noted.append(options)
         raise Launched
 
