@@ -83,13 +83,16 @@ class Training:
     @property
     def plan(self) -> Plan:
         plan = self.case.plan(self.num_stages)
-        if self.replicas:
-            stages = zip(plan.stages, self.replicas, strict=True)
+        program = self.schedule if isinstance(self.schedule, pipedream.Program) else None
+        replicas = self.replicas or (program.replicas if program else ())
+        if max(replicas, default=1) > 1:
+            stages = zip(plan.stages, replicas, strict=True)
             plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
         if self.spares:
             plan = plan.with_spare_shards(self.spares)
-        if self.schedule == "interleaved":
-            return Plan(tuple(replace(s, worker=i % 2) for i, s in enumerate(plan.stages)))
+        num_workers = 2 if self.schedule == "interleaved" else program.num_workers if program else None
+        if num_workers is not None and num_workers < plan.num_stages:
+            return Plan(tuple(replace(s, worker=i % num_workers) for i, s in enumerate(plan.stages)))
         return Plan(plan.stages, in_flight=self.in_flight) if self.in_flight else plan
 
     @property

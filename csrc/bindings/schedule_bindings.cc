@@ -285,6 +285,7 @@ void bind_listed_program(py::module_& module) {
           },
           py::arg("options"), "What the schedule of the options computes.")
       .def_property_readonly("text", &ListedProgram::to_text)
+      .def_property_readonly("placement", &ListedProgram::placement)
       .def_property_readonly("num_stages", &ListedProgram::num_stages)
       .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches, "Of every minibatch.")
       .def_property_readonly("minibatches_per_body", &ListedProgram::minibatches_per_body)
@@ -406,6 +407,15 @@ void bind_versions(py::module_& module) {
         return oldest_version(options, StageIndex(stage)).value();
       },
       py::arg("options"), py::arg("stage"), "The oldest that is kept at the stage when the run starts.");
+  module.def(
+      "oldest_tied_version",
+      [](const ScheduleOptions& options, std::int64_t owner, std::int64_t minibatch,
+         std::int64_t microbatch) {
+        const std::int64_t number = minibatch * options.num_microbatches + microbatch;
+        return tied_rule_of(options, StageIndex(owner)).oldest_from(number).value();
+      },
+      py::arg("options"), py::arg("owner"), py::arg("minibatch"), py::arg("microbatch") = 0,
+      "The oldest version that this microbatch or a later one reads of such a parameter.");
   module.def(
       "num_tied_versions_kept",
       [](const ScheduleOptions& options, std::int64_t owner) {

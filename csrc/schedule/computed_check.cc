@@ -271,7 +271,8 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
   if (options_.program != nullptr) {  // whose reads go in any order
     const std::int64_t oldest = rule_.oldest_from(rounds_.own_number(replica_, num_backwarded_)).value();
-    return num_newest + std::max<std::int64_t>(0, newest_ - oldest);
+    const std::int64_t num_own_shard = num_newest + std::max<std::int64_t>(0, newest_ - oldest);
+    return rounds_.num_replicas == 1 ? num_own_shard : std::max(num_own_shard, newest_coming() - oldest + 1);
   }
   const auto read_by = [&](std::int64_t item) {
     const std::int64_t number = rounds_.own_number(replica_, item);

@@ -14,13 +14,22 @@
 //   ...
 // clang-format on
 //
-// A worker may have a "warm-up" above its body. Each time the body repeats, its minibatches and versions are
-// larger by the body's minibatches. A run skips the instructions of minibatches that it does not have, and
-// repeats the body until all others are updated: so the lists fit a run of any length. A text may also show
-// the cool-down, which is what a run does after the first body where it ends with that body's last minibatch.
+// A worker may have a "warm-up" above its body. Each time the body repeats, its minibatches are larger by
+// those of the body, and its versions by the updates of the stage in it. A run skips the instructions of
+// minibatches that it does not have, and repeats the body until all others are updated: so the lists fit a
+// run of any length. A text may also show the cool-down, which is what a run does after the first body where
+// it ends with that body's last minibatch.
 //
-// One stage at each worker, one update a minibatch, as in program.h without replicas. Transfers and
-// recomputing are added as to the schedules that have names.
+// The workers have the places that program.h says: a stage each, or one of its replicas, stage by stage; or,
+// where there are fewer workers than stages, stage s at worker s mod W. Microbatches are dealt to replicas,
+// and updates to rounds, as rounds.h says. A round is the shortest that it can be at the stage, or one of all
+// stages, where the body has as many updates fewer. Transfers and recomputing are added as to the schedules
+// that have names.
+//
+// A parameter that several stages share is read, at all of them, at the version that the input stage's
+// forward has read, in the rounds of its owner, or at the one that the owner's forward has read, where that
+// is older. So it is written when the owner forwards the microbatch, and it is what tied_version() says for a
+// schedule that has a name; but for 2bw with replicas that differ, whose owner reads its own row.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +42,8 @@
 
 #include "base/ids.h"
 #include "schedule/instruction.h"
+#include "schedule/listed_reads.h"
+#include "schedule/placement.h"
 #include "schedule/program.h"
 #include "schedule/rounds.h"
 
@@ -65,15 +76,21 @@ class ListedProgram {
   ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
   // Throws UserError naming the line, or as above. '#' starts a comment, empty lines are skipped.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
-  // The lists of a schedule. Throws UserError for options with replicas, several stages at a worker, or ties.
+  // The lists of a schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
   // With comments that say what follows from the lists: versions kept, and the cool-down.
   [[nodiscard]] std::string to_text() const;
 
-  [[nodiscard]] std::int64_t num_stages() const { return static_cast<std::int64_t>(workers_.size()); }
+  [[nodiscard]] const Placement& placement() const { return placement_; }
+  [[nodiscard]] std::int64_t num_stages() const { return placement_.num_stages(); }
   [[nodiscard]] std::int64_t num_microbatches() const { return num_microbatches_; }
   [[nodiscard]] std::int64_t minibatches_per_body() const { return minibatches_per_body_; }
+  [[nodiscard]] std::int64_t minibatches_per_round(StageIndex stage) const {
+    return rounds_of_stage(stage).minibatches_per_round;
+  }
+  // Every round is of all stages, and finished at each of them before it forwards the next one.
+  [[nodiscard]] bool drains() const { return drains_; }
 
   // The minibatches that the lists name, of which later ones repeat the last.
   [[nodiscard]] std::int64_t num_minibatches_listed() const;
@@ -84,22 +101,22 @@ class ListedProgram {
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 
-  // By stage: the most microbatches that are forwarded and not yet backwarded, the versions that are kept,
-  // and whether every backward reads what its forward has read.
+  // By stage: the most microbatches that are forwarded and not yet backwarded at a replica, the versions that
+  // are kept, and whether every backward reads what its forward has read.
   [[nodiscard]] std::int64_t num_in_flight(StageIndex stage) const { return facts_of(stage).num_in_flight; }
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
-    return facts_of(stage).num_versions_kept;
+    return facts_of(stage).forwards.num_versions_kept;
   }
   // Those of every stage.
-  [[nodiscard]] std::vector<std::int64_t> in_flight() const { return of_stages(&Facts::num_in_flight); }
-  [[nodiscard]] std::vector<std::int64_t> versions_kept() const {
-    return of_stages(&Facts::num_versions_kept);
-  }
+  [[nodiscard]] std::vector<std::int64_t> in_flight() const;
+  [[nodiscard]] std::vector<std::int64_t> versions_kept() const;
   [[nodiscard]] bool stashes(StageIndex stage) const { return facts_of(stage).stashes; }
   [[nodiscard]] const ListedReads& forward_reads(StageIndex stage) const { return facts_of(stage).forwards; }
   [[nodiscard]] const ListedReads& backward_reads(StageIndex stage) const {
     return facts_of(stage).backwards;
   }
+  // The reads of parameters that the stage owns and others use, too.
+  [[nodiscard]] const ListedReads& tied_reads(StageIndex owner) const { return facts_of(owner).tied; }
 
   friend bool operator==(const ListedProgram& one, const ListedProgram& other) {
     return one.minibatches_per_body_ == other.minibatches_per_body_ && one.workers_ == other.workers_;
@@ -108,25 +125,43 @@ class ListedProgram {
  private:
   struct Facts {
     std::int64_t num_in_flight = 1;
-    std::int64_t num_versions_kept = 1;
     bool stashes = true;
     ListedReads forwards;
     ListedReads backwards;
+    ListedReads tied;
   };
 
-  [[nodiscard]] std::vector<std::int64_t> of_stages(std::int64_t Facts::*fact) const;
-  // 0 in the warm-up.
-  [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
-  void check_lists() const;
+  // The lists must pass these, in this order: each step relies on those before it.
+  void place_workers();
+  void count_rounds();
   void check_order(Rank rank) const;
+  void count_facts();
   void check_run() const;
+
+  [[nodiscard]] std::string fault_of(const Instruction& instruction, Rank rank) const;
+  void check_whole_body(const Place& place, std::int64_t num_updates) const;
   [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
   [[noreturn]] void refuse_run(const std::string& error) const;
-  [[nodiscard]] Facts count_facts(Rank rank) const;
-  [[nodiscard]] ListedReads reads_by(Rank rank, Opcode opcode) const;
+  [[nodiscard]] std::int64_t count_in_body(const Place& place, Opcode opcode) const;
+  [[nodiscard]] ListedReads reads_of(StageIndex stage, Opcode opcode) const;
+  [[nodiscard]] ListedReads tied_reads_of(StageIndex owner) const;
+  [[nodiscard]] std::int64_t count_tied_versions(StageIndex owner, const ListedReads& tied) const;
+  void count_at(const Place& place, Facts& facts) const;
+  [[nodiscard]] bool drains_at(Rank rank) const;
+
+  // 0 in the warm-up.
+  [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
+  [[nodiscard]] Instruction later_by(Instruction instruction, std::int64_t bodies) const;
   // In the run that ends with the last minibatch of the worker's first body.
   [[nodiscard]] std::int64_t minibatches_of_one_body(Rank rank) const;
   [[nodiscard]] std::vector<Instruction> cool_down(Rank rank) const;
+  [[nodiscard]] std::string comment_on(Rank rank) const;
+  [[nodiscard]] const Rounds& rounds_of_stage(StageIndex stage) const {
+    return rounds_[static_cast<std::size_t>(stage.value())];
+  }
+  [[nodiscard]] std::int64_t versions_per_body(StageIndex stage) const {
+    return minibatches_per_body_ / minibatches_per_round(stage);
+  }
   [[nodiscard]] const Facts& facts_of(StageIndex stage) const {
     return facts_[static_cast<std::size_t>(stage.value())];
   }
@@ -137,7 +172,13 @@ class ListedProgram {
   std::vector<List> workers_;
   std::int64_t minibatches_per_body_;
   std::int64_t num_microbatches_ = 1;
-  std::vector<Facts> facts_;  // by stage, which is its worker
+  Placement placement_;
+  std::vector<Rounds> rounds_;  // by stage
+  std::vector<Facts> facts_;    // by stage
+  bool drains_ = false;
 };
+
+// The options of a run of the program, which outlives them.
+[[nodiscard]] ScheduleOptions options_of_run(const ListedProgram& program);
 
 }  // namespace pipedream

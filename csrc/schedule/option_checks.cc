@@ -34,6 +34,17 @@ void check_listed(const ScheduleOptions& options) {
     throw UserError("the program has " + std::to_string(program.num_stages()) + " stages, and the plan " +
                     std::to_string(count_stages(options)) + "; give a plan of as many");
   }
+  for (const Place& place : program.placement().places()) {
+    const bool is_alike =
+        place.replica.value() < num_replicas_of(options, place.stage) &&
+        rank_of(options, place.stage, place.replica) == place.rank &&
+        num_replicas_of(options, place.stage) == program.placement().num_replicas(place.stage);
+    if (is_alike) continue;
+    throw UserError("the program has " + to_string(StageReplica{place.stage, place.replica}) + " of " +
+                    std::to_string(program.placement().num_replicas(place.stage)) + " at worker " +
+                    std::to_string(place.rank.value()) +
+                    ", and the plan has not; give a plan of as many replicas and workers");
+  }
   if (program.num_microbatches() != options.num_microbatches) {
     throw UserError("num_microbatches is " + std::to_string(options.num_microbatches) +
                     ", and the program has " + std::to_string(program.num_microbatches()) +
@@ -46,8 +57,7 @@ void check_listed(const ScheduleOptions& options) {
                     std::to_string(program.num_in_flight(stage)) + "; leave it to the program");
   }
   const char* what = nullptr;
-  if (!options.ties.empty()) what = "parameters that stages share";
-  if (is_replicated(options)) what = "replicas";
+  if (options.placement.num_spares() > 0) what = "spares";
   if (options.oldest_minibatch) what = "an oldest minibatch";
   if (what == nullptr) return;
   throw UserError(std::string("there are ") + what +
@@ -131,6 +141,7 @@ void check_placement(const ScheduleOptions& options) {
   const Placement& placement = options.placement;
   if (placement.empty()) return;
   check_length("placement", static_cast<std::size_t>(placement.num_stages()), options);
+  if (options.program != nullptr) return;  // check_listed() compares it with the program's
   if (rules_of(options).has_stage_per_worker) {
     check_one_stage_per_worker(placement);
   } else {

@@ -19,12 +19,20 @@ namespace {
 // Far above any cluster; keeps n_s r_s, at most twice the sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
-  const std::int64_t num_replicas = num_replicas_of(options, stage);
+std::int64_t minibatches_per_round(const ScheduleOptions& options, StageIndex stage) {
+  if (options.program != nullptr) return options.program->minibatches_per_round(stage);
   const std::int64_t m = options.num_microbatches;
-  return {options.first_minibatch.value(), num_replicas,
-          rules_of(options).drains() ? common_round(options) : std::lcm(m, num_replicas) / m,
-          options.asynchronous, m};
+  return rules_of(options).drains() ? common_round(options)
+                                    : std::lcm(m, num_replicas_of(options, stage)) / m;
+}
+
+Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
+  return {options.first_minibatch.value(), num_replicas_of(options, stage),
+          minibatches_per_round(options, stage), options.asynchronous, options.num_microbatches};
+}
+
+bool drains(const ScheduleOptions& options) {
+  return options.program != nullptr ? options.program->drains() : rules_of(options).drains();
 }
 
 // By how many microbatches of a replica, of the stage or under vertical sync of the input stage, a forward's
@@ -67,27 +75,29 @@ StageIndex counted_at(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).delay == ReadDelay::kOfInput ? StageIndex(0) : stage;
 }
 
-VersionRule listed_rule(const ScheduleOptions& options, const ListedReads& reads) {
+VersionRule listed_rule(const ScheduleOptions& options, StageIndex stage, const ListedReads& reads) {
+  const Rounds rounds = make_rounds(options, stage);
   VersionRule rule;
-  rule.lowest = options.first_minibatch.value();
-  rule.microbatches_per_round = options.num_microbatches;
+  rule.lowest = rounds.first_version().value();
+  rule.microbatches_per_round = rounds.microbatches_per_round();
   rule.listed = &reads;
   rule.first_number = options.first_minibatch.value() * options.num_microbatches;
   return rule;
 }
 
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
-  if (options.program != nullptr) return listed_rule(options, options.program->forward_reads(stage));
+  if (options.program != nullptr) return listed_rule(options, stage, options.program->forward_reads(stage));
   return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage));
 }
 
 VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
-  if (options.program != nullptr) return listed_rule(options, options.program->backward_reads(stage));
+  if (options.program != nullptr) return listed_rule(options, stage, options.program->backward_reads(stage));
   return make_rule(options, stage, counted_at(options, stage), backward_delay(options, stage));
 }
 
 // In the owner's rounds. Where the stages read different versions, as vertical sync would there.
 VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
+  if (options.program != nullptr) return listed_rule(options, owner, options.program->tied_reads(owner));
   if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule(options, owner);
   return make_rule(options, owner, StageIndex(0), options.in_flight.front() - 1);
 }
@@ -103,6 +113,7 @@ std::int64_t number_of(const ScheduleOptions& options, MinibatchId minibatch, Mi
 }
 
 MicrobatchOrder order_of(const ScheduleOptions& options) {
+  if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // its lists have one of their own
   const std::int64_t workers = count_workers(options);
   const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
   return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
@@ -224,7 +235,7 @@ std::int64_t minibatches_between_drains(const ScheduleOptions& options) {
 
 bool drains_every_minibatch(const ScheduleOptions& options) {
   check_schedule_options(options);
-  return rules_of(options).drains();
+  return drains(options);
 }
 
 bool stashes_versions(const ScheduleOptions& options, StageIndex stage) {
@@ -235,7 +246,6 @@ bool stashes_versions(const ScheduleOptions& options, StageIndex stage) {
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
-  if (options.program != nullptr) return options.program->num_versions_kept(stage);
   return backward_rule(options, stage).num_versions_kept();
 }
 
@@ -294,6 +304,7 @@ std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage
 
 std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
+  if (options.program != nullptr) return options.program->num_in_flight(stage);
   if (order_of(options).num_chunks == 1) return window_of(options, rank_of(options, stage));
   return count_in_flight_at_chunk(options, stage);
 }
@@ -384,7 +395,7 @@ ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std:
   forward_rule_ = forward_rule(options_, first_stage);
   backward_rule_ = backward_rule(options_, first_stage);
   window_ = window_of(options_, rank_);
-  drains_ = rules_of(options_).drains();
+  drains_ = drains(options_);
   num_delayed_ = num_rounds_delayed(options_, first_stage);
 }
 
@@ -402,7 +413,7 @@ void ComputeCursor::advance() {
            "rank " << rank_.value() << ": the program is over after " << num_updates_ << " updates");
   switch (instruction->opcode) {
     case Opcode::kForward:
-      ++num_forwarded_;
+      if (instruction->stage == stages_.front() || options_.program == nullptr) ++num_forwarded_;
       break;
     case Opcode::kRecompute:
       recomputed_ = true;
@@ -441,11 +452,14 @@ bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const 
 
 // The run's next instruction of the list, with recomputing in front of a backward.
 std::optional<Instruction> ComputeCursor::listed() const {
-  const std::int64_t first = options_.first_minibatch.value();
-  if (num_minibatches_ && num_updates_ == *num_minibatches_ - first) return std::nullopt;
+  const std::int64_t first_version = rounds_.first_version().value();
+  if (num_minibatches_) {
+    const std::int64_t num_rounds = rounds_.last_version(replica_, *num_minibatches_).value() - first_version;
+    if (num_updates_ == num_rounds * static_cast<std::int64_t>(stages_.size())) return std::nullopt;
+  }
   Instruction instruction = options_.program->at(rank_, position_);
-  instruction.minibatch = MinibatchId(instruction.minibatch.value() + first);
-  instruction.version = WeightVersion(instruction.version.value() + first);
+  instruction.minibatch = MinibatchId(instruction.minibatch.value() + options_.first_minibatch.value());
+  instruction.version = WeightVersion(instruction.version.value() + first_version);
   if (instruction.opcode == Opcode::kBackward && must_recompute(instruction.stage) && !recomputed_) {
     instruction.opcode = Opcode::kRecompute;
   }

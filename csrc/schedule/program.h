@@ -158,7 +158,7 @@ struct ScheduleOptions {
 // than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
 // ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
 // and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
-// than the plan, or with replicas, ties, an oldest minibatch or a schedule's name; and evaluations with
+// than the plan, or with spares, an oldest minibatch or a schedule's name; and evaluations with
 // asynchronous shards, a staleness or a program of its own.
 void check_schedule_options(const ScheduleOptions& options);
 // The fewest microbatches with which the other options pass.
@@ -208,7 +208,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
 // Of a parameter tied across stages, at each of them, forward and backward. It counts the owner's rounds, as
 // the owner updates it: what vertical sync would read at the owner, less the staleness, where the stages read
-// different versions, else what the owner reads.
+// different versions, else what the owner reads. Of a program of its own listed_program.h says it.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);

@@ -17,9 +17,9 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
-#include <vector>
 
 #include "base/ids.h"
+#include "schedule/listed_reads.h"
 
 namespace pipedream {
 
@@ -133,35 +133,6 @@ struct Rounds {
   }
 };
 
-// The versions that a listed program (listed_program.h) reads at a stage, by its microbatches' numbers from
-// the run's start. The last numbers_per_body repeat, each time minibatches_per_body versions newer.
-struct ListedReads {
-  std::vector<std::int64_t> versions;
-  std::vector<std::int64_t> oldest;  // that this number or a later one reads
-  std::int64_t numbers_per_body = 1;
-  std::int64_t minibatches_per_body = 1;
-
-  [[nodiscard]] std::int64_t version_of(std::int64_t number) const { return repeated(versions, number); }
-  [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const { return repeated(oldest, number); }
-  // Over the microbatches of a body (VersionRule).
-  [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const {
-    std::int64_t num_late = 0;
-    const auto end = static_cast<std::int64_t>(versions.size());
-    for (std::int64_t number = end - numbers_per_body; number < end; ++number) {
-      num_late += number / microbatches_per_round - version_of(number);
-    }
-    return static_cast<double>(num_late) / static_cast<double>(numbers_per_body);
-  }
-
- private:
-  [[nodiscard]] std::int64_t repeated(const std::vector<std::int64_t>& listed, std::int64_t number) const {
-    const auto end = static_cast<std::int64_t>(listed.size());
-    const std::int64_t bodies = number < end ? 0 : (number - end) / numbers_per_body + 1;
-    return listed[static_cast<std::size_t>(number - bodies * numbers_per_body)] +
-           bodies * minibatches_per_body;
-  }
-};
-
 // Which version a microbatch reads at a stage whose rounds have M microbatches:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
@@ -189,9 +160,20 @@ struct VersionRule {
     if (listed != nullptr) return WeightVersion(lowest + listed->oldest_from(number - first_number));
     return version_of(number);  // reads go in order
   }
+  // The newest version that this microbatch or an earlier one reads.
+  [[nodiscard]] WeightVersion newest_until(std::int64_t number) const {
+    if (listed != nullptr) return WeightVersion(lowest + listed->newest_until(number - first_number));
+    return version_of(number);
+  }
+  // The most versions that are new to a microbatch after the one that is so many numbers before it.
+  [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const {
+    if (listed != nullptr) return listed->num_new_max(num_numbers);
+    return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
+  }
   // By formulas, from the version that the next backward reads to the one that its update writes.
   // The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
   [[nodiscard]] std::int64_t num_versions_kept() const {
+    if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;

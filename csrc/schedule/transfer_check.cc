@@ -136,7 +136,7 @@ class TransferChecker {
     const std::int64_t reader = rounds_.own_number(replica_, num_backwarded_.at(stage));
     const MinibatchId minibatch = rounds_.minibatch_of(reader);
     const std::int64_t overwritten = written.value() - rule.num_versions_kept();
-    if (minibatch.value() >= num_minibatches_ || overwritten < rule.version_of(reader).value()) return {};
+    if (minibatch.value() >= num_minibatches_ || overwritten < rule.oldest_from(reader).value()) return {};
     return "it overwrites version " + std::to_string(overwritten) + ", which minibatch " +
            std::to_string(minibatch.value()) + " still reads";
   }

@@ -217,14 +217,14 @@ void Transfers::add_before_forward(const Instruction& forward, std::vector<Instr
     const VersionRule& rule = tied_rules_[tie];
     if (tied.user != forward.stage) continue;
     WeightVersion newest = newest_read(rule, tied.user, tied.owner, own_index);
-    while (newest < rule.version_of(number)) {
+    while (newest < rule.newest_until(number)) {
       newest = newest.next();
       receive_version(tied, newest, instructions);
     }
   }
   if (!exchanges_shards_ || !stashes_) return;
   WeightVersion newest = newest_read(rule_, forward.stage, forward.stage, own_index);
-  while (newest < rule_.version_of(number)) {
+  while (newest < rule_.newest_until(number)) {
     newest = newest.next();
     receive_pulls(newest, instructions);
   }
@@ -253,7 +253,7 @@ WeightVersion Transfers::newest_read(const VersionRule& rule, StageIndex reader,
                                      std::int64_t own_index) const {
   const WeightVersion first = rounds_at(updater).first_version();
   if (own_index == 0) return first;
-  return std::max(first, rule.version_of(rounds_at(reader).own_number(replica_, own_index - 1)));
+  return std::max(first, rule.newest_until(rounds_at(reader).own_number(replica_, own_index - 1)));
 }
 
 void Transfers::add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const {
@@ -449,15 +449,13 @@ std::size_t Transfers::num_added_max() const {
   // Around an update four to or from every other owner; before a forward the versions since the one before
   // it, which under vertical sync come as those of the input stage do.
   const std::int64_t num_per_replica =
-      std::max<std::int64_t>(4, 2 + rule_.microbatches_counted() / rule_.microbatches_per_round);
+      std::max<std::int64_t>(4, 1 + rule_.num_new_max(rounds().num_replicas));
   std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);
   for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
     const TiedStages& tied = options_.ties[tie];
     const VersionRule& rule = tied_rules_[tie];
     const std::int64_t num_users = rounds_at(tied.user).num_replicas;
-    const std::int64_t num_versions =
-        2 + (num_users + rule.microbatches_counted()) / rule.microbatches_per_round;
-    num_added += 2 + 2 * num_users + num_versions * rounds_at(tied.owner).num_replicas;
+    num_added += 2 + 2 * num_users + rule.num_new_max(num_users) * rounds_at(tied.owner).num_replicas;
   }
   return static_cast<std::size_t>(num_added);
 }

@@ -340,6 +340,7 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
   switch (opcode) {
     case Opcode::kForward:
       send_with_work(std::move(made));
+      if (parts_.size() > 1 && cursor_.num_minibatches()) send_end_behind_last(doing_.stage);
       break;
     case Opcode::kBackward:
       send_with_work(std::move(made));
@@ -420,10 +421,17 @@ void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events)
 void StageEngine::learn_end(std::int64_t num_minibatches, std::uint8_t events) {
   cursor_.set_num_minibatches(num_minibatches);
   end_events_ = events;
+  for (const Part& part : parts_) send_end_behind_last(part.stage_part.stage);
+}
+
+// Another stage of the worker than the one that has learned of the end may still have forwards to do.
+void StageEngine::send_end_behind_last(StageIndex stage) {
+  const Part& part = part_of(stage);
+  const std::int64_t num_minibatches = *cursor_.num_minibatches();
+  if (part.num_forwards < part.rounds.num_own(part.replica, num_minibatches)) return;
   for (const EdgeChannel& channel : channels_) {
-    if (channel.edge.kind == EdgeKind::kActivation && channel.sends != nullptr) {
-      channel.sends->send_end(num_minibatches, events);
-    }
+    if (channel.edge.kind != EdgeKind::kActivation || channel.sends == nullptr) continue;
+    if (channel.edge.from.stage == stage) channel.sends->send_end(num_minibatches, end_events_);
   }
 }
 

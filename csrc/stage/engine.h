@@ -208,6 +208,7 @@ class StageEngine {
   [[nodiscard]] std::optional<SlotIndex> release_version();
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
   void learn_end(std::int64_t num_minibatches, std::uint8_t events);
+  void send_end_behind_last(StageIndex stage);
   void record(Opcode opcode, std::int64_t compute_ns);
 
   ProgramCursor cursor_;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipedream import Program
 
@@ -47,31 +49,87 @@ DRAINS_AFTER_THREE = Program(
 """1F1B that drains after every third minibatch."""
 
 
-def drawn_program(seed: int) -> Program:
+def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None = None) -> Program:
     """Bodies that drain, in which stages go on in a random order, as far as they can, and read any version of
-    the body that is there, or at some stages one version, which is always the newest."""
+    the body that is there, or at some stages without replicas one version, which is always the newest.
+    replicas: of each stage; () draws a number of stages. workers: that the stages are dealt to."""
     draw = random.Random(seed)
-    num_stages, minibatches, m = draw.randint(2, 4), draw.randint(1, 4), draw.randint(1, 3)
-    total = minibatches * m
-    keeps_one = [draw.random() < 0.3 for _ in range(num_stages)]
-    steps: list[list[Step]] = [[] for _ in range(num_stages)]
-    forwards: list[list[int]] = [[] for _ in range(num_stages)]
-    num_backwards = [0] * num_stages
-    while min(num_backwards) < total:
-        stage = draw.randrange(num_stages)
-        updates = num_backwards[stage] // m
-        can_forward = len(forwards[stage]) < (total if stage == 0 else len(forwards[stage - 1]))
-        arrived = len(forwards[stage]) if stage == num_stages - 1 else num_backwards[stage + 1]
-        if can_forward and draw.random() < 0.6:
-            number = len(forwards[stage])
-            version = updates if keeps_one[stage] else draw.randint(0, updates)
-            forwards[stage].append(version)
-            steps[stage].append(("FORWARD", number // m, number % m, version))
-        elif num_backwards[stage] < arrived:
-            number = num_backwards[stage]
-            version = updates if keeps_one[stage] else forwards[stage][number]
-            steps[stage].append(("BACKWARD", number // m, number % m, version))
-            num_backwards[stage] += 1
-            if num_backwards[stage] % m == 0:
-                steps[stage].append(("UPDATE", number // m, 0, number // m + 1))
-    return Program(_text(steps, minibatches))
+    replicas = replicas or [1] * draw.randint(2, 4)
+    m = draw.randint(1, 3)
+    of_all = math.lcm(m, *replicas) // m
+    minibatches = of_all * draw.randint(1, 4 if max(replicas) == 1 else 2)
+    stages = [
+        _Drawn(stage, count, m, draw.choice([of_all, math.lcm(m, count) // m]), minibatches)
+        for stage, count in enumerate(replicas)
+    ]
+    for stage in stages:
+        stage.keeps_one = stage.num_replicas == 1 and draw.random() < 0.3
+    rank = itertools.count()
+    rank_of = {
+        (stage.index, replica): next(rank) if workers is None else stage.index % workers
+        for stage in stages
+        for replica in range(stage.num_replicas)
+    }
+    lists: list[list[str]] = [[] for _ in {*rank_of.values()}]
+    while not all(stage.is_over for stage in stages):
+        index, replica = draw.choice(list(rank_of))
+        upstream = None if index == 0 else stages[index - 1]
+        downstream = None if index == len(stages) - 1 else stages[index + 1]
+        lists[rank_of[index, replica]] += stages[index].go_on(draw, replica, upstream, downstream)
+    lines = [
+        [f"worker {worker}", f"body every {minibatches} minibatches", *steps]
+        for worker, steps in enumerate(lists)
+    ]
+    return Program("\n".join(itertools.chain(*lines)))
+
+
+class _Drawn:
+    """A stage of a program that is being drawn. Microbatches are counted through the body."""
+
+    def __init__(self, index: int, num_replicas: int, m: int, per_round: int, minibatches: int) -> None:
+        self.index = index
+        self.num_replicas = num_replicas
+        self.keeps_one = False
+        self.read: dict[int, int] = {}
+        """By microbatch, the version that its forward has read."""
+        self.done: set[int] = set()
+        """Microbatches whose backward is done."""
+        self._m = m
+        self._per_round = per_round
+        self._total = minibatches * m
+        self._updates = [0] * num_replicas
+
+    @property
+    def is_over(self) -> bool:
+        return min(self._updates) * self._per_round * self._m == self._total
+
+    def go_on(
+        self, draw: random.Random, replica: int, upstream: _Drawn | None, downstream: _Drawn | None
+    ) -> list[str]:
+        """The next line of the replica's, if there is one that waits for nothing."""
+        own = range(replica, self._total, self.num_replicas)
+        updated, of_round = self._updates[replica], self._per_round * self._m
+        forward = next((k for k in own if k not in self.read), None)
+        backward = next((k for k in own if k not in self.done), None)
+        round_is_over = backward is None or backward >= (updated + 1) * of_round
+        if not self.is_over and round_is_over and updated * of_round < self._total:
+            if not all(k in self.done for k in range(updated * of_round, (updated + 1) * of_round)):
+                return []
+            if draw.random() < 0.5:
+                self._updates[replica] += 1
+                return [self._line("UPDATE", replica, updated * of_round, updated + 1)]
+        newest = min(self._updates)
+        if forward is not None and (upstream is None or forward in upstream.read) and draw.random() < 0.6:
+            self.read[forward] = newest if self.keeps_one else draw.randint(0, newest)
+            return [self._line("FORWARD", replica, forward, self.read[forward])]
+        is_there = backward in self.read and (downstream is None or backward in downstream.done)
+        if backward is None or round_is_over or not is_there:
+            return []
+        self.done.add(backward)
+        return [self._line("BACKWARD", replica, backward, newest if self.keeps_one else self.read[backward])]
+
+    def _line(self, opcode: str, replica: int, number: int, version: int) -> str:
+        minibatch, microbatch = divmod(number, self._m)
+        how = "writes" if opcode == "UPDATE" else f"microbatch {microbatch} reads"
+        where = f"stage {self.index}" + (f" replica {replica}" if replica else "")
+        return f"{opcode} {where} minibatch {minibatch} {how} version {version}"

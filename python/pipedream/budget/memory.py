@@ -21,6 +21,7 @@ from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel, num_of_edge_in_flight
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import minibatches_per_body
 
 __all__ = [
     "EVALUATION",
@@ -289,12 +290,14 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     m = schedule.num_microbatches
     per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m
-    # In one period all is as in any other.
-    period = math.lcm(per_round, here, schedule.placement.num_replicas(0))
+    # In one period all is as in any other, long after the start.
+    per_body = minibatches_per_body(schedule) * m
+    period = math.lcm(per_round, here, schedule.placement.num_replicas(0), per_body)
     is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
     if not is_shared or period > _PERIOD_MAX:
         return _NO_LIMIT
     begin = period * (2 + _core.num_versions_kept(schedule, 0) + _core.num_versions_kept(schedule, stage - 1))
+    begin += 0 if schedule.program is None else schedule.program.num_minibatches_listed * period
     begin += -(-schedule.first_minibatch * m // period) * period
 
     def first_open(last: int) -> int:

@@ -164,7 +164,7 @@ class _Forwarder(threading.Thread):
         )
         self._pulse = Pulse(core, links.peer_timeout_s)
         receivers = set()
-        for channel in data_channels(self._plan, self._forwarded, self._options.microbatches):
+        for channel in data_channels(self._plan, self._forwarded, self._options.schedule_options()):
             if channel.sender == CALLER:
                 channel.add_to(core, CALLER, self._plan)
                 receivers.add(channel.receiver)

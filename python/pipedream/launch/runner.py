@@ -339,9 +339,6 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
     check_loss_fn(arguments["loss_fn"])
     _check_epochs(arguments["data"], arguments["epochs"])
     schedule, microbatches = _schedule_of(arguments, plan)
-    if isinstance(schedule, Program):
-        _check_program(autocast)
-        plan = replace(plan, in_flight=tuple(schedule.in_flight))
     check_sizes(arguments["data"], microbatches)
     plan = _fitting(plan, arguments["data"])
     if arguments["state"] is not None:
@@ -379,14 +376,6 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
         check_replicas(options)
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
-
-
-def _check_program(autocast: torch.dtype | None) -> None:
-    if autocast is torch.float16:
-        raise ValueError(
-            "autocast is 'float16', whose loss scale follows from a schedule's name, and schedule is a"
-            " program: use 'bfloat16'"
-        )
 
 
 def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:

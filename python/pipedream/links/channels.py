@@ -307,7 +307,7 @@ def channels_of_run(
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
-    from_caller = [] if forwarded is None else data_channels(plan, forwarded, schedule.num_microbatches)
+    from_caller = [] if forwarded is None else data_channels(plan, forwarded, schedule)
     return from_caller + found.channels
 
 
@@ -482,15 +482,15 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     return found.channels
 
 
-def data_channels(plan: Plan, forwarded: ForwardedData, num_microbatches: int = 1) -> list[RunChannel]:
+def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
     """The caller's channels, whose channel_ids are the first: the caller knows nothing of the others."""
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free when its last microbatch has been through.
-        in_flight, replicas = plan.in_flight[stage], plan.stages[stage].num_replicas
-        minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // num_microbatches))
+        in_flight, replicas = schedule.in_flight[stage], plan.stages[stage].num_replicas
+        minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // schedule.num_microbatches))
         rank, slots = plan.placement.rank_of(stage, replica), minibatches + 1
         specs = [*boundaries[channel].tensors, counts]
         name = forwarded_name(channel, replica)

@@ -65,12 +65,13 @@ def schedule_to_run(
 
 
 def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> int:
-    if program.num_stages != plan.num_stages or any(stage.num_replicas > 1 for stage in plan.stages):
-        replicas = "-".join(str(stage.num_replicas) for stage in plan.stages)
+    if _ranks_of(program.listed.placement) != _ranks_of(plan.placement):
+        of_plan = "-".join(str(stage.num_replicas) for stage in plan.stages)
+        of_program = "-".join(map(str, program.replicas))
         raise ValueError(
-            f"schedule is a program of {program.num_stages} stages, each at one worker, and the plan is"
-            f" {replicas}: give a plan of as many stages, as of partition(..., replicas=[1] *"
-            f" {program.num_stages})"
+            f"schedule is a program of stages {of_program} on {program.num_workers} workers, and the plan has"
+            f" {of_plan} on {plan.placement.num_ranks}: give a plan of as many of each, by"
+            f" partition(..., replicas={program.replicas})"
         )
     if microbatches not in (None, 1, program.microbatches):
         raise ValueError(
@@ -78,6 +79,14 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
             " microbatches out"
         )
     return program.microbatches
+
+
+def _ranks_of(placement: _core.Placement) -> list[list[int]]:
+    """By stage and replica."""
+    return [
+        [placement.rank_of(stage, replica) for replica in range(placement.num_replicas(stage))]
+        for stage in range(placement.num_stages)
+    ]
 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:

@@ -80,7 +80,7 @@ def steady_minibatches(plan: Plan, schedule: _core.ScheduleOptions, rounds: int 
 
     replicas = max(stage.num_replicas for stage in plan.stages)
     if not _core.drains_every_minibatch(schedule):
-        in_flight = max(-(-max(plan.in_flight) // schedule.num_microbatches), 1)
+        in_flight = max(-(-max(schedule.in_flight) // schedule.num_microbatches), 1)
         return (rounds + 2 * in_flight) * replicas
     # Every round warms up and cools down by itself. One of replicas that differ is longer than any of them.
     asked = (rounds + 2) * replicas

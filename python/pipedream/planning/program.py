@@ -28,7 +28,7 @@ class Program:
         program.save("mine.txt")      # to be changed by hand
         pipedream.run(model, plan, schedule=pipedream.Program.load("mine.txt"), ...)
 
-    Its text has one instruction a line, and for each worker, which has one stage,
+    Its text has one instruction a line, and for each worker
 
         worker 0
         warm-up                       # once; may be left out
@@ -39,7 +39,9 @@ class Program:
         BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0
         UPDATE stage 0 minibatch 1 writes version 2
 
-    Version v is the state after v updates, one a minibatch. Sends, receives and recomputing are added.
+    Version v is the state after v updates, one a minibatch, or one a round where a stage has replicas. Each
+    of these has a worker; one of each stage may share workers, stage s at worker s mod W. Sends, receives
+    and recomputing are added.
     Forwards and backwards of a stage go in the order of their microbatches. A read may name any version that
     is written by then: the stage keeps those that are read later. A backward reads what its forward has read;
     at a stage that keeps one version it reads the newest.
@@ -64,22 +66,40 @@ class Program:
         *,
         microbatches: int = 1,
         in_flight: Sequence[int] | None = None,
+        replicas: Sequence[int] | None = None,
+        workers: int | None = None,
     ) -> Program:
-        """The program of a schedule that has a name, without replicas, with one stage at each worker.
-        in_flight: the microbatches in flight at each stage; None: num_stages, ..., 2, 1. Raises ValueError
-        for what the schedule cannot do."""
+        """The program of a schedule that has a name. in_flight: the microbatches in flight at each replica of
+        each stage; None: as many as a plan has, num_stages, ..., 2, 1 without replicas. replicas: of each
+        stage; None: one. workers: fewer than stages, for "interleaved". Raises ValueError for what the
+        schedule cannot do."""
         from pipedream import _core
 
-        if in_flight is None:
-            if num_stages is None or num_stages < 1:
-                raise ValueError(f"num_stages is {num_stages}: give 1 or more, or in_flight, one per stage")
-            in_flight = range(num_stages, 0, -1)
-        elif num_stages not in (None, len(in_flight)):
-            raise ValueError(
-                f"num_stages is {num_stages}, and in_flight has {len(in_flight)} numbers: leave one out"
+        lengths = {
+            name: length
+            for name, length in (
+                ("num_stages", num_stages),
+                ("in_flight", None if in_flight is None else len(in_flight)),
+                ("replicas", None if replicas is None else len(replicas)),
             )
+            if length is not None
+        }
+        if len({*lengths.values()}) != 1 or min(lengths.values()) < 1:
+            said = ", ".join(f"{name} says {length}" for name, length in lengths.items()) or "nothing says it"
+            raise ValueError(f"the number of stages is not clear, {said}: give num_stages, 1 or more")
+        count = lengths.popitem()[1]
+        replicas = [1] * count if replicas is None else list(replicas)
+        if in_flight is None:
+            in_flight = _core.derive_in_flight(replicas)
+        if workers is None:
+            placement = _core.Placement.in_order(replicas)
+        elif workers < 1 or max(replicas) > 1:
+            raise ValueError(f"workers is {workers}: give at least 1, and leave it out with replicas")
+        else:
+            placement = _core.Placement.at_ranks([stage % workers for stage in range(count)])
+        options = _core.ScheduleOptions(schedule, list(in_flight), microbatches, placement)
         made = cls.__new__(cls)
-        made._listed = _core.ListedProgram.of(_core.ScheduleOptions(schedule, list(in_flight), microbatches))
+        made._listed = _core.ListedProgram.of(options)
         return made
 
     @classmethod
@@ -98,13 +118,23 @@ class Program:
         return self._listed.num_stages
 
     @property
+    def replicas(self) -> list[int]:
+        """Per stage."""
+        placement = self._listed.placement
+        return [placement.num_replicas(stage) for stage in range(self.num_stages)]
+
+    @property
+    def num_workers(self) -> int:
+        return self._listed.placement.num_ranks
+
+    @property
     def microbatches(self) -> int:
         """Pieces that every minibatch is cut into."""
         return self._listed.num_microbatches
 
     @property
     def in_flight(self) -> list[int]:
-        """Per stage: the most microbatches that are forwarded and not yet backwarded."""
+        """Per stage: the most microbatches that are forwarded and not yet backwarded at a replica."""
         return self._listed.in_flight
 
     @property
@@ -120,7 +150,8 @@ class Program:
         return self._listed.text
 
     def __repr__(self) -> str:
-        return f"<Program of {self.num_stages} stages, microbatches={self.microbatches}>"
+        stages = "-".join(map(str, self.replicas))
+        return f"<Program of stages {stages} on {self.num_workers} workers, microbatches={self.microbatches}>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and str(self) == str(other)

@@ -135,8 +135,9 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
             )
         raise RuntimeError(f"the generated lists are wrong: {report['error']}")
     # Recomputing is no part of a program but an option of the run.
-    is_straight = len(programs) == options.num_stages == options.placement.num_ranks
-    has_program = is_straight and options.rules.has_stage_per_worker and not any(options.recompute)
+    has_program = not (
+        any(options.recompute) or options.placement.num_spares or options.staleness or options.asynchronous
+    )
     return TracedSchedule(
         options, num_minibatches, programs, report, has_program and request.minibatches is None
     )
@@ -155,6 +156,7 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
         PROGRAM,
         program.in_flight,
         program.microbatches,
+        program.listed.placement,
         recompute=[request.recompute] * program.num_stages,
         program=program.listed,
     )

@@ -13,7 +13,7 @@ from pipedream.common.document import check_whole
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.stage_module import Tie
 from pipedream.planning.program import Program
-from pipedream.reference.versions import SCHEDULES, Versions, WrittenVersions
+from pipedream.reference.versions import SCHEDULES
 
 __all__ = [
     "check_asynchronous",
@@ -21,7 +21,6 @@ __all__ = [
     "check_max_grad_norm",
     "check_microbatches",
     "check_program",
-    "check_program_ties",
     "check_replicas",
     "check_sync_every",
     "check_ties",
@@ -55,27 +54,19 @@ def check_microbatches(
 
 
 def check_program(
-    program: Program, num_replicas: Sequence[int], microbatches: int, autocast: Any, staleness: int
+    program: Program, num_replicas: Sequence[int], microbatches: int, sync: str, staleness: int
 ) -> None:
-    if program.num_stages != len(num_replicas) or max(num_replicas) > 1:
+    if program.replicas != list(num_replicas):
         raise ValueError(
-            f"schedule is a program of {program.num_stages} stages with one replica each, and the plan has"
-            f" replicas {list(num_replicas)}: use a plan of as many stages, by partition(..., straight=True)"
+            f"schedule is a program of replicas {program.replicas}, and the plan has {list(num_replicas)}:"
+            " use a plan of as many stages and replicas"
         )
     if microbatches not in (1, program.microbatches):
         raise ValueError(
             f"microbatches is {microbatches}, and the program has {program.microbatches}: leave it out"
         )
-    if autocast_dtype(autocast) == torch.float16 or staleness:
-        raise ValueError("schedule is a program, which takes neither autocast='float16' nor a staleness")
-
-
-def check_program_ties(versions: Versions, ties: Sequence[Tie]) -> None:
-    if ties and isinstance(versions, WrittenVersions):
-        raise ValueError(
-            f"parameter {ties[0].names[0]!r} is shared by stages, and schedule is a program, which has no"
-            " versions of it: use a schedule by its name, or a plan with all its uses in one stage"
-        )
+    if sync == "asp" or staleness:
+        raise ValueError("schedule is a program, which takes neither sync='asp' nor a staleness")
 
 
 def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:

@@ -46,7 +46,6 @@ from pipedream.reference.refusals import (
     check_max_grad_norm,
     check_microbatches,
     check_program,
-    check_program_ties,
     check_replicas,
     check_sync_every,
     check_ties,
@@ -134,7 +133,7 @@ def run(
     design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
-    versions = _versions_of(plan, schedule, microbatches, autocast, sync, staleness, drained_at)
+    versions = _versions_of(plan, schedule, microbatches, sync, staleness, drained_at)
     microbatches = versions.num_microbatches
     check_drained_at(drained_at, num_replicas, microbatches)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
@@ -145,7 +144,6 @@ def run(
     modules = split(layered := _with_layers(model, plan, data, loss_fn, dtype, seed), plan)
     device = device_of(modules)
     ties = find_ties(modules)
-    check_program_ties(versions, ties)
     if max(num_replicas) > 1 and sync_every > 1:
         check_ties(ties, num_replicas)
     is_asynchronous = sync == "asp" and max(num_replicas) > 1
@@ -285,7 +283,6 @@ def _versions_of(
     plan: RunnablePlan,
     schedule: str | Program,
     microbatches: int,
-    autocast: str | torch.dtype | None,
     sync: str,
     staleness: int,
     drained_at: Sequence[int],
@@ -293,8 +290,8 @@ def _versions_of(
     """Reads the plan's schedule and microbatches where schedule is "auto"."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
-        check_program(schedule, num_replicas, microbatches, autocast, staleness)
-        return WrittenVersions(str(schedule), len(num_replicas), drained_at)
+        check_program(schedule, num_replicas, microbatches, sync, staleness)
+        return WrittenVersions(str(schedule), num_replicas, drained_at)
     if schedule == "auto":
         schedule, microbatches = of_plan(plan.schedule, plan.microbatches, microbatches)
     check_replicas(schedule, num_replicas, sync, staleness)

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipedream.common.checks import check_choice
 from pipedream.model.precision import num_steps_in_flight
@@ -184,42 +185,118 @@ class Versions:
         return max(self._oldest(stage_index, k // self.num_microbatches) - 1, newest)
 
 
+class _Step(NamedTuple):
+    """A line of a program."""
+
+    is_in_body: bool
+    opcode: str
+    stage: int
+    minibatch: int
+    microbatch: int
+    version: int
+
+
 class WrittenVersions(Versions):
-    """The versions that a program's text states line by line. Without replicas."""
+    """The versions that a program's text states line by line."""
 
     _SECTION = re.compile(r"^(?:worker \d+|warm-up|cool-down|body every (\d+) minibatch(?:es)?)$", re.ASCII)
-    _READ = re.compile(
-        r"^(FORWARD|BACKWARD) stage (\d+) minibatch (\d+) microbatch (\d+) reads version (\d+)$", re.ASCII
+    _STEP = re.compile(
+        r"^(\w+) stage (\d+) (?:replica \d+ )?minibatch (\d+)(?: microbatch (\d+))?"
+        r" (?:reads|writes) version (\d+)$",
+        re.ASCII,
     )
 
-    def __init__(self, text: str, num_stages: int, drained_at: Sequence[int] = ()) -> None:
-        self._reads: dict[tuple[str, int, int, int], int] = {}
-        """Opcode, stage, minibatch and microbatch -> version."""
+    def __init__(self, text: str, num_replicas: Sequence[int], drained_at: Sequence[int] = ()) -> None:
+        self._stated: dict[tuple[str, int, int, int], int] = {}
+        """By opcode, stage, minibatch and microbatch: the versions that are read, and by "UPDATED" how many
+        updates the worker has done before a forward."""
         self._per_body = 1
+        workers = self._workers_of(text)
+        steps = [step for worker in workers for step in worker]
+        super().__init__(
+            "pipedream",
+            [1] * len(num_replicas),
+            num_replicas,
+            0,
+            1 + max(step.microbatch for step in steps),
+            drained_at=drained_at,
+        )
+        self._num_listed = 1 + max(step.minibatch for step in steps)
+        updates = [
+            sum(step.opcode == "UPDATE" and step.stage == stage and step.is_in_body for step in steps)
+            for stage in range(len(num_replicas))
+        ]
+        self._rounds = [
+            self._per_body * replicas // count for replicas, count in zip(num_replicas, updates, strict=True)
+        ]
+        self._in_flight = [max(map(self._walk, workers))] * len(num_replicas)
+        self._drains = len({*self._rounds}) == 1 and all(map(self._is_drained, workers))
+        listed = [*itertools.product(range(self._num_listed + self._per_body), range(self.num_microbatches))]
+        self._stashes = [
+            all(self.of_forward(stage, *at) == self.of_backward(stage, *at) for at in listed)
+            for stage in range(len(num_replicas))
+        ]
+
+    def _workers_of(self, text: str) -> list[list[_Step]]:
+        workers: list[list[_Step]] = []
         section = ""
-        for line in text.splitlines():
+        for line in (line.partition("#")[0].strip() for line in text.splitlines()):
             if found := self._SECTION.match(line):
                 section = line.split()[0]
                 self._per_body = int(found[1] or self._per_body)
-            elif (found := self._READ.match(line)) and section != "cool-down":
-                opcode, *numbers = found.groups()
-                stage, minibatch, microbatch, version = map(int, numbers)
-                self._reads[opcode, stage, minibatch, microbatch] = version
-        self._num_listed = 1 + max(minibatch for _, _, minibatch, _ in self._reads)
-        num_microbatches = 1 + max(microbatch for *_, microbatch in self._reads)
-        super().__init__(
-            "pipedream", [1] * num_stages, [1] * num_stages, 0, num_microbatches, drained_at=drained_at
-        )
-        listed = [*itertools.product(range(self._num_listed + self._per_body), range(num_microbatches))]
-        self._stashes = [
-            all(self.of_forward(stage, *at) == self.of_backward(stage, *at) for at in listed)
-            for stage in range(num_stages)
-        ]
+                if section == "worker":
+                    workers.append([])
+            elif (found := self._STEP.match(line)) and section != "cool-down":
+                opcode, *numbers = found.groups(default="0")
+                workers[-1].append(_Step(section == "body", opcode, *map(int, numbers)))
+        return workers
+
+    def _walk(self, steps: Sequence[_Step]) -> int:
+        """Notes what the worker states; the most microbatches that it has in flight, if it has stage 0."""
+        updated: dict[int, int] = {}
+        in_flight = in_flight_max = 0
+        for _, opcode, stage, minibatch, microbatch, version in steps:
+            if opcode == "UPDATE":
+                updated[stage] = version
+                continue
+            self._stated[opcode, stage, minibatch, microbatch] = version
+            if opcode == "FORWARD":
+                self._stated["UPDATED", stage, minibatch, microbatch] = updated.get(stage, 0)
+            in_flight += (stage == 0) * (1 if opcode == "FORWARD" else -1)
+            in_flight_max = max(in_flight_max, in_flight)
+        return in_flight_max
+
+    def _is_drained(self, steps: Sequence[_Step]) -> bool:
+        """Whether each round is over at all stages of the worker before the next one begins at any, and its
+        updates stand behind its backwards, stage by stage."""
+        newest = dict.fromkeys(sorted({step.stage for step in steps}), 0)
+        num_backwards = 0
+        per_round = self._rounds[0] * self.num_microbatches * len(newest)
+        for step in steps:
+            in_round = step.minibatch // self._rounds[0]
+            if step.opcode == "FORWARD" and not (newest[step.stage] == in_round == step.version):
+                return False
+            num_backwards += step.opcode == "BACKWARD"
+            if step.opcode == "UPDATE":
+                replicas = self._num_replicas[step.stage]
+                is_whole = num_backwards * replicas >= step.version * per_round
+                before = [updated for stage, updated in newest.items() if stage < step.stage]
+                if not is_whole or step.version > min(before, default=step.version):
+                    return False
+                newest[step.stage] = step.version
+        return True
+
+    @property
+    def drains(self) -> bool:
+        return self._drains
+
+    def minibatches_per_round(self, stage_index: int) -> int:
+        return self._rounds[stage_index]
 
     def mean_delay(self, stage_index: int) -> float:
         first = self._per_body * self._num_listed
         delays = [
-            minibatch - self.of_forward(stage_index, minibatch, microbatch)
+            minibatch // self._rounds[stage_index] - self.of_forward(stage_index, minibatch, microbatch)
             for minibatch in range(first, first + self._per_body)
             for microbatch in range(self.num_microbatches)
         ]
@@ -227,7 +304,10 @@ class WrittenVersions(Versions):
 
     @property
     def versions_back(self) -> int:
-        return max(minibatch - version for (_, _, minibatch, _), version in self._reads.items())
+        return 1 + max(
+            minibatch - version * self._rounds[stage]
+            for (_, stage, minibatch, _), version in self._stated.items()
+        )
 
     def stashes(self, stage_index: int) -> bool:
         return self._stashes[stage_index]
@@ -238,12 +318,21 @@ class WrittenVersions(Versions):
     def of_backward(self, stage_index: int, minibatch: int, microbatch: int = 0) -> int:
         return self._of("BACKWARD", stage_index, minibatch, microbatch)
 
+    def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
+        """The input stage's forward has read it, in rounds of the owner, or the owner's, if that is older."""
+        seen = self.of_forward(0, minibatch, microbatch) * self._rounds[0] // self._rounds[owner]
+        return min(seen, self.of_forward(owner, minibatch, microbatch))
+
+    def _newest_updated(self, stage_index: int, k: int) -> int:
+        return self._of("UPDATED", stage_index, *divmod(k, self.num_microbatches)) - 1
+
     def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
         """The program begins anew where the pipeline has drained."""
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         # A body later than those that all stages list by far.
         bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
         listed = minibatch - begun - bodies * self._per_body
-        while (opcode, stage_index, listed, microbatch) not in self._reads:
+        while (opcode, stage_index, listed, microbatch) not in self._stated:
             bodies, listed = bodies + 1, listed - self._per_body
-        return begun + bodies * self._per_body + self._reads[opcode, stage_index, listed, microbatch]
+        stated = self._stated[opcode, stage_index, listed, microbatch]
+        return (begun + bodies * self._per_body) // self._rounds[stage_index] + stated

@@ -65,7 +65,7 @@ class JobOptions:
     optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
     schedule: str | Program = field(metadata=compared(said=_said_of_schedule))
-    """A program's in_flight and microbatches are the plan's and the run's."""
+    """A program's microbatches are the run's, and its in_flight stands for the plan's."""
     microbatches: int
     weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
     recompute: tuple[bool, ...] | None
@@ -142,10 +142,11 @@ class JobOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share.
         first_minibatch: with which the pipeline begins. oldest_minibatch: with which it had begun, where it
         goes on with the versions kept since. Raises ValueError for what plan and schedule cannot do."""
+        program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(
             schedule=self.schedule_name,
-            program=self.schedule.listed if isinstance(self.schedule, Program) else None,
-            in_flight=list(self.plan.in_flight),
+            program=program.listed if program else None,
+            in_flight=program.in_flight if program else list(self.plan.in_flight),
             num_microbatches=self.microbatches,
             placement=self.plan.placement,
             recompute=list(self.recompute or ()),

@@ -181,14 +181,18 @@ class WorkerLoop:
         self._reads = any(runner.parts.reader is not None for runner in self._runners.values())
         rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
-        self._norms: NormExchange | None = None
+        self._norms: dict[int, NormExchange] = {}
+        """By stage, where norms are asked for: one for all stages here, where the schedule drains."""
         if options.measures_gradients:
-            measure = functools.partial(_figures_of, self._runners.values(), self._mean_scale)
             drains = _core.drains_every_minibatch(schedule)
             is_first = place.rank == 0 if drains else self._replica == 0
-            self._norms = NormExchange(measure, is_first=is_first or not schedule.exchanges_norms)
+            for together in [list(self._runners)] if drains else [[stage] for stage in self._runners]:
+                runners = [self._runners[stage] for stage in together]
+                measure = functools.partial(_figures_of, runners, self._mean_scale)
+                norms = NormExchange(measure, is_first=is_first or not schedule.exchanges_norms)
+                self._norms |= dict.fromkeys(together, norms)
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
-        self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
+        self._transfers = EdgeTransfers(schedule, tied, self._norms.get(stages[0]), self._servers)
         self._poisons = _core.poisons_released_slots()
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
@@ -455,11 +459,11 @@ class WorkerLoop:
             self._stop_measuring()
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
-        if self._norms is None:
+        if not self._norms:
             runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
             runner.update(work, self._mean_scale(runner, work.minibatch))
             return
-        total = self._norms.total(work.minibatch)
+        total = self._norms[work.stage].total(work.minibatch)
         runner.hear(work.minibatch, total)
         clip = self._clip_scale(total)
         runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))

@@ -67,8 +67,15 @@ class _Group:
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
 
+    def version_read_by(self, minibatch: int, microbatch: int = 0) -> int:
+        return _core.tied_version(self._schedule, self.owner, minibatch, microbatch)
+
     def slot_read_by(self, minibatch: int, microbatch: int = 0) -> int:
-        return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch, microbatch))
+        return self.slot_of(self.version_read_by(minibatch, microbatch))
+
+    def oldest_from(self, minibatch: int, microbatch: int) -> int:
+        """The oldest version that this microbatch or a later one reads."""
+        return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
 
     def kept_from(self, minibatch: int) -> range:
         """The versions that are read from the minibatch on, and are there."""
@@ -221,11 +228,11 @@ class TiedParameters:
         another."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():
-            slot = group.slot_read_by(minibatch, microbatch)
-            is_read = slot == group.slot_read_by(next_minibatch, next_microbatch)
+            version = group.version_read_by(minibatch, microbatch)
+            is_read = version >= group.oldest_from(next_minibatch, next_microbatch)
             is_leaving = group is self._owned and self._has_replicas
             if not is_read and group.versions.num_slots > 1 and not is_leaving:
-                group.versions.poison(slot)
+                group.versions.poison(group.slot_of(version))
 
     def _own_after(self, minibatch: int, microbatch: int) -> tuple[int, int]:
         """The replica's next microbatch."""

@@ -67,6 +67,7 @@ ScheduleOptions options_of(const std::shared_ptr<const ListedProgram>& program) 
   options.program = program;
   options.num_microbatches = program->num_microbatches();
   options.in_flight = program->in_flight();
+  options.placement = program->placement();
   return options;
 }
 
@@ -105,21 +106,47 @@ std::vector<ScheduleOptions> named_schedules() {
       }
     }
   }
+  for (std::int64_t m : {1, 2, 3, 4}) {
+    for (const Counts& replicas : {Counts{2, 1}, {1, 2}, {3, 2}, {2, 2, 1}, {1, 3, 1}}) {
+      for (const std::string& name : kStraightSchedules) {
+        ScheduleOptions options = make_replicated(name, replicas, m);
+        if (error_of(options).empty()) schedules.push_back(options);
+      }
+    }
+    for (const auto& [workers, chunks] : {std::pair(2, 2), std::pair(3, 2), std::pair(2, 3)}) {
+      schedules.push_back(make_interleaved(workers, chunks, m));
+    }
+  }
   return schedules;
+}
+
+std::string describe(const ScheduleOptions& options) {
+  std::string name = options.schedule + ", m = " + std::to_string(options.num_microbatches) +
+                     ", n_0 = " + std::to_string(options.in_flight.front());
+  const Placement placement = placement_of(options);
+  for (const Place& place : placement.places()) {
+    name += ", " + to_string(StageReplica{place.stage, place.replica});
+  }
+  return name;
 }
 
 TEST(ListedProgram, OfASchedulesNameComputesTheSameAtEveryLength) {
   for (const ScheduleOptions& named : named_schedules()) {
+    SCOPED_TRACE(describe(named));
     const auto program = std::make_shared<const ListedProgram>(ListedProgram::of(named));
     ScheduleOptions listed = options_of(program);
-    listed.num_microbatches = named.num_microbatches;
-    SCOPED_TRACE(named.schedule + ", m = " + std::to_string(named.num_microbatches) +
-                 ", n_0 = " + std::to_string(named.in_flight.front()) + "\n" + program->to_text());
+    SCOPED_TRACE(program->to_text());
+    const bool is_plain = num_stages(named) == 1 && mean_delay(named, StageIndex(0)) == 0;
+    const bool drains = drains_every_minibatch(named) || is_plain;
+    EXPECT_EQ(drains_every_minibatch(listed), drains);
     for (StageIndex stage; stage.value() < num_stages(named); stage = stage.next()) {
       EXPECT_EQ(num_versions_kept(listed, stage), num_versions_kept(named, stage));
       EXPECT_EQ(num_microbatches_in_flight(listed, stage), num_microbatches_in_flight(named, stage));
-      EXPECT_EQ(stashes_versions(listed, stage),
-                named.schedule != "unstashed" || num_microbatches_in_flight(named, stage) == 1);
+      EXPECT_EQ(rounds_of(listed, stage).minibatches_per_round,
+                rounds_of(named, stage).minibatches_per_round);
+      EXPECT_DOUBLE_EQ(mean_delay(listed, stage), mean_delay(named, stage));
+      const bool is_naive = !stashes_versions(named, stage);
+      EXPECT_EQ(stashes_versions(listed, stage), !is_naive || mean_delay(named, stage) == 0);
       for (std::int64_t number = 0; number < 40; ++number) {
         const MinibatchId minibatch(number / named.num_microbatches);
         const MicrobatchIndex microbatch(number % named.num_microbatches);
@@ -128,9 +155,14 @@ TEST(ListedProgram, OfASchedulesNameComputesTheSameAtEveryLength) {
         EXPECT_EQ(backward_version(listed, stage, minibatch, microbatch),
                   backward_version(named, stage, minibatch, microbatch));
       }
-      const Rank rank(stage.value());
-      for (std::int64_t length = 0; length < 12; ++length) {
-        EXPECT_EQ(make_program(listed, rank, length), make_program(named, rank, length));
+    }
+    for (Rank rank; rank.value() < num_workers(named); rank = rank.next()) {
+      for (std::int64_t length = 0; length < 14; ++length) {
+        EXPECT_EQ(make_compute_program(listed, rank, length), make_compute_program(named, rank, length));
+        // A list of "naive" in which all reads are of the newest does not say that it pulls after its
+        // updates.
+        if (named.schedule == "naive" && has_replicas(named)) continue;
+        EXPECT_EQ(make_program(listed, rank, length), make_program(named, rank, length)) << length;
       }
     }
   }
@@ -295,9 +327,10 @@ TEST(ListedProgram, NamesWhatCannotRunWithItsLine) {
   EXPECT_NE(with("FORWARD stage 1 minibatch 1", "FORWARD stage 0 minibatch 1")
                 .find("worker 1 runs stage 1 alone: write stage 1, or move the line below \"worker 0\""),
             std::string::npos);
-  EXPECT_NE(with("FORWARD stage 1 minibatch 1", "FORWARD stage 1 replica 1 minibatch 1")
-                .find("one replica of each stage"),
-            std::string::npos);
+  EXPECT_NE(
+      with("FORWARD stage 1 minibatch 1", "FORWARD stage 1 replica 1 minibatch 1")
+          .find("the program has 2 workers, and its lines name 2 stages, of replicas 1-2; write a worker"),
+      std::string::npos);
   EXPECT_NE(with("FORWARD stage 1 minibatch 1 microbatch 0 reads version 1",
                  "FORWARD stage 1 minibatch 70000 microbatch 0 reads version 1")
                 .find("numbers of a program are at most 65536"),
@@ -341,6 +374,161 @@ TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
       "has read version 0, and the stage keeps 2: where several are kept a backward reads its forward's");
 }
 
+// A second microbatch in flight at each replica, of a round of two minibatches.
+constexpr const char* kReplicated = R"(
+worker 0
+body every 2 minibatches
+FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+UPDATE stage 0 minibatch 0 writes version 1
+worker 1
+body every 2 minibatches
+FORWARD stage 0 replica 1 minibatch 1 microbatch 0 reads version 0
+BACKWARD stage 0 replica 1 minibatch 1 microbatch 0 reads version 0
+UPDATE stage 0 replica 1 minibatch 0 writes version 1
+worker 2
+body every 2 minibatches
+FORWARD stage 1 minibatch 0 microbatch 0 reads version 0
+BACKWARD stage 1 minibatch 0 microbatch 0 reads version 0
+UPDATE stage 1 minibatch 0 writes version 1
+FORWARD stage 1 minibatch 1 microbatch 0 reads version 0
+BACKWARD stage 1 minibatch 1 microbatch 0 reads version 0
+UPDATE stage 1 minibatch 1 writes version 2
+)";
+
+TEST(ListedProgram, OfReplicasCountsItsRoundsByItsUpdates) {
+  const ScheduleOptions options = options_of(kReplicated);
+  EXPECT_EQ(rounds_of(options, StageIndex(0)).minibatches_per_round, 2);
+  EXPECT_EQ(rounds_of(options, StageIndex(1)).minibatches_per_round, 1);
+  EXPECT_EQ(num_versions_kept(options, StageIndex(1)), 2);
+  EXPECT_FALSE(drains_every_minibatch(options));
+  std::string together = replaced(kReplicated, "UPDATE stage 1 minibatch 0 writes version 1\n", "");
+  together = replaced(together, "UPDATE stage 1 minibatch 1 writes version 2",
+                      "UPDATE stage 1 minibatch 0 writes version 1");
+  const ScheduleOptions drained = options_of(together.c_str());
+  EXPECT_EQ(rounds_of(drained, StageIndex(1)).minibatches_per_round, 2);
+  EXPECT_TRUE(drains_every_minibatch(drained));
+}
+
+TEST(ListedProgram, OfReplicasNamesTheLineThatIsAnothers) {
+  const auto with = [](const std::string& from, const std::string& to) {
+    return refusal(replaced(kReplicated, from, to));
+  };
+  EXPECT_EQ(
+      with("FORWARD stage 0 replica 1 minibatch 1", "FORWARD stage 0 minibatch 1"),
+      "line 9: FORWARD stage 0 minibatch 1 microbatch 0 reads version 0: worker 1 runs stage 0 replica 1 "
+      "alone: write stage 0 replica 1, or move the line below \"worker 0\"");
+  EXPECT_EQ(
+      with("FORWARD stage 0 replica 1 minibatch 1", "FORWARD stage 0 replica 1 minibatch 0"),
+      "line 9: FORWARD stage 0 replica 1 minibatch 0 microbatch 0 reads version 0: FORWARDs go in order; "
+      "the next is of minibatch 1");
+  EXPECT_EQ(
+      with("UPDATE stage 0 replica 1 minibatch 0 writes version 1\n", ""),
+      "worker 1: the body has 0 UPDATEs, and 2 minibatches of 1 microbatch need 1 at each replica: add or "
+      "take away lines, or change \"body every 2 minibatches\"");
+  std::string short_body = kReplicated;
+  for (int worker = 0; worker < 3; ++worker) {
+    short_body = replaced(short_body, "body every 2 minibatches", "body every 1 minibatch");
+  }
+  EXPECT_EQ(
+      refusal(short_body),
+      "stage 0 of 2 replicas updates once in 2 minibatches, and there is \"body every 1 minibatch\": let a "
+      "body have whole rounds");
+  EXPECT_EQ(
+      with("FORWARD stage 1 minibatch 0", "FORWARD stage 3 minibatch 0"),
+      "line 14: FORWARD stage 3 minibatch 0 microbatch 0 reads version 0: there is no stage 2; stages are "
+      "counted from 0, without gaps");
+}
+
+// Megatron-LM's order for two workers of two stages each, but without a drain: minibatch 1 is forwarded
+// before the update of minibatch 0.
+TEST(ListedProgram, OfSeveralStagesAtAWorkerNeedNotDrain) {
+  const auto list = [](std::int64_t worker) {
+    std::string text = "worker " + std::to_string(worker) + "\nwarm-up\n";
+    const auto line = [&](const char* opcode, std::int64_t stage, std::int64_t minibatch,
+                          std::int64_t version) {
+      text += std::string(opcode) + " stage " + std::to_string(stage) + " minibatch " +
+              std::to_string(minibatch) + (opcode[0] == 'U' ? " writes" : " microbatch 0 reads") +
+              " version " + std::to_string(version) + '\n';
+    };
+    line("FORWARD", worker, 0, 0);
+    line("FORWARD", worker + 2, 0, 0);
+    for (const std::int64_t minibatch : {0, 1}) {
+      if (minibatch == 1) text += "body every 1 minibatch\n";
+      line("FORWARD", worker, minibatch + 1, minibatch);
+      line("BACKWARD", worker + 2, minibatch, minibatch);
+      line("UPDATE", worker + 2, minibatch, minibatch + 1);
+      line("BACKWARD", worker, minibatch, 0);
+      line("UPDATE", worker, minibatch, minibatch + 1);
+      line("FORWARD", worker + 2, minibatch + 1, minibatch + 1);
+    }
+    return text;
+  };
+  const std::string text = list(0) + list(1);
+  const ScheduleOptions options = options_of(text.c_str());
+  EXPECT_EQ(num_stages(options), 4);
+  EXPECT_EQ(num_workers(options), 2);
+  EXPECT_FALSE(drains_every_minibatch(options));
+  EXPECT_EQ(options.program->versions_kept(), (Counts{2, 2, 1, 1}));
+  for (std::int64_t length = 0; length < 6; ++length) {
+    const ReplayReport report = replay(options, make_programs(options, length), length);
+    EXPECT_TRUE(report.ok) << report.error;
+  }
+  EXPECT_NE(refusal(replaced(text, "UPDATE stage 2 minibatch 1 writes version 2\n", ""))
+                .find("worker 0: the body has 0 UPDATEs of stage 2, and 1 minibatch"),
+            std::string::npos);
+}
+
+// All uses of a microbatch read what the input stage has read, or the owner where that is older.
+TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
+  for (const ScheduleOptions& plain : named_schedules()) {
+    ScheduleOptions named = plain;
+    const std::int64_t stages = num_stages(named);
+    if (stages == 1) continue;
+    for (StageIndex owner; owner.value() + 1 < stages; owner = owner.next()) {
+      named.ties.push_back({owner, StageIndex(stages - 1)});
+    }
+    const auto replicas_differ = has_replicas(named) && named.schedule == "2bw";
+    if (replicas_differ || !error_of(named).empty()) continue;
+    ScheduleOptions listed = options_of(std::make_shared<const ListedProgram>(ListedProgram::of(named)));
+    listed.ties = named.ties;
+    SCOPED_TRACE(describe(named) + "\n" + listed.program->to_text());
+    for (const auto& [owner, user] : named.ties) {
+      EXPECT_EQ(num_tied_versions_kept(listed, owner), num_tied_versions_kept(named, owner));
+      for (std::int64_t number = 0; number < 40; ++number) {
+        const MinibatchId minibatch(number / named.num_microbatches);
+        const MicrobatchIndex microbatch(number % named.num_microbatches);
+        EXPECT_EQ(tied_version(listed, owner, minibatch, microbatch),
+                  tied_version(named, owner, minibatch, microbatch));
+      }
+    }
+    for (std::int64_t length = 0; length < 10; ++length) {
+      const ReplayReport report = replay(listed, make_programs(listed, length), length);
+      EXPECT_TRUE(report.ok) << report.error;
+    }
+  }
+}
+
+// Reads that go back and forth: a version that came for one microbatch is there for a later one that reads an
+// older one.
+TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
+  std::string text = kDrainsAfterThree;
+  for (const char* stage : {"0", "1"}) {
+    for (const char* opcode : {"FORWARD", "BACKWARD"}) {
+      const std::string line =
+          std::string(opcode) + " stage " + stage + " minibatch 2 microbatch 0 reads version ";
+      text = replaced(text, line + (stage[0] == '0' ? '1' : '2'), line + '0');
+    }
+  }
+  ScheduleOptions options = options_of(text.c_str());
+  options.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(tied_version(options, StageIndex(0), MinibatchId(2)), WeightVersion(0));
+  for (std::int64_t length = 0; length < 12; ++length) {
+    const ReplayReport report = replay(options, make_programs(options, length), length);
+    EXPECT_TRUE(report.ok) << report.error;
+  }
+}
+
 // Stage 1 wants a forward more than stage 0 gives before its first backward.
 TEST(ListedProgram, NamesADeadlock) {
   const std::string text = R"(
@@ -370,6 +558,7 @@ TEST(ListedProgram, IsRefusedForAnotherPlan) {
   EXPECT_EQ(error_of(options), "");
   ScheduleOptions other = options;
   other.in_flight = {3, 2, 1};
+  other.placement = {};
   EXPECT_EQ(error_of(other), "the program has 2 stages, and the plan 3; give a plan of as many");
   other = options;
   other.num_microbatches = 4;
@@ -381,12 +570,15 @@ TEST(ListedProgram, IsRefusedForAnotherPlan) {
   other.schedule = "flush";
   EXPECT_EQ(error_of(other), "schedule is \"flush\", and there is a program; give one of the two");
   other = options;
-  other.ties = {{StageIndex(0), StageIndex(1)}};
-  EXPECT_NE(error_of(other).find("parameters that stages share with a program of your own"),
-            std::string::npos);
-  other = options;
   other.placement = Placement::in_order({2, 1});
-  EXPECT_NE(error_of(other).find("replicas with a program of your own"), std::string::npos);
+  EXPECT_EQ(
+      error_of(other),
+      "the program has stage 0 of 1 at worker 0, and the plan has not; give a plan of as many replicas and "
+      "workers");
+  other = options;
+  other.placement = Placement::in_order({1, 1}, {0, 0});
+  other.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(error_of(other), "");
   other = options;
   other.program = nullptr;
   EXPECT_EQ(error_of(other), "schedule \"program\" has no program; give one");

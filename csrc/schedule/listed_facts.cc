@@ -1,0 +1,175 @@
+// Facts that follow from the lists of a written program: reads, versions kept, what is in flight. See
+// listed_program.h.
+#include <algorithm>
+#include <utility>
+
+#include "schedule/listed_program.h"
+
+namespace pipedream {
+namespace {
+
+// The bodies of a list after which all go on as the last one: also where another worker's warm-up, in which
+// reads do not repeat yet, is longer.
+std::int64_t num_bodies_until_steady(const ListedReads& reads) {
+  return 2 + reads.end() / reads.numbers_per_body();
+}
+
+bool is_at(const Instruction& instruction, const Place& place) {
+  return instruction.stage == place.stage && instruction.replica == place.replica;
+}
+
+}  // namespace
+
+void ListedProgram::count_facts() {
+  for (StageIndex stage; stage.value() < num_stages(); stage = stage.next()) {
+    Facts& facts = facts_.emplace_back();
+    facts.forwards = reads_of(stage, Opcode::kForward);
+    facts.backwards = reads_of(stage, Opcode::kBackward);
+    const std::int64_t end = std::max(facts.forwards.end(), facts.backwards.end());
+    for (std::int64_t number = 0; number < end + facts.forwards.numbers_per_body(); ++number) {
+      if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) facts.stashes = false;
+    }
+    for (const Place& place : placement_.places()) {
+      if (place.stage == stage) count_at(place, facts);
+    }
+    facts.backwards.num_versions_kept = facts.forwards.num_versions_kept;
+  }
+  for (StageIndex owner; owner.value() < num_stages(); owner = owner.next()) {
+    Facts& facts = facts_[static_cast<std::size_t>(owner.value())];
+    facts.tied = tied_reads_of(owner);
+    facts.tied.num_versions_kept = count_tied_versions(owner, facts.tied);
+  }
+  drains_ = true;
+  for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) {
+    drains_ = drains_ && drains_at(rank);
+  }
+}
+
+// The reads of all replicas, by the microbatches' numbers.
+ListedReads ListedProgram::reads_of(StageIndex stage, Opcode opcode) const {
+  const Rounds& rounds = rounds_of_stage(stage);
+  const std::int64_t own_per_body = versions_per_body(stage) * rounds.own_per_round();
+  std::vector<std::vector<std::int64_t>> by_replica;
+  std::int64_t end = 0;
+  for (ReplicaIndex replica; replica.value() < rounds.num_replicas; replica = replica.next()) {
+    std::vector<std::int64_t>& versions = by_replica.emplace_back();
+    for (const Instruction& instruction : list_of(placement_.rank_of(stage, replica)).instructions) {
+      if (instruction.opcode == opcode && instruction.stage == stage) {
+        versions.push_back(instruction.version.value());
+      }
+    }
+    end = std::max(end, rounds.own_number(replica, static_cast<std::int64_t>(versions.size()) - 1) + 1);
+  }
+  std::vector<std::int64_t> versions;
+  for (std::int64_t number = 0; number < end; ++number) {
+    const std::vector<std::int64_t>& own = by_replica[rounds.replica_of(number).value()];
+    const std::int64_t index = rounds.own_index(number);
+    const auto listed = static_cast<std::int64_t>(own.size());
+    const std::int64_t bodies = index < listed ? 0 : (index - listed) / own_per_body + 1;
+    versions.push_back(own[index - bodies * own_per_body] + bodies * versions_per_body(stage));
+  }
+  return {std::move(versions), minibatches_per_body_ * num_microbatches_, versions_per_body(stage)};
+}
+
+ListedReads ListedProgram::tied_reads_of(StageIndex owner) const {
+  const ListedReads& of_input = forward_reads(StageIndex(0));
+  const ListedReads& of_owner = forward_reads(owner);
+  const std::int64_t per_input_version = rounds_of_stage(StageIndex(0)).microbatches_per_round();
+  const std::int64_t per_version = rounds_of_stage(owner).microbatches_per_round();
+  std::vector<std::int64_t> versions;
+  for (std::int64_t number = 0; number < std::max(of_input.end(), of_owner.end()); ++number) {
+    const std::int64_t seen_at_input = of_input.version_of(number) * per_input_version / per_version;
+    versions.push_back(std::min(seen_at_input, of_owner.version_of(number)));
+  }
+  return {std::move(versions), of_input.numbers_per_body(), versions_per_body(owner)};
+}
+
+// How many versions of what the owner shares are there at once, at it or at a stage downstream of it.
+std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedReads& tied) const {
+  std::int64_t num_kept = 1;
+  for (const Place& place : placement_.places()) {
+    if (place.stage < owner) continue;
+    const Rounds& rounds = rounds_of_stage(place.stage);
+    const std::int64_t length = list_of(place.rank).length(num_bodies_until_steady(tied));
+    std::int64_t num_backwarded = 0;
+    for (std::int64_t position = 0; position < length; ++position) {
+      const Instruction instruction = at(place.rank, position);
+      if (!is_at(instruction, place)) continue;
+      if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
+      const std::int64_t oldest = tied.oldest_from(rounds.own_number(place.replica, num_backwarded));
+      std::int64_t newest = 0;
+      if (place.stage > owner) {  // comes before the first forward that reads it
+        const std::int64_t number = rounds.number_of(instruction.minibatch, instruction.microbatch);
+        if (instruction.opcode == Opcode::kForward) newest = tied.newest_until(number);
+      } else if (instruction.opcode == Opcode::kUpdate) {
+        newest = instruction.version.value();
+      } else if (rounds.num_replicas > 1) {  // may have come from another replica
+        newest = num_backwarded / rounds.own_per_round();
+      }
+      num_kept = std::max(num_kept, newest - oldest + 1);
+    }
+  }
+  return num_kept;
+}
+
+// Counts what is in flight and kept at a replica.
+void ListedProgram::count_at(const Place& place, Facts& facts) const {
+  const Rounds& rounds = rounds_of_stage(place.stage);
+  const std::int64_t num_bodies =
+      std::max(num_bodies_until_steady(facts.forwards), num_bodies_until_steady(facts.backwards));
+  std::int64_t num_forwarded = 0;
+  std::int64_t num_backwarded = 0;
+  for (std::int64_t position = 0; position < list_of(place.rank).length(num_bodies); ++position) {
+    const Instruction instruction = at(place.rank, position);
+    if (!is_at(instruction, place)) continue;
+    if (instruction.opcode == Opcode::kForward) ++num_forwarded;
+    if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
+    facts.num_in_flight = std::max(facts.num_in_flight, num_forwarded - num_backwarded);
+    const std::int64_t oldest =
+        std::min(facts.forwards.oldest_from(rounds.own_number(place.replica, num_forwarded)),
+                 facts.backwards.oldest_from(rounds.own_number(place.replica, num_backwarded)));
+    std::int64_t newest = 0;
+    if (instruction.opcode == Opcode::kUpdate) {
+      newest = instruction.version.value();
+    } else if (rounds.num_replicas > 1 && facts.stashes) {  // may have come from another replica
+      newest = num_backwarded / rounds.own_per_round();
+    }
+    std::int64_t& num_kept = facts.forwards.num_versions_kept;
+    num_kept = std::max(num_kept, newest - oldest + 1);
+  }
+}
+
+// Whether the worker's forwards wait for the update of the round before and read it, and its updates, which
+// go in the order of its stages, for all backwards of their round.
+bool ListedProgram::drains_at(Rank rank) const {
+  const std::vector<StageIndex> stages = placement_.stages_at(rank);
+  const Rounds& rounds = rounds_of_stage(stages.front());
+  std::vector<std::int64_t> num_updated(stages.size(), 0);
+  std::int64_t num_backwarded = 0;
+  for (std::int64_t position = 0; position < list_of(rank).length(2); ++position) {
+    const Instruction instruction = at(rank, position);
+    const auto index =
+        static_cast<std::size_t>(std::ranges::find(stages, instruction.stage) - stages.begin());
+    const std::int64_t round = rounds.round_of(instruction.minibatch);
+    switch (instruction.opcode) {
+      case Opcode::kForward:
+        if (num_updated[index] < round || instruction.version.value() != round) return false;
+        break;
+      case Opcode::kBackward:
+        ++num_backwarded;
+        break;
+      default:
+        if (index > 0 && num_updated[index - 1] == num_updated[index]) return false;
+        if (num_backwarded <
+            (round + 1) * rounds.own_per_round() * static_cast<std::int64_t>(stages.size())) {
+          return false;
+        }
+        ++num_updated[index];
+    }
+  }
+  return std::ranges::all_of(rounds_, [&](const Rounds& of_stage) {
+    return of_stage.minibatches_per_round == rounds_.front().minibatches_per_round;
+  });
+}
+
+}  // namespace pipedream

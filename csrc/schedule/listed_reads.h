@@ -1,0 +1,57 @@
+// The weight versions that a written program (listed_program.h) reads at a stage. Pure arithmetic; any
+// thread.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pipedream {
+
+// By the microbatches' numbers from the run's start (rounds.h). The numbers of the last body repeat, each
+// time with versions that are newer by versions_per_body.
+class ListedReads {
+ public:
+  ListedReads() = default;
+  ListedReads(std::vector<std::int64_t> versions, std::int64_t numbers_per_body,
+              std::int64_t versions_per_body);
+
+  [[nodiscard]] std::int64_t version_of(std::int64_t number) const {
+    const std::int64_t bodies = num_bodies_before(number);
+    return versions_[index_of(number, bodies)] + bodies * versions_per_body_;
+  }
+  // The oldest version that this number or a later one reads.
+  [[nodiscard]] std::int64_t oldest_from(std::int64_t number) const {
+    const std::int64_t bodies = num_bodies_before(number);
+    return oldest_[index_of(number, bodies)] + bodies * versions_per_body_;
+  }
+  // The newest version that this number or an earlier one reads.
+  [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
+  // The most by which it grows over so many numbers.
+  [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
+  // Over the numbers of a body: by how many updates of so many microbatches each the version is old.
+  [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
+
+  // From where on the numbers repeat.
+  [[nodiscard]] std::int64_t end() const { return static_cast<std::int64_t>(versions_.size()); }
+  [[nodiscard]] std::int64_t numbers_per_body() const { return numbers_per_body_; }
+
+  // How many versions are kept at the stage for these reads. Counted by whoever knows the lists.
+  std::int64_t num_versions_kept = 1;
+
+ private:
+  [[nodiscard]] std::int64_t num_bodies_before(std::int64_t number) const {
+    return number < end() ? 0 : (number - end()) / numbers_per_body_ + 1;
+  }
+  [[nodiscard]] std::size_t index_of(std::int64_t number, std::int64_t bodies) const {
+    return static_cast<std::size_t>(number - bodies * numbers_per_body_);
+  }
+
+  std::vector<std::int64_t> versions_;
+  std::vector<std::int64_t> oldest_;
+  std::vector<std::int64_t> newest_;
+  std::vector<std::int64_t> newest_of_body_;  // as newest_, of the last body's numbers alone
+  std::int64_t numbers_per_body_ = 1;
+  std::int64_t versions_per_body_ = 1;
+};
+
+}  // namespace pipedream

@@ -1,0 +1,161 @@
+// A written program as text, and back. See listed_program.h.
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "base/failure.h"
+#include "schedule/listed_program.h"
+#include "schedule/listed_words.h"
+#include "schedule/text_lines.h"
+
+namespace pipedream {
+namespace {
+
+// Reads a program's text, line by line.
+class Parser {
+ public:
+  void read(std::string_view line, std::int64_t number) {
+    if (line.starts_with("worker")) return begin_worker(line);
+    if (workers_.empty()) {
+      throw UserError(
+          "\"" + std::string(line) +
+          "\" stands before the first worker; write \"worker 0\" above, or give the text of a file, "
+          "which Program.load() reads");
+    }
+    if (line == "warm-up") return begin(Section::kWarmUp, line);
+    if (line == "cool-down") return begin(Section::kCoolDown, line);
+    if (line.starts_with("body")) return begin_body(line);
+    add(line, number);
+  }
+
+  [[nodiscard]] ListedProgram made() const {
+    std::vector<ListedProgram::List> lists;
+    for (const Worker& worker : workers_) {
+      if (worker.section < Section::kBody) {
+        throw UserError("worker " + std::to_string(lists.size()) +
+                        " has no body; write \"body every 1 minibatch\" above the part that repeats");
+      }
+      lists.push_back(worker.list);
+    }
+    return {std::move(lists), minibatches_per_body_.value_or(1)};
+  }
+  // The cool-down that the text has of the worker; none where it leaves it out.
+  [[nodiscard]] std::optional<std::vector<Instruction>> cool_down(std::size_t worker) const {
+    if (workers_[worker].section < Section::kCoolDown) return std::nullopt;
+    return workers_[worker].cool_down;
+  }
+
+ private:
+  enum class Section { kNone, kWarmUp, kBody, kCoolDown };
+  struct Worker {
+    Section section = Section::kNone;
+    ListedProgram::List list;
+    std::vector<Instruction> cool_down;
+  };
+
+  void begin_worker(std::string_view line) {
+    const std::string due = "worker " + std::to_string(workers_.size());
+    if (line != due) throw UserError("\"" + std::string(line) + "\" where \"" + due + "\" is due");
+    workers_.emplace_back();
+  }
+
+  void begin(Section section, std::string_view line) {
+    if (workers_.back().section >= section) {
+      throw UserError("\"" + std::string(line) +
+                      "\" is out of place; a worker has \"warm-up\", \"body every N minibatches\" and "
+                      "\"cool-down\", in this order");
+    }
+    workers_.back().section = section;
+  }
+
+  void begin_body(std::string_view line) {
+    begin(Section::kBody, line);
+    std::istringstream words{std::string(line)};
+    std::string body, every, unit, more;
+    std::int64_t minibatches = 0;
+    words >> body >> every >> minibatches >> unit;
+    if (body != "body" || every != "every" || minibatches < 1 || minibatches > kListedNumberMax ||
+        (unit != "minibatch" && unit != "minibatches") || words >> more) {
+      throw UserError("\"" + std::string(line) +
+                      "\" is no beginning of a body; write \"body every 2 minibatches\"");
+    }
+    if (minibatches_per_body_.value_or(minibatches) != minibatches) {
+      throw UserError("\"" + std::string(line) + "\" where other workers have " +
+                      std::to_string(*minibatches_per_body_) + "; all bodies are of as many minibatches");
+    }
+    minibatches_per_body_ = minibatches;
+  }
+
+  void add(std::string_view line, std::int64_t number) {
+    auto& [section, list, cool_down] = workers_.back();
+    if (section == Section::kNone) {
+      throw UserError(
+          "\"" + std::string(line) +
+          "\" stands above the worker's first section; write \"warm-up\" or \"body every 1 "
+          "minibatch\" above (lists of a whole run, which trace prints with --minibatches, have none)");
+    }
+    if (section == Section::kCoolDown) return cool_down.push_back(parse_instruction(line));
+    list.instructions.push_back(parse_instruction(line));
+    list.lines.push_back(number);
+    if (section == Section::kWarmUp) ++list.num_warm_up;
+  }
+
+  std::vector<Worker> workers_;
+  std::optional<std::int64_t> minibatches_per_body_;
+};
+
+}  // namespace
+
+ListedProgram ListedProgram::parse(std::string_view text) {
+  Parser parser;
+  for_each_line(text, [&](std::string_view line, std::int64_t number) { parser.read(line, number); });
+  ListedProgram program = parser.made();
+  for (Rank rank; static_cast<std::size_t>(rank.value()) < program.workers_.size(); rank = rank.next()) {
+    const auto given = parser.cool_down(static_cast<std::size_t>(rank.value()));
+    if (!given || *given == program.cool_down(rank)) continue;
+    throw UserError(
+        "worker " + std::to_string(rank.value()) +
+        ": the cool-down is not what is left of the body when the data are over; leave \"cool-down\" "
+        "and what follows it out");
+  }
+  return program;
+}
+
+std::string ListedProgram::to_text() const {
+  std::ostringstream text;
+  for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) {
+    const List& list = list_of(rank);
+    text << "worker " << rank.value() << "  # " << comment_on(rank) << '\n';
+    if (list.num_warm_up > 0) text << "warm-up\n";
+    for (std::size_t position = 0; position < list.instructions.size(); ++position) {
+      if (position == list.num_warm_up) text << body_title(minibatches_per_body_) << '\n';
+      text << to_string(list.instructions[position]) << '\n';
+    }
+    const std::vector<Instruction> left = cool_down(rank);
+    if (left.empty()) continue;
+    text << "# cool-down, where a run has " << in_number(minibatches_of_one_body(rank), "minibatch") << '\n';
+    for (const Instruction& instruction : left) text << "#   " << to_string(instruction) << '\n';
+  }
+  return text.str();
+}
+
+// "keeps 2 versions; backwards read what their forwards have read"; of several stages "stage 0 keeps ...".
+std::string ListedProgram::comment_on(Rank rank) const {
+  const std::vector<StageIndex> stages = placement_.stages_at(rank);
+  std::string comment;
+  for (const StageIndex stage : stages) {
+    if (!comment.empty()) comment += "; ";
+    if (stages.size() > 1) comment += "stage " + std::to_string(stage.value()) + ' ';
+    comment += "keeps " + in_number(num_versions_kept(stage), "version") + "; backwards read " +
+               (stashes(stage) ? "what their forwards have read" : "the newest");
+  }
+  return comment;
+}
+
+std::vector<Instruction> ListedProgram::cool_down(Rank rank) const {
+  const std::vector<Instruction> whole =
+      make_compute_program(options_of_run(*this), rank, minibatches_of_one_body(rank));
+  return {whole.begin() + list_of(rank).length(1), whole.end()};
+}
+
+}  // namespace pipedream
