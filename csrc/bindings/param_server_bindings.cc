@@ -1,5 +1,6 @@
-// pipedream._core: which shard owns what, the mean of the replicas' gradients, and the rounds of a shard.
-// Pointers cross as integers: the caller owns the tensors and has checked dtype, contiguity and size.
+// pipedream._core: which shard owns what, the mean of the replicas' gradients, and what an asynchronous shard
+// has applied. Pointers cross as integers: the caller owns the tensors and has checked dtype, contiguity and
+// size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,7 +14,6 @@
 #include "bindings/bindings.h"
 #include "param_server/aggregation.h"
 #include "param_server/dealing.h"
-#include "param_server/shard_rounds.h"
 #include "param_server/shard_updates.h"
 
 namespace py = pybind11;
@@ -60,12 +60,6 @@ void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_
   aggregate(element, addresses, num_minibatches, target, num_elements, num_threads);
 }
 
-std::vector<ReplicaIndex> replicas_of(const std::vector<std::int64_t>& members) {
-  std::vector<ReplicaIndex> replicas;
-  for (const std::int64_t member : members) replicas.emplace_back(member);
-  return replicas;
-}
-
 }  // namespace
 
 void bind_param_server(py::module_& module) {
@@ -84,38 +78,6 @@ void bind_param_server(py::module_& module) {
       py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
       "The sum of parts in host memory, added in their order, over the number of minibatches; mean may be\n"
       "one of them. Addresses as integers; float32 and float64.");
-  py::class_<ShardRounds>(module, "ShardRounds")
-      .def(py::init([](std::int64_t num_replicas, std::int64_t num_chunks, std::int64_t first_version,
-                       std::int64_t num_rounds_max) {
-             return ShardRounds(num_replicas, num_chunks, WeightVersion(first_version), num_rounds_max);
-           }),
-           py::kw_only(), py::arg("num_replicas"), py::arg("num_chunks"), py::arg("first_version"),
-           py::arg("num_rounds_max"))
-      .def(
-          "arrive",
-          [](ShardRounds& rounds, std::int64_t replica, std::int64_t round,
-             std::int64_t chunk) -> std::optional<std::string> {
-            const auto refused = rounds.arrive(ReplicaIndex(replica), WeightVersion(round), chunk);
-            return refused ? std::optional(refused->message) : std::nullopt;
-          },
-          py::arg("replica"), py::arg("round"), py::arg("chunk"),
-          "Why the gradient must not be added, or None.")
-      .def(
-          "is_complete",
-          [](const ShardRounds& rounds, std::int64_t chunk, const std::vector<std::int64_t>& members) {
-            return rounds.is_complete(chunk, replicas_of(members));
-          },
-          py::arg("chunk"), py::arg("members"))
-      .def(
-          "publish",
-          [](ShardRounds& rounds, std::int64_t chunk, const std::vector<std::int64_t>& members) {
-            return rounds.publish(chunk, replicas_of(members)).value();
-          },
-          py::arg("chunk"), py::arg("members"), "The version that the chunk is at now.")
-      .def(
-          "version",
-          [](const ShardRounds& rounds, std::int64_t chunk) { return rounds.version(chunk).value(); },
-          py::arg("chunk"));
   py::class_<ShardUpdates>(module, "ShardUpdates")
       .def(py::init([](std::int64_t num_replicas, std::int64_t num_parts, std::int64_t first_round) {
              return ShardUpdates(num_replicas, num_parts, WeightVersion(first_round));

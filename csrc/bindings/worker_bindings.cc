@@ -25,6 +25,7 @@
 #include "bindings/fast_method.h"
 #include "bindings/item_fields_type.h"
 #include "bindings/items.h"
+#include "bindings/shard_exchange_type.h"
 #include "bindings/tensor_exchange.h"
 #include "bindings/waiting.h"
 #include "channel/wire_layout.h"
@@ -231,7 +232,6 @@ class PyWorker {
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
     worker_->engine().end_of_data(num_minibatches, events);
   }
-  std::uint8_t end_events() { return worker_->engine().end_events(); }
   std::optional<std::int64_t> num_minibatches() { return worker_->engine().num_minibatches(); }
 
   bool send_item(const std::string& channel, const py::list& tensors, const ItemFields& fields,
@@ -247,6 +247,10 @@ class PyWorker {
                },
                [](bool sent) { return sent; })
         .value();
+  }
+  // (channel, capsules) of each
+  void send_items(const std::vector<std::pair<std::string, py::list>>& items, const ItemFields& fields) {
+    for (const auto& [channel, tensors] : items) send_item(channel, tensors, fields, kForeverSeconds);
   }
   void send_end(const std::string& channel) { worker_->send_end(channel); }
   bool wait_until_sent(const std::string& channel, std::size_t num_left_max, double timeout_s) {
@@ -266,16 +270,6 @@ class PyWorker {
         [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
     if (!result.value()) return nullptr;
     return item_of(channel, std::move(*result.value()));
-  }
-  // (address, bytes) of each
-  void post_items(const std::string& channel,
-                  const std::vector<std::pair<std::uintptr_t, std::size_t>>& places) {
-    std::vector<std::span<std::byte>> spans;
-    spans.reserve(places.size());
-    // NOLINTNEXTLINE(performance-no-int-to-ptr): as torch gives it
-    for (const auto& [data, size] : places) spans.emplace_back(reinterpret_cast<std::byte*>(data), size);
-    const py::gil_scoped_release release;
-    worker_->post_items(channel, spans);
   }
   // (which of the channels, its item); None after stop_serving().
   py::object receive_any(const std::vector<std::string>& channels) {
@@ -445,6 +439,7 @@ class PyWorker {
 void bind_worker(py::module_& module) {
   bind_run_failure(module);
   bind_items(module);
+  bind_shard_exchange(module);
 
   py::class_<PyWorker> worker(module, "Worker",
                               "One worker: device, pool, transport, channels and stage engine.");
@@ -485,6 +480,24 @@ void bind_worker(py::module_& module) {
       .def("residuals", &PyWorker::residuals, py::arg("channel"),
            "Of a channel that this worker sends by, per item in turn and tensor: flat uint8 tensors over "
            "what its codec has left out so far. After seal(), before the first item or when all have left.")
+      .def(
+          "make_exchange",
+          [](PyWorker& self, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
+             std::int64_t replica, const std::vector<ExchangeChunkRow>& chunks,
+             const std::map<std::int64_t, ExchangePeerRow>& peers,
+             const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
+             const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients, bool holds_versions,
+             bool posts_early) {
+            return std::make_unique<PyShardExchange>(self.worker(), std::move(tensors), rounds, replica,
+                                                     chunks, peers, own_slots, tied_slots, slot_of,
+                                                     keeps_gradients, holds_versions, posts_early);
+          },
+          py::kw_only(), py::arg("tensors"), py::arg("rounds"), py::arg("replica"), py::arg("chunks"),
+          py::arg("peers"), py::arg("own_slots"), py::arg("tied_slots"), py::arg("slot_of"),
+          py::arg("keeps_gradients"), py::arg("holds_versions"), py::arg("posts_early"),
+          py::keep_alive<0, 1>(),
+          "What the worker's program pushes and pulls goes through it from start() on. chunks: of the own "
+          "shard, and in peers by owner theirs, with the channels there; see shard_exchange_type.h.")
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("edges"),
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work,
@@ -495,11 +508,11 @@ void bind_worker(py::module_& module) {
            "While the first FORWARD of the minibatch at the boundary is being done, or when all is done: the "
            "program has EVALUATEs of its weights. Only at replica 0 of each stage.")
       .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"), py::arg("boundary_events") = 0)
-      .def("end_events", &PyWorker::end_events,
-           "What is due at the end of the data; 0 while that is not known.")
       .def("num_minibatches", &PyWorker::num_minibatches, "Of the run; None while that is not known here.")
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
            py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)
+      .def("send_items", &PyWorker::send_items, py::arg("items"), py::arg("fields") = ItemFields{},
+           "(channel, tensors) of each. Waits for room.")
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
       .def("wait_until_sent", &PyWorker::wait_until_sent, py::arg("channel"), py::arg("num_left_max") = 0,
            py::arg("timeout_s") = 1e9,
@@ -507,9 +520,6 @@ void bind_worker(py::module_& module) {
            "time-out.")
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
-      .def("post_items", &PyWorker::post_items, py::arg("channel"), py::arg("places"),
-           "Where the channel's next items are to land: (address, bytes) of each, in the term that the "
-           "channel is posted into.")
       .def("receive_any", &PyWorker::receive_any, py::arg("channels"),
            "(which of the channels, the next item of it), of the first that has one; None after "
            "stop_serving(). For one more thread than the compute thread.")

@@ -20,6 +20,8 @@ Failure untrue_end_of_evaluation(const std::string& channel) {
           channel + ": the sender says that the validation minibatches end elsewhere than they do"};
 }
 
+bool is_between_replicas(EdgeKind kind) { return kind == EdgeKind::kPush || kind == EdgeKind::kPull; }
+
 Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
   return {FailureKind::kCorruptFrame,
           channel + ": the sender says that the data ended after " + std::to_string(num_minibatches) +
@@ -38,8 +40,13 @@ std::string describe(const Instruction& instruction) {
 }  // namespace
 
 StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
-                         std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options, rank), channels_(std::move(channels)), wakeup_(wakeup), spans_(num_spans_max) {
+                         std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max,
+                         ShardExchange* exchange)
+    : cursor_(options, rank),
+      channels_(std::move(channels)),
+      wakeup_(wakeup),
+      exchange_(exchange),
+      spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
   const std::vector<Place> places = placement_of(options).places_at(rank);
   PD_CHECK(parts.size() == places.size(),
@@ -108,6 +115,11 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   if (started_ns_ == 0) started_ns_ = asked_ns_;
 
   for (;;) {
+    if (exchange_ != nullptr && cursor_.num_minibatches()) {
+      const Result<bool> is_told = exchange_->tell_end(*cursor_.num_minibatches(), end_events_, deadline);
+      if (!is_told) return is_told.failure();
+      if (!is_told.value()) return std::optional<WorkItem>();
+    }
     const std::optional<Instruction> instruction = cursor_.current();
     if (!instruction) {
       WorkItem done;
@@ -125,6 +137,16 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
         if (!may_begin.value()) return std::optional<WorkItem>();
       }
       return std::optional<WorkItem>(hand_out(*instruction));
+    }
+    if (exchange_ != nullptr && is_between_replicas(instruction->edge.kind)) {
+      const bool is_push = instruction->opcode == Opcode::kSend && instruction->edge.kind == EdgeKind::kPush;
+      if (is_push && std::exchange(pushed_, instruction->minibatch) != instruction->minibatch) {
+        return hand_out_transfer(std::nullopt);
+      }
+      const Result<bool> is_done = transfer_between_replicas(*instruction, deadline);
+      if (!is_done) return is_done.failure();
+      if (!is_done.value()) return std::optional<WorkItem>();
+      continue;
     }
     if (instruction->opcode == Opcode::kSend) {
       if (SendChannel* target = target_of(*instruction)) {
@@ -155,6 +177,32 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (item) keep(std::move(*item));
     cursor_.advance();
   }
+}
+
+// Goes on to the next instruction. False: the deadline passed. What is sent has left with what made it.
+Result<bool> StageEngine::transfer_between_replicas(const Instruction& instruction, Deadline deadline) {
+  if (instruction.opcode == Opcode::kRecv) {
+    const Part& part = part_of(instruction.stage);
+    const ReplicaIndex other = instruction.edge.from.replica;
+    const Result<bool> is_there =
+        instruction.edge.kind == EdgeKind::kPull
+            ? exchange_->pull_from(other, deadline)
+            // The slot of the update that takes the gradient: nothing is read before it.
+            : exchange_->begin_push_from(other, part.rounds.round_of(instruction.minibatch),
+                                         part.stage_part.slots->begin_update(), deadline);
+    if (!is_there || !is_there.value()) return is_there;
+    if (const auto end = exchange_->take_end()) {
+      const std::int64_t num_minibatches = end->num_minibatches;
+      if (num_minibatches > instruction.minibatch.value() ||
+          !cursor_.may_set_num_minibatches(num_minibatches)) {
+        return located(untrue_end(to_string(instruction.edge), num_minibatches));
+      }
+      learn_end(num_minibatches, end->boundary_events);
+      return true;
+    }
+  }
+  cursor_.advance();
+  return true;
 }
 
 void StageEngine::collect_released() {
@@ -192,9 +240,6 @@ Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<Rec
   work.minibatch = doing_.minibatch;
   work.edge = doing_.edge;
   if (const EdgeChannel* channel = find_channel(doing_.edge)) work.on_device = channel->on_device;
-  if (doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush) {
-    work.write_slot = part_of(doing_.stage).stage_part.slots->begin_update();  // nothing is read before it
-  }
   work.received = std::move(received);
   begin_item();
   return std::optional<WorkItem>(std::move(work));
@@ -393,27 +438,18 @@ void StageEngine::begin_evaluation(MinibatchId boundary) {
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
-  PD_CHECK(handed_out_, num_minibatches << " minibatches at " << to_string(doing_));
-  const bool may_be =
-      num_minibatches <= doing_.minibatch.value() && cursor_.may_set_num_minibatches(num_minibatches);
-  if (doing_.opcode == Opcode::kForward) {
-    PD_CHECK(may_be, num_minibatches << " minibatches at " << to_string(doing_));
-    const bool is_told = std::any_of(channels_.begin(), channels_.end(), [&](const EdgeChannel& channel) {
-      return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
-             channel.edge.to.stage == doing_.stage;
-    });
-    Part& part = part_of(doing_.stage);
-    PD_CHECK(part.rounds.is_first_of_minibatch(doing_.microbatch) && !is_told, to_string(doing_));
-    if (part.stashes) part.stage_part.slots->release(doing_.version);
-    part.versions.pop_back();
-    --part.num_forwards;
-  } else {
-    PD_CHECK(doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush, to_string(doing_));
-    if (!may_be) {  // a peer has said so: the next item is the failure
-      wakeup_.fail(untrue_end(to_string(doing_.edge), num_minibatches));
-      return end_item();
-    }
-  }
+  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && num_minibatches <= doing_.minibatch.value() &&
+               cursor_.may_set_num_minibatches(num_minibatches),
+           num_minibatches << " minibatches at " << to_string(doing_));
+  const bool is_told = std::any_of(channels_.begin(), channels_.end(), [&](const EdgeChannel& channel) {
+    return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
+           channel.edge.to.stage == doing_.stage;
+  });
+  Part& part = part_of(doing_.stage);
+  PD_CHECK(part.rounds.is_first_of_minibatch(doing_.microbatch) && !is_told, to_string(doing_));
+  if (part.stashes) part.stage_part.slots->release(doing_.version);
+  part.versions.pop_back();
+  --part.num_forwards;
   end_item();
   learn_end(num_minibatches, events);
 }

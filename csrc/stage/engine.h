@@ -9,12 +9,15 @@
 //   next_work() -> EVALUATE  boundary 4, read slot 2, input tensors      compute, complete(outputs)
 //   next_work() -> RECV      edge, minibatch 1, tensors                  take them in, complete()
 //   next_work() -> SEND      edge, minibatch 1                           complete(tensors)
+//   next_work() -> SEND      push, minibatch 1                           push it to all, complete()
 //   next_work() -> DONE      there were num_minibatches
 //
 // The program (transfers.h) says what travels when. Activations and gradients come with the item that needs
 // them and leave with the one that made them; what tied parameters and norms exchange is handed out as SEND
-// and RECV. A worker has one stage, or several with an interleaved schedule; each item names its stage.
-// Owned by the compute thread; every call is on it, but where another is said.
+// and RECV. What replicas exchange is done here, by the worker's ShardExchange: of a round's transfers the
+// first SEND of a push alone is handed out, for all of them. A worker has one stage, or several with an
+// interleaved schedule; each item names its stage. Owned by the compute thread; every call is on it, but
+// where another is said.
 #pragma once
 
 #include <atomic>
@@ -33,6 +36,7 @@
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
 #include "channel/wakeup.h"
+#include "param_server/shard_exchange.h"
 #include "schedule/transfers.h"
 #include "weights/version_slots.h"
 #include "wire/item_fields.h"
@@ -47,7 +51,7 @@ struct WorkItem {
   WeightVersion read_version;
   SlotIndex read_slot;
   WeightVersion write_version;  // kUpdate
-  SlotIndex write_slot;         // kUpdate, and kRecv of a push: of the update that takes it
+  SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // whether what the item sends or has received lives there
   // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
@@ -114,9 +118,11 @@ struct EngineTotals {
 class StageEngine {
  public:
   // parts: the worker's stages in ascending order. channels: of the edges that it has an end of, each once.
-  // The last num_spans_max spans are kept.
+  // The last num_spans_max spans are kept. exchange: does what the stage's replicas exchange; null where that
+  // is handed out. It outlives the engine.
   StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
-              std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max);
+              std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max,
+              ShardExchange* exchange = nullptr);
 
   // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
   // stage and minibatch. Aborts when the item handed out before was not completed.
@@ -137,12 +143,11 @@ class StageEngine {
   // FORWARD of the minibatch is being done, or when all is done. EVALUATEs then come at their place in the
   // program; one completed with is_end_of_data is the stage's last, and the one downstream is told so by it.
   void begin_evaluation(MinibatchId boundary);
-  // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage, or
-  // the RECV of a push: there is no such minibatch, but so many; with what is due at their end.
+  // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage:
+  // there is no such minibatch, but so many; with what is due at their end.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
   // Of the run, once that is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
-  [[nodiscard]] std::uint8_t end_events() const { return end_events_; }
 
   // After next_work() gave nothing: the item whose tensors have not come, if it is known which, without them.
   [[nodiscard]] std::optional<WorkItem> upcoming() const;
@@ -199,6 +204,7 @@ class StageEngine {
   [[nodiscard]] Result<bool> wait_to_evaluate(Deadline deadline);
   [[nodiscard]] Result<bool> wait_for_room(SendChannel& channel, Deadline deadline);
   [[nodiscard]] Result<std::optional<WorkItem>> hand_out_transfer(std::optional<ReceivedItem> received);
+  [[nodiscard]] Result<bool> transfer_between_replicas(const Instruction& instruction, Deadline deadline);
   void begin_item();
   void end_item();
   void keep(ReceivedItem item);
@@ -218,6 +224,8 @@ class StageEngine {
   std::unordered_map<Edge, const EdgeChannel*, EdgeHash> channel_of_edge_;
   std::vector<SendChannel*> sending_;  // those whose items collect_released() has not all seen
   Wakeup& wakeup_;
+  ShardExchange* const exchange_;
+  std::optional<MinibatchId> pushed_;  // what the last push was handed out for
 
   std::uint8_t end_events_ = 0;
   bool handed_out_ = false;

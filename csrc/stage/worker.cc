@@ -150,7 +150,8 @@ void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<
     parts.push_back({stage, slots_.back().get()});
   }
   compute_thread_ = std::this_thread::get_id();
-  engine_ = std::make_unique<StageEngine>(options, rank, parts, std::move(channels), wakeup_, num_spans_max);
+  engine_ = std::make_unique<StageEngine>(options, rank, parts, std::move(channels), wakeup_, num_spans_max,
+                                          exchange_.get());
   started_engine_.store(engine_.get());
 }
 

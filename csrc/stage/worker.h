@@ -29,6 +29,7 @@
 #include "channel/transfer.h"
 #include "channel/wakeup.h"
 #include "device/device.h"
+#include "param_server/shard_exchange.h"
 #include "pool/pool.h"
 #include "schedule/program.h"
 #include "stage/engine.h"
@@ -77,7 +78,10 @@ class Worker {
   };
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
-  // edges: all of which this worker has one end.
+  // Makes the exchange of a stage that has shards at other workers, too: after its channels, before start().
+  ShardExchange& make_exchange(ExchangeSpec spec);
+
+  // edges: all of which this worker has one end, but for those of its exchange.
   void start(const ScheduleOptions& options, Rank rank, const std::vector<EdgeChannelName>& edges,
              std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
@@ -161,6 +165,8 @@ class Worker {
   void pulse();
 
  private:
+  friend class ExchangeCarrier;  // of the exchange's items
+
   struct Sender {
     ChannelSpec spec;
     SlotGroup* staging = nullptr;
@@ -218,6 +224,8 @@ class Worker {
   std::map<std::string, SharedMemory*> posted_terms_;  // those that others of this host write, by name
   std::vector<std::unique_ptr<VersionSlots>> slots_;   // of each stage
   CpuShare own_cpus_;
+  std::unique_ptr<ItemCarrier> carrier_;     // of the exchange
+  std::unique_ptr<ShardExchange> exchange_;  // null where there is none
   std::unique_ptr<StageEngine> engine_;
   std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread
   std::thread::id compute_thread_;                           // of the engine

@@ -31,8 +31,8 @@ _falling = functools.partial(
 
 def _train_in_parts(
     training: Training, epochs: Sequence[int], **options: Any
-) -> tuple[list[float], list[Any], State, list[tuple[State, dict[str, Any]]]]:
-    """Losses, versions, weights with buffers, and this rank's part of the last state as tensors and JSON."""
+) -> tuple[list[float], list[Any], State, list[dict[str, Tensor]]]:
+    """Losses, versions, weights with buffers, and the tensors of this rank's part of the last state."""
     model = training.model()
     if not is_rank_0():
         with torch.no_grad():
@@ -49,7 +49,7 @@ def _train_in_parts(
         versions = [before + more for before, more in zip(versions, result.microbatch_versions, strict=True)]
     assert state is not None
     snapshots = state.of_rank(int(os.environ.get("RANK", "0"))).snapshots
-    return losses, versions, model.state_dict(), [snapshot._flat() for snapshot in snapshots]
+    return losses, versions, model.state_dict(), [snapshot._flat()[0] for snapshot in snapshots]
 
 
 def _assert_parts_equal_the_whole(farm: Farm, training: Training, *epochs: int, **options: Any) -> None:
@@ -59,9 +59,8 @@ def _assert_parts_equal_the_whole(farm: Farm, training: Training, *epochs: int, 
     assert parts[0][:2] == whole[0][:2], "losses and versions"
     assert_equal_state(parts[0][2], whole[0][2])
     for of_parts, of_whole in zip(parts, whole, strict=True):
-        for (tensors, document), (wanted, expected) in zip(of_parts[3], of_whole[3], strict=True):
-            assert_equal_state(tensors, wanted)
-            assert document == expected
+        for mine, wanted in zip(of_parts[3], of_whole[3], strict=True):
+            assert_equal_state(mine, wanted)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_optimizers_and_rates_go_on(farm: Farm, optimizer: Any) -> None:
 
 
 def _huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 10 * nn.functional.mse_loss(outputs.float(), targets)
+    return 30 * nn.functional.mse_loss(outputs.float(), targets)
 
 
 class _Overflowing(Training):
@@ -140,8 +139,8 @@ def test_the_loss_scale_and_what_has_overflowed_go_on(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
-    training = _Overflowing("mlp", len(replicas), num_minibatches=3 * math.lcm(*replicas), **how)
-    _assert_parts_equal_the_whole(farm, training, 1, 1, 1)
+    training = _Overflowing("mlp", len(replicas), num_minibatches=math.lcm(*replicas), **how)
+    _assert_parts_equal_the_whole(farm, training, *[1] * 6)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +156,6 @@ def test_what_topk_has_left_out_goes_on(
 ) -> None:
     training = Training(case_name, num_stages, dtype=torch.float32, num_minibatches=4, **how)
     _assert_parts_equal_the_whole(farm, training, 1, 1, codec=codec)
-
-
-def test_weights_that_were_not_gathered_are_those_of_the_state(farm: Farm) -> None:
-    _assert_parts_equal_the_whole(farm, Training("cnn", 2, num_minibatches=3), 1, 1, gather="none")
-
-
-def test_asynchronous_shards_go_on_from_the_newest_version(farm: Farm) -> None:
-    training = Training("cnn", 2, num_minibatches=4, replicas=(2, 1), sync="asp")
-    losses, versions, _, _ = farm.results(_train_in_parts, training, [1, 1], num_ranks=3)[0]
-    assert len(losses) == 8
-    assert versions[0][4][0][0] == 2, "rounds of two minibatches"
-    assert versions[1][4][0][0] == 4
 
 
 class _Unsendable:
@@ -193,7 +180,7 @@ def test_local_workers_go_on_from_files(is_forwarded: bool, one_thread: None) ->
     whole = _train_in_parts(training, [2], data=data)
     assert parts[:2] == whole[:2]
     assert_equal_state(parts[2], whole[2])
-    assert_equal_state(parts[3][0][0], whole[3][0][0])
+    assert_equal_state(parts[3][0], whole[3][0])
 
 
 def _go_on(how: dict[str, Any], change: float = 0.0) -> str:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from farm import Farm
 from oracle import assert_equals_reference
-from pipedream import NonFiniteLoss, RunResult
+from pipedream import NonFiniteLoss, RunResult, _core
+from pipedream.planning.plan import Stage
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.stage_runner import StageRunner
@@ -30,17 +31,18 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
 def _train_late(
     training: Training, late_seed: int, *, poison: bool = True, **options: Any
 ) -> tuple[RunResult, State]:
-    """Every rank is late by a time of its own before it waits for gradients, and before each backward,
-    update and pull. poison: slots that nobody may read are NaN, and so versions land from the update on."""
+    """Every rank is late by times of its own before and after each forward, backward, push and update, and
+    so before it waits for gradients and versions. poison: slots that nobody may read are NaN, and so versions
+    land from the update on."""
     rank = int(os.environ.get("RANK", "0"))
     draws = random.Random(late_seed * 100 + rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEDREAM_POISON", str(int(poison)))
         for owner, name in (
+            (StageRunner, "forward"),
             (StageRunner, "backward"),
-            (ParameterServer, "expect"),
+            (ShardClient, "push"),
             (ParameterServer, "apply"),
-            (ShardClient, "pull_from"),
         ):
             patch.setattr(owner, name, _late(getattr(owner, name), draws))
         return train_in_pipeline(training, **options)
@@ -50,7 +52,9 @@ def _late(method: Any, draws: random.Random) -> Any:
     @functools.wraps(method)
     def wrapped(*arguments: Any, **options: Any) -> Any:
         time.sleep(draws.choice((0.0, 0.0, 0.001, 0.01)))
-        return method(*arguments, **options)
+        done = method(*arguments, **options)
+        time.sleep(draws.choice((0.0, 0.0, 0.0, 0.01)))
+        return done
 
     return wrapped
 
@@ -121,12 +125,12 @@ def test_pulls_have_no_slots_of_their_own(farm: Farm, transport: str) -> None:
 
 
 def _lands_in_the_version_that_is_read(patch: pytest.MonkeyPatch) -> None:
-    post = ShardClient._post_places
+    make = _core.Worker.make_exchange
 
-    def wrong(self: ShardClient, write_slot: int) -> None:
-        post(self, (write_slot + 1) % self._weights.own.num_slots)
+    def wrong(self: _core.Worker, *, own_slots: list[int], **spec: Any) -> _core.ShardExchange:
+        return make(self, own_slots=[*own_slots[1:], own_slots[0]], **spec)
 
-    patch.setattr(ShardClient, "_post_places", wrong)
+    patch.setattr(_core.Worker, "make_exchange", wrong)
 
 
 def _train_wrongly(training: Training) -> tuple[RunResult, State]:
@@ -140,3 +144,50 @@ def _train_wrongly(training: Training) -> tuple[RunResult, State]:
 def test_a_version_that_lands_elsewhere_is_caught_under_poison(farm: Farm) -> None:
     for outcome in farm.run(_train_wrongly, _training("mlp", (2, 1), num_minibatches=10), num_ranks=3):
         assert isinstance(outcome.error, NonFiniteLoss), outcome
+
+
+def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
+    """Calls of the core by one replica that trains a weight of so many chunks for each owner."""
+    count = 0
+
+    def counted(method: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return method(*arguments, **options)
+
+        return call
+
+    mebibytes = 4 * num_replicas * num_chunks - 1
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024 * mebibytes, bias=False))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (_core.Worker, _core.ShardExchange):
+            for name, method in vars(owner).items():
+                if callable(method) and not name.startswith("_") and name != "pulse":  # which time calls
+                    patch.setattr(owner, name, counted(method))
+        pipedream.run(
+            model,
+            pipedream.Plan((Stage(0, 0, num_replicas=num_replicas),)),
+            data=[(torch.ones(1, 256), torch.zeros(1, 1))] * (num_replicas * num_rounds),
+            loss_fn=lambda outputs, targets: (outputs.mean() - targets).square().mean(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            gather="none",
+            progress=False,
+        )
+    return count
+
+
+def _crossings_per_round(farm: Farm, num_replicas: int, num_chunks: int) -> float:
+    few, many = (
+        farm.results(_num_crossings, num_replicas, num_chunks, num_rounds, num_ranks=num_replicas)[0]
+        for num_rounds in (2, 4)
+    )
+    return (many - few) / 2
+
+
+def test_calls_of_the_core_grow_with_the_own_chunks_and_not_with_the_replicas(farm: Farm) -> None:
+    with_two = _crossings_per_round(farm, 2, 1)
+    assert _crossings_per_round(farm, 4, 1) == with_two
+    # The chunk's mean, and its version.
+    assert _crossings_per_round(farm, 2, 3) == with_two + 2 * 2
+    assert with_two < 25

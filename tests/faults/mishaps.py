@@ -301,12 +301,12 @@ def run_until_killed_at(
     stages."""
     method, num_calls = getattr(_OWNERS[of], when), 0
 
-    def dying(server: Any, *args: Any) -> Any:
+    def dying(server: Any, *args: Any, **more: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == at_call:
             mishap()
-        return method(server, *args)
+        return method(server, *args, **more)
 
     if os.environ["RANK"] == str(rank):
         setattr(_OWNERS[of], when, dying)

@@ -121,8 +121,8 @@ def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
 
 
 _EXCHANGES = [
-    *(("bsp", when) for when in ("push", "expect", "take", "apply", "_make_version", "pull_from")),
-    *(("asp", when) for when in ("push", "serve", "_step", "pull_from")),
+    *(("bsp", when) for when in ("push", "take", "apply", "_make_version", "_means_of")),
+    *(("asp", when) for when in ("push", "serve", "_step", "apply")),
     *(("ties", when) for when in ("take_gradients_from", "version_for")),
     ("allreduce", "all_reduce"),
 ]
@@ -139,7 +139,7 @@ def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
 
 
-@pytest.mark.parametrize("when", ["expect", "take", "apply", "_make_version"])
+@pytest.mark.parametrize("when", ["take", "apply", "_make_version", "_means_of"])
 def test_a_spare_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
     outcomes = farm.run(run_until_killed_at, when, 2, rank=3, num_spares=1, num_ranks=4)
     assert outcomes[3].exit_code == -signal.SIGKILL
@@ -157,7 +157,7 @@ def test_a_user_of_tied_parameters_that_is_killed_at_an_exchange_ends_the_run(fa
         assert "stage 1 (rank 2)" in str(outcome.error)
 
 
-@pytest.mark.parametrize("when", ["expect", "all_reduce"])
+@pytest.mark.parametrize("when", ["take", "all_reduce"])
 def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
     farm: Farm, tmp_path: Path, when: str
 ) -> None:

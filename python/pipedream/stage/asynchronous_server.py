@@ -31,13 +31,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, make_meter
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.stage.gradients import RunStep
-from pipedream.stage.pushes import send
-from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece, received_of
+from pipedream.stage.pushes import bytes_of, item_of
+from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of
 from pipedream.stage.weight_layout import view_like
 
@@ -66,18 +67,15 @@ class AsynchronousServer(ShardClient):
         own_chunks = self._chunks[self._replica]
         self._where = where
         self._names = names
-        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
         self._parts = parts_of(own_chunks, layout.pieces_of(self._replica), at_once=layout.whole_tensors)
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
         self._own_round: tuple[int, list[Tensor | None]] | None = None
         """The replica's own gradient that is to be applied, and its round."""
-        first = self._newest
+        first = self._newest = self._rounds.first_version
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
-            content = self._place_of(chunk, self._slot_of[first], 0)
-            assert content is not None
-            place.copy_(content)
+            place.copy_(self._place_of(chunk, self._slot_of[first]))
         # The thread that serves the others.
         self._awaiting = [*self._others]
         """Replicas that have not told the end, the one that was served last behind the others."""
@@ -128,25 +126,18 @@ class AsynchronousServer(ShardClient):
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         assert self._own_round is not None
         round_index, own = self._own_round
-        self._settle(write_slot, 0)
-        self._note_version(write_slot)
+        self._weights.own.show(write_slot)
+        self._exchange.note_version(write_slot)
+        self._newest += 1
         for index, part in enumerate(self._parts):
-            gradients = self._to_keep([own_piece(own, piece) for piece in part.pieces])
+            gradients = self._to_keep([_own_piece(own, piece) for piece in part.pieces])
             with self._lock:
                 run(functools.partial(self._step, self._replica, round_index, index, gradients))
                 self._note_contained(self._newest, [self._updates.num_updates(index)])
                 for position, chunk in part.chunks:
-                    place = self._place_of(chunk, write_slot, 0)
-                    assert place is not None
-                    place.copy_(self._master[position])
+                    self._place_of(chunk, write_slot).copy_(self._master[position])
         self._own_round = None
         self._finish()
-
-    def pull_from(self, other: int) -> None:
-        """Takes in what that replica's shard was right after it had this one's newest gradient."""
-        self._newest_pulled[other] += 1
-        version = self._newest_pulled[other]
-        self._note_contained(version, self._take_in(other, self._slot_of.get(version), 0))
 
     def _note_contained(self, version: int, num_updates: Sequence[int]) -> None:
         known = [count for pair in (self._contained.get(version),) if pair for count in pair]
@@ -156,18 +147,19 @@ class AsynchronousServer(ShardClient):
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
         """Waits until every gradient is in this shard, and gives it to all, and takes theirs."""
-        self.tell_end()
         self._thread.join()
         self._raise_failure()
-        own_chunks = self._chunks[self._replica]
-        for content, chunk in zip(self._master, own_chunks, strict=True):
-            for channel in self._channels.pull_to.values():
-                send(self._core, channel, [content])
-            place = self._place_of(chunk, newest_slot, 0)
-            assert place is not None
-            place.copy_(content)
+        for content, chunk in zip(self._master, self._chunks[self._replica], strict=True):
+            self._core.send_items(
+                [(channel, item_of([content])) for channel in self._channels.pull_to.values()]
+            )
+            self._place_of(chunk, newest_slot).copy_(content)
+        self._exchange.note_version(newest_slot)
         for other in self._others:
-            self._take_in(other, newest_slot, 0)
+            self._exchange.pull_from(other)
+
+    def _place_of(self, chunk: Chunk, slot: int) -> Tensor:
+        return self._weights.own.slots[slot][chunk.begin_bytes : chunk.end_bytes]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -196,6 +188,8 @@ class AsynchronousServer(ShardClient):
         ]
         # Of a stage without anything to train no part has told.
         versions = range(self._rounds.first_version, self._newest + 1)
+        for version, counts in self._exchange.contained().items():
+            self._note_contained(version, counts)
         contained = [self._contained.get(version, (version, version)) for version in versions]
         return {"parts": parts, "order": self._updates.order, "contained": contained}
 
@@ -223,12 +217,11 @@ class AsynchronousServer(ShardClient):
     def serve(self, other: int, item: _core.ReceivedItem) -> None:
         """What that replica has pushed; a part is applied, and answered, when all of it is there."""
         self._awaiting.remove(other)
-        received = received_of(item)
-        if isinstance(received, EndOfData):
+        if item.fields.is_end_of_data:
             return
         self._awaiting.append(other)
         index, arrived = self._next_part[other], self._arrived[other]
-        arrived.append(received.tensors)
+        arrived.append([from_dlpack(capsule) for capsule in item.take_tensors()])
         if len(arrived) < len(self._parts[index].chunks):
             return
         self._next_part[other] = (index + 1) % len(self._parts)
@@ -269,9 +262,8 @@ class AsynchronousServer(ShardClient):
             num_updates = self._updates.num_updates(index)
             for position, _ in part.chunks:
                 self._answers[other][position].copy_(self._master[position])
-        for position, _ in part.chunks:
-            fields = _core.ItemFields(num_minibatches=num_updates)
-            send(self._core, channel, [self._answers[other][position]], fields)
+        answers = [(channel, item_of([self._answers[other][position]])) for position, _ in part.chunks]
+        self._core.send_items(answers, _core.ItemFields(num_minibatches=num_updates))
 
     def _step_for(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         round_index = self._updates.round(other)
@@ -284,6 +276,14 @@ class AsynchronousServer(ShardClient):
                 f"{self._where} failed in optimizer, at the gradient of replica {other}, round {round_index}:"
                 f" {describe_error(error)}"
             ) from error
+
+    def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
+        """The gradient of the piece, which is the one at this position of the chunk that the item is."""
+        flags, content = tensors
+        if not flags[position]:
+            return None
+        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return part.view(self._leaves(0, 0)[piece.parameter].dtype)
 
     # Both.
 
@@ -307,6 +307,12 @@ class AsynchronousServer(ShardClient):
         self._optimizer.step_some(part.first, pieces, pieces, shaped)
         if index + 1 == len(self._parts):
             self._optimizer.end_step()
+
+
+def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
+    """gradients: by parameter, flat."""
+    gradient = gradients[piece.parameter]
+    return None if gradient is None else gradient[piece.first : piece.first + piece.count]
 
 
 def _chunks_in(memory: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:

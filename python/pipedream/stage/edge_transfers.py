@@ -1,5 +1,5 @@
 """What a worker's program sends and receives by itself, not with a forward or backward: gradients and
-versions of tied parameters, norms, and what the replicas of a stage exchange.
+versions of tied parameters, norms, and what a replica pushes.
 
 The engine says when, and moves what goes to another worker. Between two stages of one worker the tensors go
 from hand to hand here. Owned by the worker's compute thread.
@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from pipedream import _core
-from pipedream.links.channels import BETWEEN_REPLICAS
 from pipedream.stage.gradients import NormExchange
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import EndOfData, ShardClient
+from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.tied import TiedParameters
 
 __all__ = ["EdgeTransfers"]
@@ -45,13 +43,13 @@ class EdgeTransfers:
             == placement.rank_of(edge.to_stage, edge.to_replica)
         }
 
-    def do(self, work: _core.WorkItem, gradient_slot: int = 0) -> list[Tensor] | EndOfData:
-        """What leaves the worker. gradient_slot: of the version that the stage's last backward read.
-        EndOfData where the item is of a minibatch that does not exist."""
+    def do(self, work: _core.WorkItem, gradient_slot: int = 0) -> list[Tensor]:
+        """What leaves the worker. gradient_slot: of the version that the stage's last backward read."""
         edge = work.edge
         assert edge is not None
-        if edge.kind in BETWEEN_REPLICAS:
-            return self._exchange(work, edge, gradient_slot) or []
+        if edge.kind == "push":  # what else replicas exchange the core does
+            self._servers[work.stage].push(work.minibatch, gradient_slot)
+            return []
         in_hand = self._in_hand.get(edge)
         if work.kind == "SEND":
             made = self._made_for(edge, work.minibatch)
@@ -63,19 +61,6 @@ class EdgeTransfers:
             work.tensors.clear()
             self._take(edge, work.minibatch, received)
         return []
-
-    def _exchange(self, work: _core.WorkItem, edge: _core.Edge, gradient_slot: int) -> EndOfData | None:
-        """With another replica of the stage, which takes and gives by itself."""
-        server = self._servers[work.stage]
-        if edge.kind == "push":
-            if work.kind == "RECV":
-                assert isinstance(server, ParameterServer)  # others serve pushes beside the program
-                return server.expect(edge.from_replica, work.minibatch, work.write_slot)
-            server.push(edge.to_replica, work.minibatch, gradient_slot)
-        elif work.kind == "RECV":
-            server.pull_from(edge.from_replica)
-        # Else it has left with the update.
-        return None
 
     def _made_for(self, edge: _core.Edge, minibatch: int) -> list[Tensor]:
         if edge.kind == "norm":

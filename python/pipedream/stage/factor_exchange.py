@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.factored import FactoredLayers, Factors
+from pipedream.stage import pushes
 from pipedream.stage.factors import FactorLayer, RoundFactors, factors_of, item_of, mean_product
-from pipedream.stage.pushes import ItemLinks, send
 
 __all__ = ["FactorExchange"]
 
@@ -27,7 +27,7 @@ class FactorExchange:
 
     def __init__(
         self,
-        core: ItemLinks,
+        core: pushes.ItemLinks,
         weights: Sequence[FactorLayer],
         layers: Mapping[str, Sequence[nn.Linear]],
         *,
@@ -41,7 +41,7 @@ class FactorExchange:
         self._core = core
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
-        self._channels_to = channels_to
+        self.channels_to = channels_to
         self.channels_from = channels_from
         self._replica = replica
         self._num_replicas = 1 + len(channels_to)
@@ -71,8 +71,8 @@ class FactorExchange:
         """To all others, what this replica has of a round, of so many microbatches. Gives what it sends."""
         self._pushed = self._left.take()
         item = item_of(self._weights, self._pushed, self._device)
-        for channel in self._channels_to.values():
-            send(self._core, channel, item, _core.ItemFields(num_minibatches=num_summed))
+        items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]
+        self._core.send_items(items, _core.ItemFields(num_minibatches=num_summed))
         return item
 
     @property
@@ -85,12 +85,6 @@ class FactorExchange:
         assert self._pushed is not None
         self._of_rounds.setdefault(round_index, {})[self._replica] = self._pushed
         self._pushed = None
-
-    def push_end(self, fields: _core.ItemFields) -> None:
-        """In the place of a round's, that there is none."""
-        nothing = item_of(self._weights, [None] * len(self._weights), self._device)
-        for channel in self._channels_to.values():
-            send(self._core, channel, nothing, fields)
 
     def take_in(self, other: int, round_index: int, item: Sequence[Tensor]) -> None:
         """What that replica has pushed."""

@@ -20,20 +20,16 @@ from pipedream.model.boundary import exportable
 from pipedream.stage.gradients import in_order
 from pipedream.stage.shards import Chunk
 
-__all__ = ["ItemLinks", "RoundPushes", "bytes_of", "copied_bytes", "send"]
-
-_NO_FIELDS = _core.ItemFields()
+__all__ = ["ItemLinks", "RoundPushes", "bytes_of", "copied_bytes", "item_of"]
 
 
 class ItemLinks(Protocol):
-    """What of the core carries items that are not the engine's."""
+    """The part of the core that carries what replicas exchange."""
 
-    def send_item(self, channel: str, tensors: list[Any], fields: _core.ItemFields = ...) -> bool: ...
-    def receive_item(self, channel: str) -> _core.ReceivedItem | None: ...
-    def post_items(self, channel: str, places: Sequence[tuple[int, int]]) -> None: ...
+    def make_exchange(self, **spec: Any) -> _core.ShardExchange: ...
+    def send_items(self, items: Sequence[tuple[str, list[Any]]], fields: _core.ItemFields = ...) -> None: ...
     def wait_until_sent(self, channel: str, num_left_max: int, timeout_s: float = ...) -> bool: ...
     def num_minibatches(self) -> int | None: ...
-    def end_events(self) -> int: ...
     def receive_any(self, channels: Sequence[str]) -> tuple[int, _core.ReceivedItem] | None: ...
     def stop_serving(self) -> None: ...
     def fail(self, why: str) -> None: ...
@@ -119,20 +115,19 @@ class RoundPushes:
         if leaf.grad is None:  # the layer has not given any
             return
         self._accumulated[parameter] = leaf
-        for other, awaited in self._awaited.items():
-            while self._num_sent[other] < len(awaited) and self._has(awaited[self._num_sent[other]]):
-                with _disable_current_modes():  # as above
-                    self._send_next(other)
+        with _disable_current_modes():  # as above
+            self._send(self._completed(), self._num_summed)
 
-    def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
-        """The backward is over. gradients: all, by parameter, of so many microbatches."""
+    def send_rest(self, gradients: Sequence[Tensor | None], num_summed: int) -> None:
+        """The backward is over, and so are the pushes of its round. gradients: all, by parameter, of so many
+        microbatches."""
         self._is_open = False
-        for chunk in self._chunks[other][self._num_sent[other] :]:
-            of_chunk = [gradients[piece.parameter] for piece in chunk.pieces]
-            self._send_chunk(other, chunk, of_chunk, num_summed)
-
-    def finish(self) -> None:
-        """All of the round has been sent."""
+        rest = [
+            self._item(other, chunk, [gradients[piece.parameter] for piece in chunk.pieces])
+            for other in self._channels
+            for chunk in self._chunks[other][self._num_sent[other] :]
+        ]
+        self._send(rest, num_summed)
         if self._once is None:
             self._once = [count == 1 for count in self._num_accumulated]
         self.gradients = {}
@@ -141,15 +136,18 @@ class RoundPushes:
         self._num_accumulated = [0] * len(self._num_accumulated)
         self._num_sent = dict.fromkeys(self._channels, 0)
 
+    def _completed(self) -> list[tuple[str, list[Any]]]:
+        """The chunks of which all gradients are there now, for all owners."""
+        items = []
+        for other, awaited in self._awaited.items():
+            while self._num_sent[other] < len(awaited) and self._has(awaited[self._num_sent[other]]):
+                chunk = self._chunks[other][self._num_sent[other]]
+                items.append(self._item(other, chunk, [self._flat(p.parameter) for p in chunk.pieces]))
+                self._num_sent[other] += 1
+        return items
+
     def _has(self, parameters: frozenset[int]) -> bool:
         return parameters <= self._accumulated.keys()
-
-    def _send_next(self, other: int) -> None:
-        """Of the chunks that go there: all its gradients are complete."""
-        chunk = self._chunks[other][self._num_sent[other]]
-        of_chunk = [self._flat(piece.parameter) for piece in chunk.pieces]
-        self._send_chunk(other, chunk, of_chunk, self._num_summed)
-        self._num_sent[other] += 1
 
     def _flat(self, parameter: int) -> Tensor | None:
         if parameter not in self.gradients:
@@ -159,23 +157,23 @@ class RoundPushes:
             self.gradients[parameter] = gradient
         return self.gradients[parameter]
 
-    def _send_chunk(
-        self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
-    ) -> None:
+    def _item(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> tuple[str, list[Any]]:
         # With feedback even a gradient that there is not has what was left out of those before it.
         always = self._feeds_back and self._dtypes[other].is_floating_point
         flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
-        fields = _core.ItemFields(num_minibatches=num_summed)
         content = _content(chunk, gradients).view(self._dtypes[other])
         if self._before_sending is not None:
             self._before_sending(None if is_filled(chunk) else content)
-        send(self._core, self._channels[other], [flags, content], fields)
+        return self._channels[other], item_of([flags.to(content.device), content])
+
+    def _send(self, items: Sequence[tuple[str, list[Any]]], num_summed: int) -> None:
+        if items:
+            self._core.send_items(items, _core.ItemFields(num_minibatches=num_summed))
 
 
-def send(
-    core: ItemLinks, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS
-) -> None:
-    core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors], fields)  # waits for room
+def item_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """The capsules by which the core takes the tensors of an item."""
+    return [to_dlpack(exportable(tensor)) for tensor in tensors]
 
 
 def is_filled(chunk: Chunk) -> bool:

@@ -1,9 +1,10 @@
 """One replica as a client of its stage's shards: it pushes its gradients to their owners, and pulls what
 these make of them.
 
-Gradients leave chunk by chunk, on the host during the backward that completes them (pushes.py); a version
-arrives chunk by chunk in the slot that it is for. The program says when (transfers.h); what an owner makes of
-gradients is param_server.py's. Owned by the worker's compute thread.
+Gradients leave chunk by chunk, on the host during the backward that completes them (pushes.py). What is
+received is the core's: its ShardExchange takes in what others push and lands the versions that are pulled in
+the slots that they are for, as the program says (transfers.h). What an owner makes of gradients is
+param_server.py's. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -13,34 +14,27 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.common.regions import Region
+from pipedream.model.exchange import TENSORS
+from pipedream.model.layers import dtype_name
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.gradients import StageGradients, in_order
-from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
-from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order
+from pipedream.stage.pushes import ItemLinks, RoundPushes
+from pipedream.stage.shards import Piece, ShardLayout, in_leaving_order
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights
 
-__all__ = ["EndOfData", "Received", "ReplicaChannels", "ShardClient", "own_piece", "received_of"]
+__all__ = ["ReplicaChannels", "ShardClient"]
 
 _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 """Gradients' storages that have been pushed, with their bytes, by the id of the reference."""
-
-
-@dataclass(frozen=True)
-class EndOfData:
-    """In place of what an item made: there is no such minibatch."""
-
-    num_minibatches: int
-    boundary_events: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,21 +46,18 @@ class ReplicaChannels:
     pull_to: Mapping[int, str]
     pull_from: Mapping[int, str]
     posted_from: frozenset[int] = frozenset()
-    """Those of pull_from whose versions land where post_items() says, which is where they are for."""
+    """Those of pull_from whose versions land where they are for."""
 
     @property
     def received(self) -> list[str]:
         """By which something comes."""
         return [*self.push_from.values(), *self.pull_from.values()]
 
-
-class Received(NamedTuple):
-    """An item of another replica."""
-
-    num_summed: int
-    """A push says of how many microbatches its gradient is the sum, and an asynchronous shard's answer how
-    many gradients are in it."""
-    tensors: list[Tensor]
+    def of(self, other: int, factors: FactorExchange | None) -> list[str]:
+        """In the order of the core's ExchangePeer; "" where there is none."""
+        of_factors = ({}, {}) if factors is None else (factors.channels_to, factors.channels_from)
+        by_kind = (self.push_to, self.push_from, *of_factors, self.pull_to, self.pull_from)
+        return [names.get(other, "") for names in by_kind]
 
 
 class ShardClient(StageGradients):
@@ -104,7 +95,11 @@ class ShardClient(StageGradients):
             shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(layout.num_shards)
         }
         self._dtypes = {shard: layout.dtype_of(shard) for shard in range(layout.num_shards)}
-        first = rounds.first_version
+        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
+        self._poisons = _core.poisons_released_slots()
+        self._slot_of = dict(slot_of or {rounds.first_version: 0})
+        self._exchange = self._make_exchange(layout)
+        tied.take_shards_by(self._exchange.whole_version)
         self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
         self._own: dict[int, list[Tensor | None]] = {}
         """By round, this replica's gradients by parameter, flat: from its push to its update."""
@@ -115,15 +110,6 @@ class ShardClient(StageGradients):
         self._has_pushed = False  # since it was last known what has left
         self.before_sending: Callable[[Tensor | None], None] | None = None
         """As RoundPushes has it."""
-        self._slot_of = dict(slot_of or {first: 0})  # by version, of those in the slots
-        self._newest = first
-        self._newest_pulled = dict.fromkeys(self._others, first)
-        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """By slot and owner, (address, bytes) of the owner's chunks in the slot."""
-        self._posted_slot: int | None = None
-        """For the next version, which is not there yet."""
-        self._num_pushed = first  # rounds
-        self._has_told_end = False
         self._pushes = RoundPushes(
             core,
             channels.push_to,
@@ -144,6 +130,43 @@ class ShardClient(StageGradients):
                     hook = functools.partial(self._pushes.accumulated, parameter)
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def _make_exchange(self, layout: ShardLayout) -> _core.ShardExchange:
+        channels, tied = self._channels, self._tied.owned
+        others = {*channels.push_to, *channels.push_from, *channels.pull_to, *channels.pull_from}
+        return self._core.make_exchange(
+            tensors=TENSORS,
+            rounds=self._rounds,
+            replica=self._replica,
+            chunks=self._rows_of(self._replica),
+            peers={
+                other: (
+                    self._rows_of(other),
+                    channels.of(other, self._factors),
+                    other in channels.posted_from,
+                )
+                for other in others
+            },
+            own_slots=[slot.data_ptr() for slot in self._weights.own.slots],
+            tied_slots=[] if tied is None else [slot.data_ptr() for slot in tied.slots],
+            slot_of=self._slot_of,
+            keeps_gradients=layout.whole_tensors,
+            holds_versions=layout.num_shards > self._rounds.num_replicas,
+            posts_early=not self._poisons,
+        )
+
+    def _rows_of(self, shard: int) -> list[Any]:
+        """The shard's chunks, as the core has them."""
+        leaves = self._leaves(0, 0)
+
+        def row(piece: Piece) -> tuple[int, int, int, int, str]:
+            dtype = dtype_name(leaves[piece.parameter].dtype)
+            return piece.parameter, piece.first, piece.count, piece.begin_bytes, dtype
+
+        return [
+            (chunk.begin_bytes, chunk.num_bytes, chunk.is_tied, [row(piece) for piece in chunk.pieces])
+            for chunk in self._chunks[shard]
+        ]
+
     @property
     def around_backward(self) -> Region | None:
         return None if self._factors is None else self._factors.around_backward
@@ -162,11 +185,9 @@ class ShardClient(StageGradients):
     def begin_backward(self) -> None:
         """Waits until older rounds have left than may wait. Where links are as fast as they are at the others
         they have, as those others have sent what the update before took."""
-        if not self._has_pushed:
-            return
-        self._has_pushed = False
-        for other, channel in self._channels.push_to.items():
-            self._core.wait_until_sent(channel, self._num_rounds_waiting * len(self._chunks[other]))
+        if self._has_pushed:
+            self._has_pushed = False
+            self._exchange.wait_for_pushes(self._num_rounds_waiting)
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
@@ -175,25 +196,21 @@ class ShardClient(StageGradients):
             self._late = self._leaving()
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
-    def push(self, other: int, minibatch: int, own_slot: int) -> None:
-        """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has
+    def push(self, minibatch: int, own_slot: int) -> None:
+        """Sends the others what their shards need of this replica's gradient of the minibatch's round and has
         not left during the backward. own_slot: of the version that the round's last backward read."""
         round_index = self._rounds.round_of(minibatch)
-        own = self._own.get(round_index)
-        if own is None:
-            own = self._own[round_index] = self._take_gradients(own_slot)
-            self._note_pushed(own)
-            if self._factors is not None:
-                if not self._factors.has_pushed:
-                    self._push_factors(self._num_own(round_index))
-                self._factors.end_push(round_index)
-        self._pushes.send_rest(other, own, self._num_own(round_index))
-        if other == self._others[-1]:
-            self._pushes.finish()
-            self._late = {}
-            self._has_pushed = True
-            self._num_pushed = round_index + 1
-            self.tell_end()
+        num_own = self._num_own(round_index)
+        own = self._own[round_index] = self._take_gradients(own_slot)
+        self._note_pushed(own)
+        if self._factors is not None:
+            if not self._factors.has_pushed:
+                self._push_factors(num_own)
+            self._factors.end_push(round_index)
+        self._pushes.send_rest(own, num_own)
+        self._late = {}
+        self._has_pushed = True
+        self._exchange.end_push(round_index)
 
     def _push_factors(self, num_summed: int) -> None:
         """When all of a round are complete."""
@@ -208,27 +225,6 @@ class ShardClient(StageGradients):
         self._note_pushed([copied])
         if self.before_sending is not None:
             self.before_sending(copied)
-
-    def tell_end(self) -> None:
-        """Says on the way of the pushes how many minibatches there are, once that is known and all have left:
-        another may wait for one that does not exist."""
-        if self._has_told_end:
-            return
-        num_minibatches = self._core.num_minibatches()
-        if num_minibatches is None:
-            return
-        if self._num_pushed < self._rounds.num_begun(self._replica, num_minibatches):
-            return
-        self._has_told_end = True
-        fields = _core.ItemFields(
-            num_minibatches=num_minibatches, is_end_of_data=True, boundary_events=self._core.end_events()
-        )
-        if self._factors is not None:  # whose item is the first of a round
-            self._factors.push_end(fields)
-            return
-        flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
-        for other, channel in self._channels.push_to.items():
-            send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
     def num_bytes(self, own_slot: int) -> int:
         """With what has been pushed and not left, or had not when the backward began that measures: that may
@@ -255,103 +251,12 @@ class ShardClient(StageGradients):
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
         ]
 
-    # Pulling.
-
-    def pull_from(self, other: int) -> None:
-        """Receives the next version of that replica's shard."""
-        self._newest_pulled[other] += 1
-        slot_index = self._slot_of.get(self._newest_pulled[other])  # None: nobody reads it any more
-        self._take_in(other, slot_index, self._tied.owned_slot_of(self._newest_pulled[other]))
-        self._tied.pulled_from(other)
-
-    def _take_in(self, other: int, slot_index: int | None, tied_slot: int) -> list[int]:
-        """Receives the next version of that replica's shard, all its chunks. Returns how many gradients each
-        chunk says that are in it."""
-        if other in self._channels.posted_from:  # it is where it was to land
-            for _ in self._chunks[other]:
-                self._core.receive_item(self._channels.pull_from[other])
-            return []
-        self._settle(slot_index, tied_slot)
-        num_gradients = []
-        for chunk in self._chunks[other]:
-            received = self._receive(self._channels.pull_from[other])
-            assert not isinstance(received, EndOfData)
-            place = self._place_of(chunk, slot_index, tied_slot)
-            if place is not None:
-                place.copy_(received.tensors[0])
-            num_gradients.append(received.num_summed)
-        return num_gradients
-
-    def _post_places(self, write_slot: int) -> None:
-        """From now on the others' shards of the next version may land in the slot, which nobody reads."""
-        if not self._channels.posted_from or self._posted_slot == write_slot:
-            return
-        assert self._posted_slot is None, f"slot {write_slot} after slot {self._posted_slot}"
-        self._posted_slot = write_slot
-        self._weights.own.settle(write_slot)  # which would write over what has landed there
-        for other in self._channels.posted_from:
-            if (write_slot, other) not in self._places:
-                places = [self._place_of(chunk, write_slot, 0) for chunk in self._chunks[other]]
-                self._places[write_slot, other] = [
-                    (place.data_ptr(), place.nbytes) for place in places if place is not None
-                ]
-            self._core.post_items(self._channels.pull_from[other], self._places[write_slot, other])
-
-    def _note_version(self, write_slot: int) -> None:
-        """The slot gets the next version: this replica's shard of it is there."""
-        self._newest += 1
-        self._slot_of = {v: slot for v, slot in self._slot_of.items() if slot != write_slot}
-        self._slot_of[self._newest] = write_slot
-
     def whole_slot(self, newest_slot: int) -> int:
         """Of the newest version whose shards have all been pulled."""
-        whole = min([self._newest, *self._newest_pulled.values()])
-        return self._slot_of.get(whole, newest_slot)
-
-    # Parts.
-
-    def _settle(self, own_slot: int | None, tied_slot: int) -> None:
-        """What is in these slots lies there."""
-        if own_slot is not None:
-            self._weights.own.settle(own_slot)
-        if self._tied.owned is not None:
-            self._tied.owned.settle(tied_slot)
-
-    def _place_of(self, chunk: Chunk, own_slot: int | None, tied_slot: int) -> Tensor | None:
-        """Where the chunk lies, of the version in these slots."""
-        if chunk.is_tied:
-            assert self._tied.owned is not None
-            return self._tied.owned.slots[tied_slot][chunk.begin_bytes : chunk.end_bytes]
-        if own_slot is None:
-            return None
-        return self._weights.own.slots[own_slot][chunk.begin_bytes : chunk.end_bytes]
-
-    def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
-        """The gradient of the piece, which is the one at this position of the chunk that the item is."""
-        flags, content = tensors
-        if not flags[position]:
-            return None
-        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
-        return part.view(self._leaves(0, 0)[piece.parameter].dtype)
+        slot = self._exchange.whole_slot()
+        return newest_slot if slot is None else slot
 
     def _shaped(self, gradient: Tensor, piece: Piece) -> Tensor:
         """As the optimizer takes it: flat, or of a whole parameter like that."""
         leaf = self._leaves(0, 0)[piece.parameter]
         return gradient.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else gradient
-
-    def _receive(self, channel: str) -> Received | EndOfData:
-        item = self._core.receive_item(channel)
-        assert item is not None  # there is no time-out
-        return received_of(item)
-
-
-def own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
-    """gradients: by parameter, flat."""
-    gradient = gradients[piece.parameter]
-    return None if gradient is None else gradient[piece.first : piece.first + piece.count]
-
-
-def received_of(item: _core.ReceivedItem) -> Received | EndOfData:
-    if item.fields.is_end_of_data:
-        return EndOfData(item.fields.num_minibatches, item.fields.boundary_events)
-    return Received(item.fields.num_minibatches, [from_dlpack(capsule) for capsule in item.take_tensors()])

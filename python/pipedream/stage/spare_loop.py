@@ -29,7 +29,6 @@ from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.position import Position
 from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
-from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.user_code import UserCode
 
@@ -80,16 +79,10 @@ class SpareLoop:
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
         newest_slot = self._newest_slot
         work = core.next_work()
-        while work.kind != "DONE":
-            if work.kind == "UPDATE":
-                newest_slot = work.write_slot
-            done = self._do(work)
-            if isinstance(done, EndOfData):
-                core.end_of_data(done.num_minibatches, done.boundary_events)
-                work = core.next_work()
-            else:  # of what travels the time is in the span of the update
-                compute_ns = 0 if work.edge is not None else user.take_elapsed_ns()
-                work = core.advance([], _NO_FIELDS, compute_ns, None)
+        while work.kind != "DONE":  # what travels the core does
+            newest_slot = work.write_slot
+            self._update(work)
+            work = core.advance([], _NO_FIELDS, user.take_elapsed_ns(), None)
         self._server.keep_version(newest_slot)
         return self._report()
 
@@ -110,15 +103,6 @@ class SpareLoop:
                 optimizer_document=document,
             )
         ]
-
-    def _do(self, work: _core.WorkItem) -> EndOfData | None:
-        edge = work.edge
-        if edge is None:
-            self._update(work)
-        elif work.kind == "RECV":
-            return self._server.expect(edge.from_replica, work.minibatch)
-        # A pull has left with the update.
-        return None
 
     def _update(self, work: _core.WorkItem) -> None:
         self._position.minibatch = work.minibatch

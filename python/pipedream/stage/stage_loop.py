@@ -56,7 +56,7 @@ from pipedream.stage.loss_scale import LossScaling
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.position import Position, located
 from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
-from pipedream.stage.shard_client import EndOfData, ShardClient
+from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.stage_state import StageStart, take_snapshot
@@ -384,7 +384,7 @@ class WorkerLoop:
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
         """Does all items; what the core says when there are no more. newest_slots: of each stage, kept up."""
-        user, position, servers = self._user, self._position, self._servers.values()
+        user, position = self._user, self._position
         work = core.next_work()
         while work.kind != "DONE":
             if self._clock is not None:
@@ -395,9 +395,10 @@ class WorkerLoop:
             position.stage, position.minibatch = stage, minibatch
             runner, done = self._runners[stage], work
             made = self._do(runner, work)
-            if isinstance(made, EndOfData):
+            if made is None:
                 user.drop_elapsed()
-                core.end_of_data(made.num_minibatches, made.boundary_events)
+                assert self._gate is not None
+                core.end_of_data(*self._gate.end)
                 work = core.next_work()
             elif work.edge is not None:  # its time is in the span of the item after it
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
@@ -408,20 +409,17 @@ class WorkerLoop:
                 work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
                 if done.kind == "UPDATE":
                     self._boundaries.note_update(stage, minibatch)
-            for server in servers:  # the core may have learned how many minibatches there are
-                server.tell_end()
             if self._poisons and done.kind == "BACKWARD":
                 runner.poison(done, work.freed_slot)
         return work
 
-    def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | EndOfData:
-        """What the item sends; EndOfData when there is no such minibatch."""
+    def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
+        """What the item sends; None when there is no such minibatch."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
         if kind == "FORWARD":
-            sent = runner.forward(work)
-            return self._end_of_data() if sent is None else sent
+            return runner.forward(work)
         if kind == "BACKWARD":
             if not runner.stashes and self._core.num_minibatches() is not None:
                 runner.keep_version(work)
@@ -438,10 +436,6 @@ class WorkerLoop:
             return made
         self._update(runner, work)
         return []
-
-    def _end_of_data(self) -> EndOfData:
-        assert self._gate is not None
-        return EndOfData(*self._gate.end)
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
         """While the tensors of the next item are waited for: what needs none of them. upcoming: that item,

@@ -62,7 +62,10 @@ class _Group:
         self.gradient_slot = 0
         """It has the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
-        """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
+        """By replica of the owner, what has come from there; of what the stage owns itself, what this replica
+        has made."""
+        self.whole_version: Callable[[], int] | None = None
+        """Says the newest version of which all is here, of what the stage owns itself and has in shards."""
 
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
@@ -96,7 +99,7 @@ class _Group:
     @property
     def newest(self) -> int:
         """The newest version of which all is here."""
-        return min(self.newest_of)
+        return min(self.newest_of) if self.whole_version is None else self.whole_version()
 
     def views(self, slot: int, pieces: Sequence[Piece]) -> list[Tensor]:
         self.versions.settle(slot)
@@ -150,6 +153,12 @@ class TiedParameters:
 
     def __bool__(self) -> bool:
         return bool(self._groups)
+
+    def take_shards_by(self, whole_version: Callable[[], int]) -> None:
+        """The core lands the others' shards of what this stage owns in its slots. whole_version: of which
+        all is there, the newest."""
+        if self._owned is not None:
+            self._owned.whole_version = whole_version
 
     @property
     def owned(self) -> WeightVersions | None:
@@ -284,11 +293,6 @@ class TiedParameters:
         """The next version is written."""
         if self._owned is not None:
             self._owned.newest_of[self._own_index] += 1
-
-    def pulled_from(self, replica: int) -> None:
-        """Another replica's shard of the next owned version has come."""
-        if self._owned is not None:
-            self._owned.newest_of[replica] += 1
 
     def version_for(self, user: int) -> list[Tensor]:
         """What this replica has updated of the newest version of what it shares with that user, which reads

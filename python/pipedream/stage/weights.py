@@ -285,6 +285,12 @@ class WeightVersions:
                 view.copy_(leaf.data)
                 leaf.data = view
 
+    def show(self, slot: int) -> None:
+        """The leaves view their place in the slot again, whatever is there: the next version."""
+        for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
+            if leaf.data_ptr() != view.data_ptr():
+                leaf.data = view
+
 
 class StageWeights:
     """The versions of a stage's own parameters, and of those tied to other stages."""

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "param_server/queue_carrier.h"
+#include "param_server/shard_exchange.h"
 #include "schedule/programs.h"
 
 namespace pipedream {
@@ -236,25 +238,72 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   });
 }
 
-TEST_F(Engine, APushIsReceivedWithTheSlotOfTheUpdateThatTakesIt) {
-  const std::vector<std::vector<std::int64_t>> plans = {{2}, {2, 1}, {1, 3}, {3, 2, 1}};
-  for (const std::vector<std::int64_t>& replicas : plans) {
-    ScheduleOptions options = make_options("pipedream", derive_in_flight(replicas));
-    options.placement = Placement::in_order(replicas);
-    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
-      SCOPED_TRACE(describe(options, worker, 13));
-      make(options, worker);
-      std::vector<SlotIndex> told;  // since the last update
-      for (WorkItem work = next_of(13); work.opcode.has_value(); work = next_of(13)) {
-        if (work.opcode == Opcode::kRecv && work.edge.kind == EdgeKind::kPush)
-          told.push_back(work.write_slot);
-        if (work.opcode == Opcode::kUpdate) {
-          for (const SlotIndex slot : told) EXPECT_EQ(slot, work.write_slot);
-          told.clear();
-        }
-        complete(work);
-      }
+// Replica 0 of a stage with two, which exchanges shards of one chunk over queues.
+class ExchangingEngine : public Engine {
+ protected:
+  void make_exchanging(const std::vector<std::int64_t>& replicas) {
+    queues_ = {};
+    const ScheduleOptions options = make_replicated("pipedream", replicas);
+    make(options);
+    memory_.assign(static_cast<std::size_t>(num_versions_kept(options, StageIndex(0))),
+                   Bytes(2 * kChunkBytes));
+    ExchangeSpec spec;
+    spec.rounds = rounds_of(options, StageIndex(0));
+    spec.chunks = {{0, kChunkBytes, false, {{0, 0, 1, 0, DType::kFloat32}}}};
+    for (Bytes& slot : memory_) spec.own_slots.push_back(slot.data());
+    ExchangePeer& other = spec.peers[ReplicaIndex(1)];
+    other.chunks = {{kChunkBytes, kChunkBytes, false, {{1, 0, 1, 0, DType::kFloat32}}}};
+    other.push_to = "push to";
+    other.push_from = "push from";
+    other.pull_to = "pull to";
+    other.pull_from = "pull from";
+    other.is_posted = true;
+    exchange_ = std::make_unique<ShardExchange>(std::move(spec), carrier_);
+    engine_ = std::make_unique<StageEngine>(
+        options, Rank(0), std::vector<StagePart>{{StageIndex(0), slots_.at(StageIndex(0)).get()}},
+        std::vector<EdgeChannel>(), wakeup_, 100, exchange_.get());
+  }
+  void push_from_the_other(const ItemFields& fields) {
+    queues_.items["push from"].push_back({fields, {Bytes(1), Bytes(kChunkBytes)}});
+  }
+  static constexpr std::size_t kChunkBytes = 64;
+
+  Queues queues_;
+  QueueCarrier carrier_{queues_};
+  std::vector<Bytes> memory_;
+  std::unique_ptr<ShardExchange> exchange_;
+};
+
+TEST_F(ExchangingEngine, OneSendARoundIsHandedOutAndTheOthersVersionLandsInTheSlotOfTheUpdate) {
+  constexpr std::int64_t kNumRounds = 6;
+  for (const std::vector<std::int64_t>& replicas : {std::vector<std::int64_t>{2}, {2, 1}, {2, 3}}) {
+    make_exchanging(replicas);
+    for (std::int64_t round = 0; round < kNumRounds; ++round) {
+      push_from_the_other({.num_minibatches = 1});
+      queues_.items["pull from"].push_back({{}, {Bytes(kChunkBytes)}});
     }
+    std::int64_t num_pushes = 0;
+    std::int64_t num_updates = 0;
+    for (WorkItem work = next_of(2 * kNumRounds); work.opcode.has_value(); work = next_of(2 * kNumRounds)) {
+      if (work.opcode == Opcode::kSend) {
+        EXPECT_EQ(work.edge.kind, EdgeKind::kPush);
+        exchange_->end_push(num_pushes++);
+      }
+      EXPECT_NE(work.opcode, Opcode::kRecv);
+      if (work.opcode == Opcode::kUpdate) {
+        const auto& posted = queues_.posted["pull from"];
+        ASSERT_FALSE(posted.empty());
+        EXPECT_EQ(posted.back().data(),
+                  memory_.at(static_cast<std::size_t>(work.write_slot.value())).data() + kChunkBytes);
+        static_cast<void>(exchange_->begin_update(num_updates++, std::nullopt));
+        ASSERT_TRUE(exchange_->begin_version(work.write_slot, {}).value());
+        ASSERT_TRUE(exchange_->end_version({}).value());
+      }
+      complete(work);
+    }
+    EXPECT_EQ(num_pushes, kNumRounds);
+    EXPECT_EQ(num_updates, kNumRounds);
+    EXPECT_TRUE(queues_.items["pull from"].empty());
   }
 }
 
@@ -381,25 +430,20 @@ TEST_F(Engine, EndOfDataTakesTheForwardBack) {
   EXPECT_EQ(next().opcode, Opcode::kBackward);
 }
 
-TEST_F(Engine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
-  for (const std::int64_t told : {std::int64_t{-1}, std::int64_t{5}}) {
+TEST_F(ExchangingEngine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
+  for (const std::uint32_t told : {std::uint32_t{5}, std::uint32_t{1000}}) {
     renew(wakeup_);
-    make(make_replicated("pipedream", {2}));
-    WorkItem work = next();
-    while (work.opcode != Opcode::kRecv || work.edge.kind != EdgeKind::kPush) {
-      complete(work);
-      work = next();
+    make_exchanging({2});
+    push_from_the_other({.num_minibatches = told, .is_end_of_data = true});
+    auto work = engine_->next_work(Clock::now() + kPatience);
+    while (work.ok()) {
+      complete(*work.value());
+      work = engine_->next_work(Clock::now() + kPatience);
     }
-    engine_->end_of_data(told);
-    auto after = engine_->next_work(Clock::now() + kPatience);
-    while (after.ok()) {
-      complete(*after.value());
-      after = engine_->next_work(Clock::now() + kPatience);
-    }
-    EXPECT_EQ(after.failure().kind, FailureKind::kCorruptFrame);
-    EXPECT_NE(after.failure().message.find("says that the data ended after " + std::to_string(told)),
+    EXPECT_EQ(work.failure().kind, FailureKind::kCorruptFrame);
+    EXPECT_NE(work.failure().message.find("says that the data ended after " + std::to_string(told)),
               std::string::npos)
-        << after.failure().message;
+        << work.failure().message;
   }
 }
 

@@ -1,17 +1,22 @@
-"""What replicas of one stage push and pull, over queues in the place of the core's channels."""
+"""Queues in the place of the core's channels and exchange, for the replicas of one stage."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from pipedream import _core
 from pipedream.stage.shard_client import ReplicaChannels
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["ReplicaLinks", "channels_of"]
+__all__ = ["QueuedExchange", "ReplicaLinks", "channels_of"]
+
+_KINDS = ("push_to", "push_from", "factors_to", "factors_from", "pull_to", "pull_from")
 
 
 class ReplicaLinks:
@@ -21,20 +26,25 @@ class ReplicaLinks:
         self.queues: dict[str, deque[Any]] = {}
         self.known_end: int | None = None
         self.sent: list[str] = []
-        self.waits: list[tuple[str, int]] = []
-        """For what was sent to leave: channel, items that may stay."""
-        self.slow: set[str] = set()
-        """Channels from which nothing leaves but for who waits."""
-        self.posted: list[tuple[str, tuple[int, int]]] = []
-        """Channel, and the address and bytes at which an item of it may land."""
+        self.num_calls = 0
+        """By which items were sent."""
 
-    def send_item(self, channel: str, capsules: list[Any], fields: _core.ItemFields | None = None) -> bool:
-        tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
-        self.queues.setdefault(channel, deque()).append((tensors, fields or _core.ItemFields()))
-        self.sent.append(channel)
-        return True
+    def make_exchange(self, **spec: Any) -> Any:
+        return QueuedExchange(self, **spec)
 
-    def receive_item(self, channel: str) -> Any:
+    def send_items(
+        self, items: Sequence[tuple[str, list[Any]]], fields: _core.ItemFields | None = None
+    ) -> None:
+        self.num_calls += 1
+        for channel, capsules in items:
+            tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
+            self.put(channel, tensors, fields or _core.ItemFields())
+            self.sent.append(channel)
+
+    def put(self, channel: str, tensors: list[Tensor], fields: _core.ItemFields) -> None:
+        self.queues.setdefault(channel, deque()).append((tensors, fields))
+
+    def receive(self, channel: str) -> Any:
         tensors, fields = self.queues[channel].popleft()
         return SimpleNamespace(fields=fields, take_tensors=lambda: tensors)
 
@@ -46,14 +56,7 @@ class ReplicaLinks:
     def fail(self, why: str) -> None:
         raise AssertionError(why)
 
-    def post_items(self, channel: str, places: Sequence[tuple[int, int]]) -> None:
-        self.posted += [(channel, place) for place in places]
-
     def wait_until_sent(self, channel: str, num_left_max: int, timeout_s: float = 1e9) -> bool:
-        if timeout_s == 0.0:
-            return channel not in self.slow
-        self.waits.append((channel, num_left_max))
-        self.sent.append(f"waited for {channel}")
         return True
 
     def num_minibatches(self) -> int | None:
@@ -66,15 +69,117 @@ class ReplicaLinks:
         return len(self.queues.get(channel, ()))
 
 
-def channels_of(
-    replica: int, num_replicas: int, num_spares: int = 0, *, posts: bool = False
-) -> ReplicaChannels:
-    """Named by sender and receiver: "push 0 1". posts: where versions are to land."""
-    owners = range(num_replicas + num_spares)
+class QueuedExchange:
+    """Stands for the core's ShardExchange where all that it waits for has come; it makes no means."""
+
+    def __init__(self, links: ReplicaLinks, *, rounds: _core.Rounds, replica: int, **spec: Any) -> None:
+        self.links, self.rounds, self.replica = links, rounds, replica
+        self.chunks, self.peers, self.slots = spec["chunks"], spec["peers"], spec["own_slots"]
+        self.waits: list[int] = []
+        """For what was pushed to leave: rounds that may stay."""
+        self.pushed: dict[int, tuple[int, list[Tensor] | None]] = {}
+        """By replica, of the next round: microbatches, and the factors that have come."""
+        self._own: list[Tensor | None] | None = None
+        self._newest = rounds.first_version
+        self._newest_pulled = dict.fromkeys(self.peers, rounds.first_version)
+        self._slot_of = dict(spec["slot_of"])
+        self._contained: dict[int, tuple[int, int]] = {}
+        self._write_slot = 0
+
+    def _channel(self, other: int, kind: str) -> str:
+        names: list[str] = self.peers[other][1]
+        return names[_KINDS.index(kind)]
+
+    def tell_end(self) -> None:
+        fields = _core.ItemFields(num_minibatches=self.links.known_end or 0, is_end_of_data=True)
+        for other in self.peers:
+            self.links.put(self._channel(other, "push_to"), [], fields)
+
+    def begin_push_from(self, other: int) -> None:
+        """RECV push."""
+        factors = self._channel(other, "factors_from")
+        if factors:
+            tensors, fields = self.links.queues[factors].popleft()
+            self.pushed[other] = fields.num_minibatches, tensors
+        else:
+            _, fields = self.links.queues[self._channel(other, "push_from")][0]
+            self.pushed[other] = fields.num_minibatches, None
+
+    def begin_update(self, round_index: int, own: list[Tensor | None] | None, num_summed: int) -> Any:
+        self._own = own
+        total = num_summed + sum(count for count, _ in self.pushed.values())
+        factors = {other: tensors for other, (_, tensors) in self.pushed.items() if tensors is not None}
+        return total // self.rounds.num_microbatches, factors
+
+    def mean_of(self, chunk: int, num_threads: int = 1) -> list[tuple[list[Tensor], None]]:
+        found = {
+            other: self.links.queues[self._channel(other, "push_from")].popleft()[0] for other in self.pushed
+        }
+        return [
+            ([part for _, part in sorted(self._parts(found, position, row))], None)
+            for position, row in enumerate(self.chunks[chunk][3])
+        ]
+
+    def _parts(self, found: Mapping[int, list[Tensor]], position: int, row: Any) -> list[tuple[int, Tensor]]:
+        parameter, first, count, begin_bytes, dtype_name = row
+        dtype = getattr(torch, dtype_name)
+        parts = [
+            (other, content.view(torch.uint8)[begin_bytes:][: count * dtype.itemsize].view(dtype))
+            for other, (flags, content) in found.items()
+            if flags[position]
+        ]
+        own = None if self._own is None else self._own[parameter]
+        return parts if own is None else [*parts, (self.replica, own[first : first + count])]
+
+    def begin_version(self, slot: int) -> None:
+        self._write_slot = slot
+
+    def publish(self, chunk: int) -> None:
+        begin_bytes, num_bytes, _, _ = self.chunks[chunk]
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        ctypes.memmove(content.data_ptr(), self.slots[self._write_slot] + begin_bytes, num_bytes)
+        for other in self.peers:
+            if channel := self._channel(other, "pull_to"):
+                self.links.put(channel, [content], _core.ItemFields())
+                self.links.sent.append(channel)
+
+    def end_version(self) -> None:
+        self.pushed, self._own = {}, None
+        self.note_version(self._write_slot)
+
+    def note_version(self, slot: int) -> None:
+        self._newest += 1
+        self._slot_of = {version: held for version, held in self._slot_of.items() if held != slot}
+        self._slot_of[self._newest] = slot
+
+    def end_push(self, round_index: int) -> None: ...
+
+    def wait_for_pushes(self, num_rounds_left: int) -> None:
+        self.waits.append(num_rounds_left)
+
+    def pull_from(self, other: int) -> None:
+        version = self._newest_pulled[other] = self._newest_pulled[other] + 1
+        for begin_bytes, num_bytes, _, _ in self.peers[other][0]:
+            (content,), fields = self.links.queues[self._channel(other, "pull_from")].popleft()
+            if version in self._slot_of:
+                ctypes.memmove(
+                    self.slots[self._slot_of[version]] + begin_bytes, content.data_ptr(), num_bytes
+                )
+            counts = *self._contained.get(version, ()), fields.num_minibatches
+            self._contained[version] = min(counts), max(counts)
+
+    def whole_version(self) -> int:
+        return min([self._newest, *self._newest_pulled.values()])
+
+    def contained(self) -> dict[int, tuple[int, int]]:
+        return self._contained
+
+
+def channels_of(replica: int, num_replicas: int) -> ReplicaChannels:
+    """Named by sender and receiver: "push 0 1"."""
 
     def names(what: str, *, sends: bool) -> Mapping[int, str]:
-        found = owners if sends == (what == "push") else range(num_replicas)
-        others = [other for other in found if other != replica]
+        others = [other for other in range(num_replicas) if other != replica]
         return {o: f"{what} {replica} {o}" if sends else f"{what} {o} {replica}" for o in others}
 
     return ReplicaChannels(
@@ -82,5 +187,4 @@ def channels_of(
         names("push", sends=False),
         names("pull", sends=True),
         names("pull", sends=False),
-        frozenset(names("pull", sends=False) if posts else ()),
     )

@@ -7,7 +7,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pipedream import _core
@@ -20,7 +20,7 @@ from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import StageWeights
-from replica_links import ReplicaLinks, channels_of
+from replica_links import QueuedExchange, ReplicaLinks, channels_of
 from torch import Tensor, nn
 
 __all__ = ["ReplayedReplica", "ShardReplay", "options_of"]
@@ -98,6 +98,8 @@ class ReplayedReplica:
             replica=replica,
             channels=channels_of(replica, self.num_replicas),
         )
+        self.exchange = cast(QueuedExchange, self.server._exchange)
+        self._pushed = -1
         self.program = deque(_core.make_program(options, replica, num_minibatches))
         self.reads: dict[int, Read] = {}
         self.newest = 0
@@ -117,10 +119,8 @@ class ReplayedReplica:
             return False
         instruction, edge = self.program[0], self.program[0].edge
         if instruction.opcode == "UPDATE" and isinstance(self.server, ParameterServer):
-            entry = self.server._open.get(self._round_of(instruction.minibatch))
-            waiting = [] if entry is None else sorted(entry.pushed_by)
-            left = self._num_chunks[self.replica] - 1  # the first has come
-            return all(self.links.num_queued(f"push {other} {self.replica}") >= left for other in waiting)
+            waiting, needed = self.exchange.pushed, self._num_chunks[self.replica]
+            return all(self.links.num_queued(f"push {other} {self.replica}") >= needed for other in waiting)
         if instruction.opcode != "RECV" or edge is None or edge.from_stage != edge.to_stage:
             return True
         queued = self.links.num_queued(f"{edge.kind} {edge.from_replica} {self.replica}")
@@ -133,7 +133,7 @@ class ReplayedReplica:
         if instruction.opcode == "FORWARD":
             contained = None
             if isinstance(self.server, AsynchronousServer):
-                contained = self.server._contained[instruction.version]
+                contained = self._contained(self.server, instruction.version)
             self.reads[minibatch] = Read(instruction.version, self.content(instruction.version), contained)
         elif instruction.opcode == "BACKWARD":
             self._backward(minibatch, instruction.version)
@@ -143,26 +143,30 @@ class ReplayedReplica:
             self.server.apply(read, write, 1.0, lambda step: step())
             self.newest += 1
         elif edge is not None and edge.kind == "push" and instruction.opcode == "SEND":
-            self.server.push(edge.to_replica, minibatch, self._gradient_slot)
+            if minibatch != self._pushed:  # for all others
+                self.server.push(minibatch, self._gradient_slot)
+            self._pushed = minibatch
         elif edge is not None and edge.kind == "push":
-            assert self.server.expect(edge.from_replica, minibatch) is None
+            self.exchange.begin_push_from(edge.from_replica)
         elif edge is not None and edge.kind == "pull" and instruction.opcode == "RECV":
-            self.server.pull_from(edge.from_replica)
+            self.exchange.pull_from(edge.from_replica)
         if not self.program:
-            self.server.tell_end()
+            self.exchange.tell_end()
 
     def clients_waiting(self) -> list[int]:
         """Replicas of which something has come that an asynchronous shard may serve now."""
         return [q for q in self._awaits_end if self.links.num_queued(f"push {q} {self.replica}")]
 
     def serve(self, other: int) -> None:
-        item = self.links.receive_item(f"push {other} {self.replica}")
+        item = self.links.receive(f"push {other} {self.replica}")
         if item.fields.is_end_of_data:
             self._awaits_end.remove(other)
         self.server.serve(other, item)
 
-    def _round_of(self, minibatch: int) -> int:
-        return minibatch // self.num_replicas
+    def _contained(self, server: AsynchronousServer, version: int) -> tuple[int, int]:
+        """So far, of the own shard and the others'."""
+        own, others = (found.get(version, ()) for found in (server._contained, self.exchange.contained()))
+        return min(*own, *others), max(*own, *others)
 
     def _backward(self, minibatch: int, version: int) -> None:
         """By autograd, so that hooks see it."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,13 +17,12 @@ from pipedream.planning.plan import Plan
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.shards import ShardLayout
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import StageWeights
-from replica_links import ReplicaLinks, channels_of
+from replica_links import QueuedExchange, ReplicaLinks, channels_of
 from torch import Tensor, nn
 
 _NUM_SLOTS = 2
@@ -42,8 +40,6 @@ class _Replica:
         width: int = 50,
         minibatches_per_round: int | None = None,
         num_rounds_kept: int = 1,
-        num_spares: int = 0,
-        posts: bool = False,
     ) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
@@ -55,7 +51,7 @@ class _Replica:
         num_bytes = weight_layout(named)[0]
         slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)]
         self.weights = StageWeights(stage, slots)
-        layout = ShardLayout(named, num_replicas, whole_tensors=False, num_spares=num_spares)
+        layout = ShardLayout(named, num_replicas, whole_tensors=False)
         optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
         optimizer.keep(layout.pieces_of(replica))
         schedule = _core.ScheduleOptions(in_flight=[1])
@@ -69,7 +65,7 @@ class _Replica:
                 num_replicas=num_replicas, minibatches_per_round=minibatches_per_round or num_replicas
             ),
             replica=replica,
-            channels=channels_of(replica, num_replicas, num_spares, posts=posts),
+            channels=channels_of(replica, num_replicas),
             num_rounds_kept=num_rounds_kept,
         )
         self.slot = 0
@@ -85,89 +81,70 @@ class _Replica:
         assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def steps(self, round_index: int, num_minibatches: int, value: float) -> Any:
-        """What the program does in the round, up to each wait."""
-        first = round_index * self.num_replicas
-        mine = first + self.replica
-        if mine < num_minibatches:
-            self.backward(mine, value)
-            yield
-            for other in self.others:
-                self.server.push(other, mine, self.slot)
-                yield
+    @property
+    def exchange(self) -> QueuedExchange:
+        return cast(QueuedExchange, self.server._exchange)
+
+    def update(self, round_index: int) -> None:
+        """Makes the update of a round that all have pushed."""
         for other in self.others:
-            if first + other < num_minibatches:
-                while not self.links.queues.get(f"push {other} {self.replica}"):
-                    yield
-                assert self.server.expect(other, first + other) is None
+            self.exchange.begin_push_from(other)
+        self.server.take(round_index * self.num_replicas, self.slot)
         write = (self.slot + 1) % _NUM_SLOTS
-        num_own = len(self.server._chunks[self.replica])
-        for other in self.others:
-            while first + other < num_minibatches and (
-                len(self.links.queues[f"push {other} {self.replica}"]) < num_own - 1
-            ):
-                yield
-        self.server.take(first, self.slot)
         self.server.apply(self.slot, write, 1.0, lambda step: step())
         self.slot = write
-        yield
+
+    def pull(self) -> None:
         for other in self.others:
-            while len(self.links.queues.get(f"pull {other} {self.replica}", ())) < len(
-                self.server._chunks[other]
-            ):
-                yield
-            self.server.pull_from(other)
+            self.exchange.pull_from(other)
 
     def contents(self) -> set[float]:
         return {x for leaf in self.weights.own.leaves(self.slot) for x in leaf.flatten().tolist()}
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("seed", range(10))
-def test_each_gradient_is_in_exactly_one_update_whoever_is_late(num_replicas: int, seed: int) -> None:
-    generator, links = random.Random(seed), ReplicaLinks()
-    replicas = [_Replica(links, replica, num_replicas) for replica in range(num_replicas)]
-    num_minibatches = num_replicas * 3 + generator.randrange(num_replicas)
-    links.known_end = num_minibatches
-    num_rounds = -(-num_minibatches // num_replicas)
+def _run_round(replicas: list[_Replica], round_index: int) -> None:
+    for replica in replicas:
+        minibatch = round_index * replica.num_replicas + replica.replica
+        replica.backward(minibatch, float(1 << minibatch))
+        replica.server.push(minibatch, replica.slot)
+    for replica in replicas:
+        replica.update(round_index)
+    for replica in replicas:
+        replica.pull()
 
-    def whole_run(replica: _Replica) -> Any:
-        for round_index in range(num_rounds):
-            # Distinct powers of two: the sum names every gradient that is in it.
-            value = float(1 << (round_index * num_replicas + replica.replica))
-            yield from replica.steps(round_index, num_minibatches, value)
 
-    running = [whole_run(replica) for replica in replicas]
-    for _ in range(100_000):
-        if not running:
-            break
-        chosen = generator.choice(running)
-        if next(chosen, "over") == "over":
-            running.remove(chosen)
-    assert not running, "deadlock"
-    expected = 0.0
-    for round_index in range(num_rounds):
-        members = range(round_index * num_replicas, min(num_minibatches, (round_index + 1) * num_replicas))
-        expected -= sum(float(1 << minibatch) for minibatch in members) / len(members)
+def test_a_version_is_that_before_less_the_mean_gradient_of_all() -> None:
+    links = ReplicaLinks()
+    replicas = [_Replica(links, replica, 3) for replica in range(3)]
+    for round_index in range(2):
+        _run_round(replicas, round_index)
     for replica in replicas:
         (content,) = replica.contents()
-        assert content == pytest.approx(expected, rel=1e-12)
+        assert content == pytest.approx(-(1 + 2 + 4) / 3 - (8 + 16 + 32) / 3, rel=1e-12)
 
 
-def _run_round(replicas: list[_Replica], round_index: int, num_minibatches: int) -> None:
-    running = [replica.steps(round_index, num_minibatches, 1.0) for replica in replicas]
-    while running:
-        running = [steps for steps in running if next(steps, "over") != "over"]
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_a_gradient_that_completes_chunks_of_several_owners_leaves_by_one_call(num_replicas: int) -> None:
+    links = ReplicaLinks()
+    replicas = [_Replica(links, index, num_replicas, width=800_000) for index in range(num_replicas)]
+    _run_round(replicas, 0)
+    links.num_calls = 0
+    links.sent.clear()
+    replicas[0].backward(num_replicas, 1.0)
+    replicas[0].server.push(num_replicas, replicas[0].slot)
+    assert len(links.sent) >= 3
+    # The large weight and, with the chunks that it shares, what comes before it; then the rest.
+    assert links.num_calls <= 3
 
 
 def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
     links = ReplicaLinks()
     replicas = [_Replica(links, replica, 2) for replica in range(2)]
-    _run_round(replicas, 0, 4)
+    _run_round(replicas, 0)
     links.sent.clear()
     replicas[0].backward(2, 1.0)
     assert links.sent == ["push 0 1"]
-    replicas[0].server.push(1, 2, replicas[0].slot)
+    replicas[0].server.push(2, replicas[0].slot)
     assert links.sent == ["push 0 1"]
 
 
@@ -182,7 +159,7 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     for minibatch in (0, 2):
         replica.backward(minibatch, 1.0)
     assert links.sent == []  # the first round shows what is accumulated once
-    replica.server.push(1, 0, replica.slot)
+    replica.server.push(0, replica.slot)
     links.queues.clear()
     for minibatch in range(4, last, 2):
         replica.backward(minibatch, 2.0)
@@ -193,81 +170,13 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     assert set(content.tolist()) - {0.0} == ({8.0} if last == 4 else {10.0})  # zeros between parameters
 
 
-def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_in() -> None:
-    links = ReplicaLinks()
-    replicas = [_Replica(links, replica, 2, width=500_000) for replica in range(2)]  # of 2 chunks each
-    for replica in replicas:
-        replica.backward(replica.replica, 1.0)
-        replica.server.push(1 - replica.replica, replica.replica, 0)
-    owner = replicas[0]
-    assert owner.server.expect(1, 1) is None
-    owner.server.take(0, 0)
-    links.queues["push 1 0"].popleft()
-    assert not links.queues["push 1 0"]
-    links.sent.clear()
-    with pytest.raises(IndexError):  # from a queue that is empty
-        owner.server.apply(0, 1, 1.0, lambda step: step())
-    assert links.sent == ["pull 0 1"]
-    (content, _) = links.queues["pull 0 1"][0]
-    assert set(content[0].view(torch.float64).tolist()) == {-1.0}
-
-
-def test_who_has_pushed_takes_the_others_version_before_its_own_update() -> None:
-    links = ReplicaLinks()
-    first, second = (_Replica(links, replica, 2, posts=True) for replica in range(2))
-    for replica in (first, second):
-        replica.backward(replica.replica, 1.0)
-        replica.server.push(1 - replica.replica, replica.replica, 0)
-    for leaf in first.weights.own.leaves(1):
-        leaf.data = leaf.data.clone()  # as a layer may that lays its weights out anew
-    assert first.server.expect(1, 1, write_slot=1) is None
-    [(channel, (address, num_bytes))] = links.posted
-    slot = first.weights.own.slots[1]
-    [others] = first.server._chunks[1]
-    assert (channel, address, num_bytes) == (
-        "pull 1 0",
-        slot.data_ptr() + others.begin_bytes,
-        others.num_bytes,
-    )
-    place = slot[others.begin_bytes : others.end_bytes]
-    place.fill_(7)  # comes meanwhile
-    first.server.take(0, 0)
-    first.server.apply(0, 1, 1.0, lambda step: step())
-    assert set(place.tolist()) == {7}
-    assert len(links.posted) == 1
-
-
-def test_who_has_not_pushed_takes_the_others_version_with_its_own_update() -> None:
-    links = ReplicaLinks()
-    first, second = (_Replica(links, replica, 2, posts=True) for replica in range(2))
-    first.backward(0, 1.0)
-    first.server.push(1, 0, 0)
-    assert second.server.expect(0, 0, write_slot=1) is None  # its last round, had the other ended before
-    assert not links.posted
-    second.server.take(0, 0)
-    second.server.apply(0, 1, 1.0, lambda step: step())
-    assert [channel for channel, _ in links.posted] == ["pull 0 1"]
-
-
 def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
     links = ReplicaLinks()
     replicas = [_Replica(links, replica, 2) for replica in range(2)]
-    _run_round(replicas, 0, 4)
+    _run_round(replicas, 0)
     replicas[0].backward(2, 1.0)
     with pytest.raises(PipelineError, match="accumulated again after it had been pushed"):
         replicas[0].weights.own.leaves(replicas[0].slot)[0].sum().backward()  # type: ignore[no-untyped-call]
-
-
-def test_who_waits_for_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
-    links = ReplicaLinks()
-    first, second = (_Replica(links, replica, 2) for replica in range(2))
-    links.known_end = 3
-    second.backward(1, 1.0)
-    second.server.tell_end()  # not before its pushes
-    assert not links.queues
-    second.server.push(0, 1, 0)
-    assert first.server.expect(1, 1) is None
-    assert first.server.expect(1, 3) == EndOfData(3)
 
 
 class _FactoredReplica:
@@ -329,11 +238,15 @@ class _FactoredReplica:
     def others(self) -> list[int]:
         return [other for other in range(self.num_replicas) if other != self.replica]
 
+    @property
+    def exchange(self) -> QueuedExchange:
+        return cast(QueuedExchange, self.server._exchange)
+
     def update(self, round_index: int, num_minibatches: int) -> None:
         first = round_index * self.num_replicas
         for other in self.others:
             if first + other < num_minibatches:
-                assert self.server.expect(other, first + other) is None
+                self.exchange.begin_push_from(other)
         self.server.take(first, self.slot)
         write = (self.slot + 1) % _NUM_SLOTS
         self.server.apply(self.slot, write, 1.0, lambda step: step())
@@ -360,15 +273,14 @@ def test_factored_weights_are_updated_by_every_replica_to_the_same_bits_and_neve
         for minibatch in members:
             replica = replicas[minibatch % num_replicas]
             replica.backward(minibatch)
-            for other in replica.others:
-                replica.server.push(other, minibatch, replica.slot)
+            replica.server.push(minibatch, replica.slot)
         for replica in replicas:
             replica.update(round_index, num_minibatches)
         pulled = [tensors for name, queue in links.queues.items() if "pull" in name for tensors, _ in queue]
         assert sum(content.nbytes for (content,) in pulled) < 30 * 40 * 8
         for replica in replicas:
             for other in replica.others:
-                replica.server.pull_from(other)
+                replica.exchange.pull_from(other)
         mean = sum(_loss_of(plain, minibatch) for minibatch in members) / len(members)
         assert isinstance(mean, Tensor)
         plain.zero_grad()
@@ -386,14 +298,14 @@ def test_factors_leave_during_the_backward_from_the_second_round_on() -> None:
     replica, other = (_FactoredReplica(links, index, 2) for index in range(2))
     replica.backward(0)
     assert links.sent == []
-    replica.server.push(1, 0, 0)
+    replica.server.push(0, 0)
     other.backward(1)
-    other.server.push(0, 1, 0)
+    other.server.push(1, 0)
     replica.update(0, 4)
     links.sent.clear()
     replica.backward(2)
     assert links.sent.count("factors 0 1") == 1
-    replica.server.push(1, 2, replica.slot)
+    replica.server.push(2, replica.slot)
     assert links.sent.count("factors 0 1") == 1
 
 
@@ -401,17 +313,7 @@ def test_a_gradient_of_a_factored_weight_from_elsewhere_is_refused() -> None:
     replica = _FactoredReplica(ReplicaLinks(), 0, 2)
     replica.backward(0, uses_weight=True)
     with pytest.raises(PipelineError, match=r"'0\.weight' has a gradient besides that of its layer"):
-        replica.server.push(1, 0, 0)
-
-
-def test_who_waits_for_factors_of_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
-    links = ReplicaLinks()
-    first, second = (_FactoredReplica(links, replica, 2) for replica in range(2))
-    links.known_end = 3
-    second.backward(1)
-    second.server.push(0, 1, 0)
-    assert first.server.expect(1, 1) is None
-    assert first.server.expect(1, 3) == EndOfData(3)
+        replica.server.push(0, 0)
 
 
 def test_norms_count_factored_weights_once() -> None:
@@ -421,10 +323,10 @@ def test_norms_count_factored_weights_once() -> None:
     plain.load_state_dict(replicas[0].model.state_dict())
     for replica in replicas:
         replica.backward(replica.replica)
-        replica.server.push(1 - replica.replica, replica.replica, 0)
+        replica.server.push(replica.replica, 0)
     total = 0.0
     for replica in replicas:
-        assert replica.server.expect(1 - replica.replica, 1 - replica.replica) is None
+        replica.exchange.begin_push_from(1 - replica.replica)
         replica.server.take(0, 0)
         total += replica.server.figures().squared_norm
     ((_loss_of(plain, 0) + _loss_of(plain, 1)) / 2).backward()  # type: ignore[no-untyped-call]
@@ -438,15 +340,13 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
     links = ReplicaLinks()
     replica = _Replica(links, 0, 3, num_rounds_kept=num_rounds_kept)
     replica.server.begin_backward()
-    assert not links.waits
+    assert not replica.exchange.waits
     replica.backward(0, 1.0)
-    for other in replica.others:
-        replica.server.push(other, 0, replica.slot)
+    replica.server.push(0, replica.slot)
     replica.server.begin_backward()
-    counts = {other: len(replica.server._chunks[other]) for other in replica.others}
-    assert links.waits == [(f"push 0 {o}", (num_rounds_kept - 1) * count) for o, count in counts.items()]
+    assert replica.exchange.waits == [num_rounds_kept - 1]
     replica.server.begin_backward()  # of the next microbatch
-    assert len(links.waits) == len(replica.others)
+    assert len(replica.exchange.waits) == 1
 
 
 def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
@@ -460,29 +360,3 @@ def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
     pushed = torch.empty(30, dtype=torch.uint8)
     server._note_pushed([pushed])
     assert server.num_bytes(0) == before + 100 + 30
-
-
-@pytest.mark.parametrize("slow", [(), (1,), (2,), (1, 2)])
-@pytest.mark.parametrize("num_spares", [0, 1])
-def test_where_there_are_spares_a_version_leaves_after_what_is_pushed_there(
-    num_spares: int, slow: tuple[int, ...]
-) -> None:
-    # Else it shares the link with what is pushed to the spares, for whose shards all wait last.
-    links = ReplicaLinks()
-    replicas = [_Replica(links, replica, 3, num_spares=num_spares) for replica in range(3)]
-    for replica in replicas:
-        replica.backward(replica.replica, 1.0)
-        for owner in [*replica.others, *range(3, 3 + num_spares)]:
-            replica.server.push(owner, replica.replica, 0)
-    first = replicas[0].server
-    for other in replicas[0].others:
-        assert first.expect(other, other) is None
-    links.slow = {f"push 0 {other}" for other in slow}
-    links.sent.clear()
-    first.take(0, 0)
-    first.apply(0, 1, 1.0, lambda step: step())
-    held = slow if num_spares else ()
-    pulls = {other: [f"pull 0 {other}"] * len(first._chunks[0]) for other in replicas[0].others}
-    at_once = [what for other, of_other in pulls.items() if other not in held for what in of_other]
-    after = [what for other in held for what in (f"waited for push 0 {other}", *pulls[other])]
-    assert links.sent == [*at_once, *after]

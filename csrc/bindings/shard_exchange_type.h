@@ -1,0 +1,65 @@
+// pipedream._core.ShardExchange: a worker's exchange as Python sees it, which makes the optimizer's steps in
+// between. Called with the GIL held; no GIL across a wait.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/tensor_exchange.h"
+#include "param_server/shard_exchange.h"
+#include "stage/worker.h"
+
+namespace pipedream {
+
+// Of a chunk: begin_bytes, num_bytes, is_tied, and of each piece (parameter, first element, elements,
+// begin_bytes, dtype name).
+using ExchangePieceRow = std::tuple<std::size_t, std::int64_t, std::int64_t, std::size_t, std::string>;
+using ExchangeChunkRow = std::tuple<std::size_t, std::size_t, bool, std::vector<ExchangePieceRow>>;
+// Names of channels as in ExchangePeer: push_to, push_from, factors_to, factors_from, pull_to, pull_from.
+using ExchangePeerRow = std::tuple<std::vector<ExchangeChunkRow>, std::vector<std::string>, bool>;
+
+class PyShardExchange {
+ public:
+  // own_slots, tied_slots: addresses.
+  PyShardExchange(Worker& worker, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
+                  std::int64_t replica, const std::vector<ExchangeChunkRow>& chunks,
+                  const std::map<std::int64_t, ExchangePeerRow>& peers,
+                  const std::vector<std::uintptr_t>& own_slots, const std::vector<std::uintptr_t>& tied_slots,
+                  const std::map<std::int64_t, std::int64_t>& slot_of, bool keeps_gradients,
+                  bool holds_versions, bool posts_early);
+
+  pybind11::tuple begin_update(std::int64_t round, const pybind11::object& own, std::int64_t num_summed);
+  void wait_for_readers(std::int64_t slot);
+  void begin_version(std::int64_t slot);
+  pybind11::list mean_of(std::int64_t chunk, int num_threads);
+  void publish(std::int64_t chunk);
+  void end_version();
+  void end_push(std::int64_t round) { exchange_.end_push(round); }
+  void wait_for_pushes(std::int64_t num_rounds_left);
+  void pull_from(std::int64_t other);
+  void note_version(std::int64_t slot) { exchange_.note_version(SlotIndex(slot)); }
+  [[nodiscard]] pybind11::dict contained() const;
+  [[nodiscard]] const ShardExchange& exchange() const { return exchange_; }
+
+ private:
+  [[nodiscard]] OwnGradients own_gradients(const pybind11::list& own, std::int64_t num_summed) const;
+  [[nodiscard]] pybind11::object lend(const TensorView& tensor, const std::shared_ptr<void>& owner) const;
+  template <class Attempt>
+  void wait(Attempt attempt);
+
+  Worker& worker_;
+  const std::shared_ptr<TensorExchange> tensors_;
+  ShardExchange& exchange_;
+};
+
+void bind_shard_exchange(pybind11::module_& module);
+
+}  // namespace pipedream
