@@ -11,7 +11,6 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from event_files import read_scalars
 from farm import Farm
 from pipedream.callbacks import Callback, Decision, EndReport, EpochReport, MinibatchReport, StartReport
 from training import Training, train_by_reference, train_in_pipeline
@@ -170,12 +169,17 @@ def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller_with_the_mo
 
 
 def test_tensorboards_files_have_the_losses_of_all_minibatches(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     training = replace(_TRAINING, schedule="flush")
     board = pipedream.callbacks.TensorBoard(tmp_path / "runs", every=5)
     result, _ = _run(training, callbacks=[board])
-    (path,) = (tmp_path / "runs").iterdir()
-    scalars = read_scalars(path)
+    events = accumulator.EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    scalars = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
     assert [value for _, value in scalars["loss"]] == pytest.approx(result.losses, rel=1e-6)
     assert [step for step, _ in scalars["loss"]] == list(range(24))
     assert [value for _, value in scalars["epoch/loss"]] == pytest.approx(result.epoch_losses, rel=1e-6)
-    assert {"rate", "samples_per_s", "bubble_share", "bytes_sent", "delay/stage 0"} <= {*scalars}
+    assert {"rate", "samples_per_s", "bubble_share", "bytes_sent"} <= {*scalars}
+    assert any(tag.startswith("delay/stage") for tag in scalars)
