@@ -2,7 +2,10 @@
 
     python examples/char_lm.py --workers 2
     python examples/char_lm.py --workers 3 --schedule flush --microbatches 8
+    python examples/char_lm.py --workers 3 --checkpoint-dir results/char_lm/checkpoints
     torchrun --nproc-per-node 2 examples/char_lm.py
+
+Killed, the third continues from its newest checkpoint when it is started again.
 
 The planner chooses the schedule unless one is given. All ways to start it give the same losses for the
 same seed and plan. A plan made from timings may differ from run to run, so the first one is kept in the
@@ -24,6 +27,7 @@ from pathlib import Path
 
 import pipedream
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -154,6 +158,10 @@ def main() -> None:
     )
     parser.add_argument("--microbatches", type=int, help="of each minibatch; auto chooses them, too")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save the run there, and continue from it")
+    parser.add_argument(
+        "--checkpoint-every", default="50", help="minibatches, a time such as 10min, or epoch"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
     options = parser.parse_args()
 
@@ -177,6 +185,11 @@ def main() -> None:
     if is_main:
         print(plan, "\n", flush=True)
 
+    checkpoints = None
+    if options.checkpoint_dir is not None:
+        every = options.checkpoint_every
+        every = int(every) if every.isdigit() else every
+        checkpoints = pipedream.Checkpoints(options.checkpoint_dir, every=every)
     result = pipedream.run(
         model,
         plan,
@@ -188,9 +201,11 @@ def main() -> None:
         seed=options.seed,
         transport=options.transport,
         validation=make_validation(held_out, every=max(1, options.minibatches // 10)),
+        checkpoints=checkpoints,
     )
     if is_main:
         report(result, options.output_dir)
+        save_file(model.state_dict(), options.output_dir / "model.safetensors")
         first, last = result.validation[0].loss, result.validation[-1].loss
         bits = last / math.log(2)
         print(f"held-out loss      {first:.3f} -> {last:.3f} nats ({bits:.3f} bits) per character")

@@ -24,6 +24,7 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import minibatches_per_body
 
 __all__ = [
+    "CHECKPOINT_COPY",
     "EVALUATION",
     "GRADIENTS",
     "MASTERS",
@@ -66,6 +67,7 @@ OFFLOADED_ACTIVATIONS = "offloaded activations"
 MODEL = "model as given"
 STASH = "stashed activations"
 GRADIENTS = "parameter gradients"
+CHECKPOINT_COPY = "copy for a checkpoint"
 TRANSIENT = "largest transient"
 TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
@@ -138,6 +140,8 @@ class MemoryPlan:
     thread."""
     masters_bytes: Mapping[int, int] = field(default_factory=dict)
     """The masters of the optimizer that lie in the pool."""
+    copy_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Host memory into which a stage is copied for a checkpoint."""
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -162,6 +166,7 @@ class MemoryPlan:
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (MASTERS, self.masters_bytes.get(stage, 0)),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
+                (CHECKPOINT_COPY, self.copy_bytes.get(stage, 0)),
             ):
                 terms[name] = terms.get(name, 0) + num_bytes
         for name, num_bytes in self._torch_terms().items():
@@ -266,7 +271,7 @@ class MemoryPlan:
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
         on_host |= {_core.STAGING_TERM + channel.name for channel in self.channels}
-        return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS) or name in on_host
+        return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS, CHECKPOINT_COPY) or name in on_host
 
 
 def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:

@@ -6,6 +6,7 @@ that writes checkpoints owns what is written; any thread reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,14 @@ from pipedream.checkpoint.state import saved_values, write_tensors
 from pipedream.model.stage_module import StageModule, Tie
 
 __all__ = [
+    "FROZEN",
     "NAMES",
     "RECORD",
     "Content",
     "contents_of",
+    "join_pieces",
     "names_of_stage",
+    "piece_of",
     "read_kind",
     "read_snapshot",
     "state_of",
@@ -44,9 +48,12 @@ NAMES = "names"
 RECORD = "record"
 """The kind of the file with what the stage has reported of earlier minibatches."""
 
+FROZEN = "frozen"
+"""The kind of the file with parameters that are not trained."""
 _KINDS = ("buffers", "optimizer", "residuals")
 _PLAIN_FIELDS = ("minibatch", "optimizer_document", "document")
 _STRIDES = "strides"
+_PIECE = re.compile(r"(.*)\[(\d+):\d+\]\Z")
 
 
 @dataclass(frozen=True)
@@ -159,12 +166,35 @@ def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in saved_values(folder / file.name).items()}
 
 
+def piece_of(name: str, tensor: Tensor, first: int, count: int) -> tuple[str, Tensor]:
+    """Consecutive elements of a parameter, in the order of its memory, and what they are called."""
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+    return f"{name}[{first}:{first + count}]", flat[first : first + count]
+
+
+def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Whole parameters, where some are pieces that piece_of() made. names: of names_of_stage()."""
+    joined: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _PIECE.match(name)
+        if match is None:
+            joined[name] = tensor
+            continue
+        whole, first = match.group(1), int(match.group(2))
+        if whole not in joined:
+            shape, strides = names["layouts"][whole]
+            joined[whole] = torch.empty_strided(shape, strides, dtype=tensor.dtype)
+        flat = torch.as_strided(joined[whole], (joined[whole].numel(),), (1,))
+        flat[first : first + tensor.numel()] = tensor
+    return joined
+
+
 def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:
     """Tells a reader without the model what it must know of the stage's names. Ask before the stage trains.
 
     "aliases" has the names that a state_dict has besides, each with the name that stands in the files. "tied"
-    has the parameters that another stage owns, with that one's name. "not_saved" has the buffers that no
-    state_dict holds.
+    has the parameters that another stage owns, with that stage and its name there. "not_saved" has the
+    buffers that no state_dict holds, "layouts" [shape, strides] of each trained parameter.
     """
     held = (*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers())
     name_in_files = {id(tensor): name for name, tensor in held}
@@ -179,11 +209,12 @@ def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:
             if known is not None and known != prefix + own_name:
                 aliases[prefix + own_name] = known
     tied = {
-        name: tie.names[0]
+        name: [tie.stages[0], tie.names[0]]
         for tie in ties
         for user, name in zip(tie.stages[1:], tie.names[1:], strict=True)
         if user == stage.stage_index
     }
     persistent = stage.persistent_names()
     not_saved = [name for name, _ in stage.stage_buffers() if name not in persistent]
-    return {"aliases": aliases, "tied": tied, "not_saved": not_saved}
+    layouts = {name: [list(p.shape), list(p.stride())] for name, p in stage.trainable_parameters()}
+    return {"aliases": aliases, "tied": tied, "not_saved": not_saved, "layouts": layouts}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream.checkpoint.checkpoint_folder import find_checkpoint
 from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, write_whole
-from pipedream.checkpoint.stage_files import NAMES, read_kind
+from pipedream.checkpoint.stage_files import FROZEN, NAMES, join_pieces, read_kind
 from pipedream.checkpoint.state import mean_buffers, write_tensors
 from pipedream.model.layers import Model, dtype_name, roots_of
 from pipedream.model.meta_device import is_on_meta
@@ -145,11 +145,13 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
         parts = [part for part in manifest.parts if part.stage_index == stage_index]
         first = min(parts, key=lambda part: part.replica_index)
         names = read_part(checkpoint / f"{part_name(stage_index, first.replica_index)}.json")[2][NAMES]
-        parameters |= read_kind(checkpoint, [*first.newest_weights, *first.of_kind("frozen")])
+        newest = [file for part in parts for file in part.newest_weights]
+        parameters |= join_pieces(read_kind(checkpoint, newest), names)
+        parameters |= read_kind(checkpoint, first.of_kind(FROZEN))
         left_out = names["not_saved"] if persistent else ()
         means = _mean_buffers(checkpoint, parts)
         buffers |= {name: tensor for name, tensor in means.items() if name not in left_out}
-        known_as |= names["tied"] | names["aliases"]
+        known_as |= {name: known for name, (_, known) in names["tied"].items()} | names["aliases"]
     for name in known_as:
         known = name
         while known in known_as:

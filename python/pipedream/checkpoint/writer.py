@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, remove_old
 from pipedream.checkpoint.manifest import Header, part_name, write_manifest
-from pipedream.checkpoint.stage_files import Content, write_stage
+from pipedream.checkpoint.stage_files import FROZEN, Content, write_stage
 from pipedream.common.errors import FileFormatError, describe_error
 
 __all__ = ["CheckpointWriter", "CopyMemory", "Figures"]
@@ -65,10 +65,13 @@ class CopyMemory:
         strides = torch.empty_like(tensor, device="meta").stride()
         return torch.as_strided(flat, tensor.shape, strides).copy_(tensor.detach())
 
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.copy(tensor) for name, tensor in tensors.items()}
+
     @staticmethod
-    def size_for(tensors: Sequence[Tensor]) -> int:
-        """Bytes that hold copies of these tensors."""
-        return sum(tensor.nbytes + _ALIGNMENT_BYTES for tensor in tensors)
+    def bytes_beside(num_tensors: int) -> int:
+        """The most that copies of so many tensors leave unused between them."""
+        return num_tensors * _ALIGNMENT_BYTES
 
 
 @dataclass
@@ -133,8 +136,8 @@ class CheckpointWriter:
         is_free.clear()
         memory.clear()
         copied = [
-            replace(content, tensors={name: memory.copy(tensor) for name, tensor in content.tensors.items()})
-            for content in contents
+            content if content.kind == FROZEN else replace(content, tensors=memory.copies(content.tensors))
+            for content in contents  # nobody changes what is frozen
         ]
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipedream-checkpoints", daemon=True)

@@ -77,21 +77,6 @@ class MinibatchSource:
     def _num_read(self) -> int:
         return self.first_minibatch + len(self.samples)
 
-    def skip(self, num_minibatches: int, on_read: Callable[[int], None]) -> None:
-        """Before anything is fetched: reads past the first so many, which were trained on before. on_read:
-        told how many are behind. Raises ValueError where there are fewer."""
-        began_ns = time.perf_counter_ns()
-        while len(self.samples) < num_minibatches:
-            batch = self.stream.next()
-            if batch is None:
-                raise ValueError(
-                    f"the checkpoint is at minibatch {num_minibatches}, and data has only {len(self.samples)}"
-                    " in all epochs: give the data and the epochs of the run that wrote it, or more epochs"
-                )
-            self._count(batch)
-            on_read(len(self.samples))
-        self.read_ns += time.perf_counter_ns() - began_ns
-
     def fetch(self, minibatch: int) -> bool:
         """Reads up to this minibatch, whose code this runs; those before it are other replicas'. False:
         there is none, or not before there is more memory."""
@@ -128,12 +113,9 @@ class MinibatchSource:
             if copies:
                 batch = in_own_memory(batch)
             self._group[self._num_read] = batch
-            self._count(batch)
+            self.samples.append(1 if batch.num_samples is None else batch.num_samples)
+            self.epochs.append(batch.epoch)
         self._look_at_group()
-
-    def _count(self, batch: Minibatch) -> None:
-        self.samples.append(1 if batch.num_samples is None else batch.num_samples)
-        self.epochs.append(batch.epoch)
 
     def _look_at_group(self) -> None:
         is_larger = self._is_larger

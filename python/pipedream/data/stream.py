@@ -8,7 +8,8 @@ workers read differently is reported and not trained on. Owned by the worker's c
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +18,9 @@ import torch
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary, exportable, tensors_of
 from pipedream.model.exchange import TENSORS
+from pipedream.model.loader_generators import generator_states, set_generators
 from pipedream.model.microbatch import samples_of
-from pipedream.model.seeding import RngStream
+from pipedream.model.seeding import RngState, RngStream
 from pipedream.planning.shapes import Shapes
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 FORWARDED = "iterated by the caller and forwarded"
+
+_NUM_NOTED = 256  # positions before minibatches that were read last; a group that is read ahead is shorter
 
 NUM_COUNT_TENSORS = 1
 """That go with the tensors of a forwarded minibatch: forwarded_counts()."""
@@ -120,15 +124,25 @@ def fingerprint_of(minibatch: Minibatch) -> int:
     return fingerprint(minibatch.inputs, minibatch.targets)
 
 
-def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]]:
-    """(inputs, targets, epoch) of all epochs. Raises ValueError for an epoch without a minibatch."""
-    minibatch = 0
-    for epoch in range(epochs):
+def epochs_of(
+    data: Iterable[Any],
+    epochs: int,
+    *,
+    first_epoch: int = 0,
+    minibatch: int = 0,
+    is_resumed: bool = False,
+    on_epoch: Callable[[int, int], None] = lambda epoch, minibatch: None,
+) -> Iterator[tuple[Any, Any, int]]:
+    """(inputs, targets, epoch) of all epochs from the first on. minibatch: the number of the first one.
+    is_resumed: the data know by themselves how much of the first epoch is over. on_epoch: told each epoch and
+    its first minibatch before the data are iterated. Raises ValueError for an epoch without a minibatch."""
+    for epoch in range(first_epoch, epochs):
         first_of_epoch = minibatch
+        on_epoch(epoch, minibatch)
         for batch in data:
             yield *parts_of(batch, minibatch), epoch
             minibatch += 1
-        if minibatch == first_of_epoch:
+        if minibatch == first_of_epoch and not (is_resumed and epoch == first_epoch):
             raise ValueError(
                 f"data yielded nothing in epoch {epoch}: give data with at least one minibatch that can be"
                 " iterated once per epoch, as a DataLoader or a list"
@@ -170,6 +184,11 @@ def describe_source(data: Iterable[Any]) -> str:
     return type(data).__name__
 
 
+def _keeps_own_state(data: Iterable[Any]) -> bool:
+    """Whether the data resume by themselves, as torchdata's StatefulDataLoader does."""
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
 def _collates(data: Iterable[Any]) -> bool:
     """Whether each minibatch is of new tensors, which torch's own collate_fn makes of the samples. One of the
     user's may fill the same memory again and again, in a process of the DataLoader's too."""
@@ -181,11 +200,36 @@ def _collates(data: Iterable[Any]) -> bool:
     )
 
 
+class _EpochStart(NamedTuple):
+    """The generators when the data began to be iterated for an epoch."""
+
+    epoch: int
+    first_minibatch: int
+    generators: RngState
+    of_loader: list[torch.Tensor]
+
+
 class DataStream:
     """This worker's own iteration of the user's data."""
 
-    def __init__(self, data: Iterable[Any], *, epochs: int, generators: RngStream | None = None) -> None:
-        """generators: torch's, of the data; None: the process's."""
+    def __init__(
+        self,
+        data: Iterable[Any],
+        *,
+        epochs: int,
+        generators: RngStream | None = None,
+        notes_positions: bool = False,
+    ) -> None:
+        """generators: torch's, of the data; None: the process's. notes_positions: so that position() knows
+        them."""
+        self._data = data
+        self._epochs = epochs
+        self._notes_positions = notes_positions
+        self._num_read = 0
+        self._resumed: Mapping[str, Any] | None = None
+        """The position that go_to() was given."""
+        self._epoch_starts: deque[_EpochStart] = deque(maxlen=_NUM_NOTED)
+        self._noted: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_NUM_NOTED)
         self.num_minibatches = num_minibatches_of(data, epochs)
         self.source = describe_source(data)
         is_in_memory = type(data) in (list, tuple)
@@ -195,7 +239,7 @@ class DataStream:
         self.waits_for_others = False
         self.looks_ahead = False
         self.larger: LargerMinibatch | None = None
-        self._batches = epochs_of(data, epochs)
+        self._batches = epochs_of(data, epochs, on_epoch=self._note_epoch)
         self._peeked: tuple[Any, Any, int] | None = None
 
     def peek(self) -> tuple[Any, Any]:
@@ -212,10 +256,88 @@ class DataStream:
         return Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
 
     def _next(self) -> tuple[Any, Any, int] | None:
+        if self._notes_positions:
+            self._note_position()
+        self._num_read += 1
         if self.generators is None:
             return next(self._batches, None)
         with self.generators:
             return next(self._batches, None)
+
+    # Positions, to which a resumed run goes.
+
+    def position(self, minibatch: int) -> dict[str, Any]:
+        """The place of the data before this minibatch, one of those read last: for go_to()."""
+        if self._notes_positions and minibatch >= self._num_read:  # a run that ends before it reads this one
+            self._note_position()
+        start = next(s for s in reversed(self._epoch_starts) if s.first_minibatch <= minibatch)
+        document = {
+            "epoch": start.epoch,
+            "epoch_began_at": start.first_minibatch,
+            "generators": start.generators.to_document(),
+            "of_loader": [state.numpy().tobytes().hex() for state in start.of_loader],
+        }
+        return document | dict(self._noted).get(minibatch, {})
+
+    def _note_epoch(self, epoch: int, minibatch: int) -> None:
+        resumed = self._resumed
+        if resumed is not None and resumed["epoch"] == epoch:
+            RngState.from_document(resumed["generators"]).restore()
+            kept = [bytearray.fromhex(text) for text in resumed["of_loader"]]
+            set_generators(self._data, [torch.frombuffer(state, dtype=torch.uint8) for state in kept])
+        if self._notes_positions:
+            states = generator_states(self._data)
+            self._epoch_starts.append(_EpochStart(epoch, minibatch, RngState.capture(), states))
+
+    def _note_position(self) -> None:
+        noted: dict[str, Any] = {}
+        if _keeps_own_state(self._data):
+            noted["loader"] = self._data.state_dict()  # type: ignore[attr-defined]
+            noted["epoch_of_loader"] = self._epoch_starts[-1].epoch if self._epoch_starts else 0
+        if self.generators is None:  # others draw from the process's, too
+            noted["process"] = RngState.capture().to_document()
+        if noted:
+            self._noted.append((self._num_read, noted))
+
+    def go_to(self, minibatch: int, position: Mapping[str, Any], on_read: Callable[[int], None]) -> None:
+        """Makes this minibatch the next one. position: what position() said of it. on_read: told how many
+        minibatches are behind."""
+        if "loader" in position:
+            self._data.load_state_dict(position["loader"])  # type: ignore[attr-defined]
+            self._begin(position["epoch_of_loader"], minibatch, is_resumed=True)
+        else:
+            self._resumed = position if minibatch >= position["epoch_began_at"] else None
+            if self._resumed is None:  # an earlier epoch, whose beginning is not known
+                self._begin(0, 0)
+            elif isinstance(self._data, (list, tuple, torch.utils.data.DataLoader)):
+                self._begin(position["epoch"], position["epoch_began_at"])
+            elif not isinstance(self._data, Iterator):  # of which nobody knows what earlier epochs change
+                self._begin(0, 0)
+            self._skip(minibatch, on_read)
+        if "process" in position and self.generators is None:
+            RngState.from_document(position["process"]).restore()
+
+    def _begin(self, epoch: int, minibatch: int, *, is_resumed: bool = False) -> None:
+        """The data are iterated again."""
+        self._peeked = None
+        self._num_read = minibatch
+        self._batches = epochs_of(
+            self._data,
+            self._epochs,
+            first_epoch=epoch,
+            minibatch=minibatch,
+            is_resumed=is_resumed,
+            on_epoch=self._note_epoch,
+        )
+
+    def _skip(self, minibatch: int, on_read: Callable[[int], None]) -> None:
+        while self._num_read - (self._peeked is not None) < minibatch:
+            if self.next() is None:
+                raise ValueError(
+                    f"the checkpoint is at minibatch {minibatch}, and data has only {self._num_read - 1} in"
+                    " all epochs: give the data and the epochs of the run that wrote it, or more epochs"
+                )
+            on_read(self._num_read)
 
 
 @dataclass(frozen=True)

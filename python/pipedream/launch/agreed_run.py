@@ -16,6 +16,7 @@ from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.launch.continuing import with_checkpoint
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.evaluation_cut import evaluation_stages
@@ -33,7 +34,7 @@ from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
-from pipedream.stage.job import JobOptions, WorkerPlace, check_ties
+from pipedream.stage.job import Continued, JobOptions, WorkerPlace, check_ties
 
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
 
@@ -148,14 +149,20 @@ def agree(
     else:
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
+        continues = agreed["continues"]
+        options = replace(options, continues=None if continues is None else Continued(*continues))
         _check_settings(options, place.rank, agreed["settings"])
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
     if place.returns_model:  # else the caller has done it
         check_loss_buffers(stages, options.loss_fn)
+    settings = settings_of(options)  # what was given, before the checkpoint's state is added
+    options, seed_before = with_checkpoint(options)
     state = options.state
     base = base_seed(options.seed) if state is None else state.base_seed
+    if seed_before is not None:
+        base = seed_before
     if agreed is not None:
         base = int(agreed["base_seed"])
     on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
@@ -167,14 +174,17 @@ def agree(
         # Asynchronous shards have no versions that a replica alone could say what is in them.
         oldest = None if options.is_asynchronous else state.begun_at
         run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
+    elif options.continues is not None:
+        run = replace(run, first_minibatch=options.first_minibatch)
     check_ties(options, tie_pairs(run.ties))
     options.seed_data(base)
     if agreed is None:
         agreed = {
             "plan": options.plan.to_dict(),
-            "settings": settings_of(options),
+            "settings": settings,
             "layers": outline_of(model),
             "base_seed": base,
+            "continues": None if options.continues is None else list(vars(options.continues).values()),
             "run_id": place.run_id,
         }
         place.rendezvous.publish("agreed", agreed)
@@ -185,7 +195,7 @@ def agree(
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     if state is not None:
         state.restore_generators(place.rank, generators)
-    return run, _make_stream(data, options.epochs, generators)
+    return run, _make_stream(data, options, generators)
 
 
 def segment_key(name: str, segment_index: int) -> str:
@@ -243,8 +253,9 @@ def _first_stage(plan: Plan, rank: int) -> int:
 
 
 def _make_stream(
-    data: Iterable[Any] | ForwardedData, epochs: int, generators: RngStream | None
+    data: Iterable[Any] | ForwardedData, options: JobOptions, generators: RngStream | None
 ) -> MinibatchStream:
     if isinstance(data, ForwardedData):
         return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
-    return DataStream(data, epochs=epochs, generators=generators)
+    notes_positions = options.checkpoints is not None
+    return DataStream(data, epochs=options.epochs, generators=generators, notes_positions=notes_positions)

@@ -150,6 +150,7 @@ class FirstLoss:
             compares_losses()
             # One that goes on begins with older versions, too.
             and self._options.state is None
+            and self._options.continues is None
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()

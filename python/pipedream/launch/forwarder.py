@@ -147,6 +147,8 @@ class _Forwarder(threading.Thread):
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
         """reuses_memory: whether the data may, before a minibatch is forwarded."""
         batches = epochs_of(self._data, self._options.epochs)
+        if self._options.continues is not None:  # else they are others than those before
+            batches = itertools.islice(batches, self._options.first_minibatch, None)
         for index, (inputs, targets, epoch) in enumerate(batches, self._options.first_minibatch):
             batch = Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
             yield index, in_own_memory(batch) if reuses_memory else batch

@@ -9,7 +9,7 @@ Nobody closes before everybody has all it needs. On the worker's compute thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ def gather(
     report: dict[str, Any],
     loss_state: LossState | None,
     kept: WorkerState | None,
+    record: Mapping[str, list[Any]],
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
     run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. What fails here says
@@ -62,7 +63,7 @@ def gather(
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
     try:
-        result, unsaved, document = _gather(run, core, channels, report, of_loss)
+        result, unsaved, document = _gather(run, core, channels, report, of_loss, record)
     except _core.RunFailure as failure:
         kind, message = failure.args
         has_saved = run.options.save is not None and run.options.gather == "none"
@@ -85,6 +86,7 @@ def _gather(
     channels: Sequence[RunChannel],
     report: dict[str, Any],
     of_loss: dict[str, Tensor],
+    record: Mapping[str, list[Any]],
 ) -> tuple[RunResult, list[str], dict[str, Any]]:
     """With what could not be saved, and what all ranks know of the state."""
     if run.rank != 0:
@@ -116,7 +118,7 @@ def _gather(
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
     schedule = run.options.schedule_options(first_minibatch=run.options.first_minibatch)
-    result = combine_reports(plan, schedule, between, in_order)
+    result = combine_reports(plan, schedule, between, in_order, record)
     # The farewell: nobody closes before everybody has all it needs.
     # The trace is rank 0's: it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}

@@ -39,6 +39,7 @@ from pipedream.launch.forwarder import forwarding
 from pipedream.launch.interrupts import interrupts_stop, may_stop_early
 from pipedream.launch.kept_state import STATE_FOLDER
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
+from pipedream.launch.notices import noticed_checkpoints, notices_save
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.script_capture import CapturedScript, capture_script
 from pipedream.launch.script_logging import ScriptLogging
@@ -131,6 +132,7 @@ def run_locally(
             forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
             _trained_weights_told(stages, options, folder),
             _interrupts_told(options, board),
+            notices_save(noticed_checkpoints(options), has_begun=lambda: board.newest() >= 0),
         ):
             told = LocalSteering(steering, options.plan, options.microbatches, board, folder)
             _launch(task, options, board, expected, script, told)

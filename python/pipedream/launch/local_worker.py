@@ -19,6 +19,7 @@ from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
 from pipedream.launch.interrupts import may_stop_early
 from pipedream.launch.kept_state import STATE_FOLDER
+from pipedream.launch.notices import signals_left_to_caller
 from pipedream.launch.script_logging import ScriptLogging
 from pipedream.launch.script_state import ScriptState
 from pipedream.launch.task_files import (
@@ -108,6 +109,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
     # Not before: unpickling may import what draws random numbers.
     rng: RngState = read_part(folder, "rng")
     rng.restore()
+    signals_left_to_caller(options.checkpoints)
     store = connect_store(task.store_port)
     with Rendezvous(store, STORE_PREFIX, rank=rank, world_size=plan.workers_used) as rendezvous:
         place = WorkerPlace(

@@ -20,6 +20,7 @@ from typing import Any
 
 from pipedream import _core
 from pipedream.callbacks.callback import Callback
+from pipedream.checkpoint.checkpoints import checkpoints_of
 from pipedream.common.checks import (
     check_choice,
     check_count,
@@ -385,7 +386,13 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         None,
         _check_validation,
     ),
-    RunOption("checkpoints", "a folder for checkpoints", is_built=False),
+    RunOption(
+        "checkpoints",
+        "a folder, or `pipedream.Checkpoints(folder, every=...)`: saves the run there, and continues from it",
+        None,
+        lambda _, value: checkpoints_of(value),
+        CommandOption("Save the run in this folder, and continue from it.", Path, metavar="FOLDER"),
+    ),
     RunOption("recovery", "from lost workers", is_built=False),
     RunOption(
         "on_epoch_end",

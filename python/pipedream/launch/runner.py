@@ -25,6 +25,7 @@ from pipedream.callbacks.callback import (
     callback_of,
 )
 from pipedream.callbacks.steering import Steering
+from pipedream.checkpoint.checkpoints import Checkpoints, checkpoints_of
 from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.checks import (
     is_whole,
@@ -38,10 +39,12 @@ from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
 from pipedream.data.stream import check_sizes, num_minibatches_of
 from pipedream.launch.cautions import cautions_of, check_data_apart, warn_the_caller
+from pipedream.launch.continuing import found_checkpoint
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.interrupts import Interrupt, may_stop_early
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
+from pipedream.launch.notices import noticed_checkpoints, notices_save
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.launch.weight_files import check_room
@@ -67,7 +70,7 @@ from pipedream.planning.shapes import Shapes, larger_of, largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.stage.decisions import answer_lead
-from pipedream.stage.job import JobOptions, check_replicas
+from pipedream.stage.job import Continued, JobOptions, check_replicas
 
 __all__ = ["run"]
 
@@ -111,7 +114,7 @@ def run(
     staleness: int = 0,
     sync_every: int = 1,
     validation: Validation | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     recovery: Any = None,
     on_epoch_end: Callable[[EpochReport], Answer] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -365,17 +368,47 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
             "weights": _absolute(arguments["weights"]),
             "save": _absolute(arguments["save"]),
             "call_points": steering.points,
+            "checkpoints": None,
             "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )
     if options.save is not None and is_rank_0():
         check_room(model, options.save)
+    checkpoints = checkpoints_of(arguments["checkpoints"])
+    if checkpoints is not None:
+        options = _with_checkpoints(options, checkpoints, model)
     if options.state is not None:
         options.state.check(options.settings_of_state(), options.seed)
     if options.schedule != AUTO:  # else rank 0 knows the plan
         check_replicas(options)
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
+
+
+def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Model) -> JobOptions:
+    """Rank 0, or the caller of local workers, looks for one to continue from."""
+    if options.state is not None:
+        raise ValueError("state and checkpoints are both given: a run goes on from one of them")
+    if isinstance(options.schedule, Program):
+        raise ValueError("schedule is a program, and checkpoints are given: use a schedule's name")
+    if options.is_asynchronous:
+        raise ValueError("sync is 'asp', and checkpoints are given: use sync='bsp'")
+    if options.plan.num_spares:
+        raise ValueError(
+            "checkpoints are given, and the plan has spare shards, which are not saved: use a plan without"
+            " num_spare_shards"
+        )
+    if checkpoints.seconds is not None and options.plan.stages[0].num_replicas > 1:
+        raise ValueError(
+            f"checkpoints: every is {checkpoints.every!r}, and stage 0 has replicas, whose clocks differ:"
+            " give a number of minibatches, or 'epoch'"
+        )
+    checkpoints = replace(checkpoints, path=checkpoints.folder)
+    continues: Continued | None = None
+    if is_rank_0():
+        group_size = _core.minibatches_between_drains(options.schedule_options())
+        continues = found_checkpoint(checkpoints, model, group_size)
+    return replace(options, checkpoints=checkpoints, continues=continues)
 
 
 def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
@@ -577,7 +610,8 @@ def _check_process() -> None:
 def _run_this_rank(
     model: Model, data: Iterable[Any], options: JobOptions, prefix: str, steering: Steering
 ) -> RunResult:
-    with this_rank(prefix) as place, generators_kept():
+    with this_rank(prefix) as place, generators_kept(), contextlib.ExitStack() as around:
         order = Interrupt() if may_stop_early(options, under_torchrun=True) else None
+        around.enter_context(notices_save(noticed_checkpoints(options), has_begun=lambda: True))
         place_to_stop = replace(place, stop_order=order)
         return run_worker(place_to_stop, options, model, data, steering=steering if place.rank == 0 else None)

@@ -31,6 +31,7 @@ from pipedream.common.rank_tree import children_of, parent_of
 from pipedream.data.minibatch_source import MinibatchSource, exceeds
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.launch.checkpointing import Checkpointing
 from pipedream.launch.set_up import Rehearsed
 from pipedream.launch.spare_pool import SparePool
 from pipedream.launch.stage_pool import StagePool, version_term
@@ -57,8 +58,9 @@ from pipedream.model.seeding import backward_seed, draws_seed, evaluation_seed
 from pipedream.planning.shapes import Shapes, describe_shapes
 from pipedream.stage.decisions import Steered
 from pipedream.stage.evaluation import EvaluationPlan
+from pipedream.stage.saving import StageSaver
 from pipedream.stage.spare_loop import SpareLoop
-from pipedream.stage.stage_loop import WorkerLoop
+from pipedream.stage.stage_loop import PreparedStage, WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
 
 __all__ = ["Following", "Segment"]
@@ -147,7 +149,7 @@ class Segment:
     def has_updated(self) -> bool:
         return self._loop is not None and self._loop.has_updated
 
-    def train(self, source: MinibatchSource) -> dict[str, Any]:
+    def train(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> dict[str, Any]:
         """What this worker reports; a rank beyond the plan has nothing to."""
         run = self.run
         group_size = _core.minibatches_between_drains(run.schedule())
@@ -163,7 +165,7 @@ class Segment:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
             source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
-        self._loop = loop = self._make_loop(source)
+        self._loop = loop = self._make_loop(source, checkpointing)
         self._snapshots.clear()  # whose memory nothing needs any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
             report = loop.train(lambda: self.what_follows(source) is not None)
@@ -196,7 +198,7 @@ class Segment:
     @property
     def was_stopped(self) -> bool:
         """Whether the data would go on, as far as this worker trains on them."""
-        return self._loop is not None and self._loop.was_stopped
+        return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
 
     def wait_for_all(self) -> None:
         """Until no rank needs these links any more: all look for each other in the rendezvous again."""
@@ -228,7 +230,11 @@ class Segment:
         """For the segment after this one."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
-    def _make_loop(self, source: MinibatchSource) -> WorkerLoop:
+    def _make_loop(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> WorkerLoop:
+        make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None
+        if checkpointing is not None:
+            checkpointing.prepare(self._pool.copy_bytes)
+            make_saver = functools.partial(checkpointing.make_saver, self.run, source, self.keep_residuals)
         run, pool, rehearsed = self.run, self._pool, self._rehearsed
         own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
         return WorkerLoop(
@@ -254,6 +260,8 @@ class Segment:
             evaluation=EvaluationPlan(
                 run.own_evaluated_stages(), rehearsed.evaluation.boundaries, evaluation_seed(run.base_seed)
             ),
+            make_saver=make_saver,
+            saves_now=None if checkpointing is None else checkpointing.saves_now,
         )
 
 

@@ -47,6 +47,7 @@ from pipedream.budget.optimizer_memory import (
 from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.checkpoint.writer import CopyMemory
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import RunChannel, edge_name
@@ -94,6 +95,8 @@ class StagePool:
         """As agreed, with what is recomputed to save memory."""
         self.predicted: dict[str, int] = {}
         """By term of RunResult.memory."""
+        self.copy_bytes: dict[int, int] = {}
+        """By stage, of what it is copied into for a checkpoint."""
         self._core = core
         self._device = device
         self._worker_optimizers = optimizers
@@ -114,6 +117,7 @@ class StagePool:
         )
         self.run = replace(self.run, options=replace(options, recompute=tuple(memory.schedule.recompute)))
         self.predicted = memory.terms()
+        self.copy_bytes = dict(memory.copy_bytes)
         self._add_terms(memory)
         if wants_torch_pool(self._device):
             self._pool_torch_terms()
@@ -202,7 +206,40 @@ class StagePool:
             evaluation_bytes=self._evaluation_bytes,
             served_step_bytes=served_step_bytes,
             masters_bytes=masters_bytes,
+            copy_bytes={}
+            if self.run.options.checkpoints is None
+            else self._copy_bytes(own_bytes, tied_bytes, placed_bytes, torch_bytes),
         )
+
+    def _copy_bytes(
+        self,
+        own_bytes: Mapping[int, int],
+        tied_bytes: Mapping[int, Mapping[int, int]],
+        placed_bytes: Mapping[int, int],
+        torch_bytes: Mapping[int, int],
+    ) -> dict[int, int]:
+        """By stage, of all that a checkpoint has of it."""
+        found: dict[int, int] = {}
+        schedule = self.run.schedule()
+        for stage in self.run.own_stages():
+            index = stage.stage_index
+            # A stage that does not stash holds what its first microbatches after a boundary read.
+            stashes = _core.stashes_versions(schedule, index)
+            num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
+            versions = num_versions * own_bytes[index] + sum(
+                _core.num_tied_versions_kept(schedule, owner) * num_bytes
+                for owner, num_bytes in tied_bytes[index].items()
+            )
+            buffers = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
+            num_tensors = (num_versions + 4) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
+            found[index] = (
+                versions
+                + placed_bytes[index]
+                + torch_bytes[index]
+                + buffers
+                + CopyMemory.bytes_beside(num_tensors)
+            )
+        return found
 
     def _pushed_gradients(self, stage: int) -> PushedGradients:
         layout, num_replicas = (

@@ -32,6 +32,8 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree
 from pipedream.launch.cautions import warn_if_coarse, warn_if_late
+from pipedream.launch.checkpointing import Checkpointing
+from pipedream.launch.continuing import go_to_position, read_record, take_newest
 from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
@@ -107,15 +109,21 @@ class _Worker:
         self._residuals: Residuals = {}  # likewise
         self._loss_state: LossState | None = None  # at the last stage
         self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the program has begun from them
+        self._parts_before: list[Any] = []  # the optimizers' states of another plan's stages
+        self._record: dict[str, list[Any]] = {}  # of the minibatches before the checkpoint it continues from
+        self._checkpointing: Checkpointing | None = None
 
     def close(self) -> None:
         if self._segment is not None:
             self._segment.close()
         self.links.close()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
 
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""
-        return [*self._losses_before, *([] if self._segment is None else self._segment.losses)]
+        before = [*self._record.get("losses", []), *self._losses_before]
+        return [*before, *([] if self._segment is None else self._segment.losses)]
 
     def minibatch(self) -> int | None:
         """At which this worker is; None: it has begun none."""
@@ -150,9 +158,13 @@ class _Worker:
             try:
                 part.place()
                 rehearsed = set_up(run, self.links, device, stream, part)
-                if options.state is not None:
-                    self._snapshots = snapshots_of(run, options.state)
+                if run.options.state is not None:
+                    self._snapshots = snapshots_of(run, run.options.state)
                     self._residuals = residuals_of(self._snapshots.values())
+                self._parts_before = take_newest(run)
+                self._record = read_record(run.options.continues)
+                if run.options.checkpoints is not None:
+                    self._checkpointing = Checkpointing(run, self._record)
                 with self._interrupts_stop():
                     return self._train(run, device, rehearsed, data, stream, part)
             except _core.RunFailure as failure:
@@ -179,8 +191,11 @@ class _Worker:
         reports: list[dict[str, Any]] = []
         drained_at: list[int] = []
         self._segment = segment = self._open(run, device, rehearsed, data)
+        go_to_position(run, source)
         while True:
-            reports.append(segment.train(source))
+            reports.append(segment.train(source, self._checkpointing))
+            if self._checkpointing is not None:
+                self._checkpointing.losses += reports[-1].get("losses", [])
             following = segment.what_follows(source)
             if following is None:
                 break
@@ -210,9 +225,13 @@ class _Worker:
                     time.monotonic() - began_s,
                 )
         part.take_back_others()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         report = join_reports(reports, drained_at)
         kept = keep_state(segment, source, report)
-        return gather(segment.run, segment.core, segment.channels, report, self._loss_state, kept)
+        return gather(
+            segment.run, segment.core, segment.channels, report, self._loss_state, kept, self._record
+        )
 
     def _open(
         self,
@@ -228,6 +247,9 @@ class _Worker:
             self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
             for stage, snapshot in self._snapshots.items():
                 self._optimizers.go_on(stage, snapshot)
+            for optimizer in self._optimizers.by_stage.values() if self._parts_before else ():
+                optimizer.go_on_from_parts(self._parts_before)
+            self._parts_before = []
             if run.rank == 0 and run.place.returns_model:  # else the caller has said it
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -177,6 +178,12 @@ class RunResult:
     stopped_at: int | None = None
     """Minibatches that were trained on when the run was stopped early, by Ctrl-C or a callback: all stages
     ended with the version after so many. None where the data were used up."""
+    continued_at: int = 0
+    """The minibatch of the checkpoint from which the run continued: the first of `versions` and
+    `microbatch_versions`. `losses` and what is by epoch have those before it, too."""
+    checkpoints: list[dict[str, int]] = field(default_factory=list)
+    """Per worker: num_copied and num_written parts of checkpoints, stall_ns, for which its training waited,
+    and write_ns, which its other thread spent."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
     """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
     parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
@@ -304,9 +311,10 @@ def combine_reports(
     schedule: _core.ScheduleOptions,
     channels: Sequence[RunChannel],
     reports: list[dict[str, Any]],
+    record: Mapping[str, list[Any]] = types.MappingProxyType({}),
 ) -> RunResult:
     """The run's result from what the workers report, in the order of their ranks. channels: those of
-    activations and gradients."""
+    activations and gradients. record: losses, samples and epochs before the checkpoint it continues from."""
     of_stages = [
         [
             reports[plan.placement.rank_of(stage, replica)]
@@ -318,6 +326,8 @@ def combine_reports(
     m = schedule.num_microbatches
     losses = losses_of([report["losses"] for report in of_stages[-1]], m)
     samples, epochs = last["samples"], last["epochs"]
+    all_losses = [*record.get("losses", []), *losses]
+    all_epochs = [*record.get("epochs", []), *epochs]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
     stages = [replicas[0]["stages"][str(stage)] for stage, replicas in enumerate(of_stages)]
@@ -330,8 +340,8 @@ def combine_reports(
     num_in_flight = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
     num_warm_up = -(-num_in_flight // m)
     return RunResult(
-        losses=losses,
-        epoch_losses=_epoch_losses(losses, samples, epochs),
+        losses=all_losses,
+        epoch_losses=_epoch_losses(all_losses, [*record.get("samples", []), *samples], all_epochs),
         versions=[[(read[0][0], read[-1][1]) for read in stage] for stage in versions],
         microbatch_versions=versions,
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
@@ -354,7 +364,9 @@ def combine_reports(
             report["data"]["read_ns"] / max(report["totals"]["elapsed_ns"], 1) for report in reports
         ],
         data_sources=[report["data"]["source"] for report in reports],
-        epoch_sizes=[epochs.count(epoch) for epoch in sorted(set(epochs))],
+        epoch_sizes=[all_epochs.count(epoch) for epoch in sorted(set(all_epochs))],
+        continued_at=schedule.first_minibatch if record else 0,
+        checkpoints=[report.get("checkpoints", {}) for report in reports],
         channels=figures,
         bytes_synced=sum(report["synced_bytes"] for report in reports),
         spans=[_spans_of(report, reports[0]) for report in reports],

@@ -68,14 +68,17 @@ class StageZeroGate:
         *,
         stopping: Stopping | None = None,
         asking: Asking | None = None,
+        saves_now: Callable[[], bool] | None = None,
         first_of_run: int = 0,
     ) -> None:
-        """first_of_run: the boundary with which it begins, at which nothing is due."""
+        """saves_now: whether a SNAPSHOT is due that does not follow from the data; where stage 0 has no
+        replicas. first_of_run: the boundary with which it begins, at which nothing is due."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
         self._stopping = stopping
         self._asking = asking
+        self._saves_now = saves_now
         self._first_of_run = first_of_run
         self._group = -1
         self.events = 0
@@ -90,7 +93,7 @@ class StageZeroGate:
             return fetch(minibatch) or self._end(self._source.num_minibatches, self._events_of_end())
         is_first = group == self._first_of_run
         if self._group_size == 1 and not is_first and self._stops_before(group):
-            return self._end(group, STOP)  # without waiting for its data
+            return self._end(group, STOP | self._saved_at_stop())  # without waiting for its data
         if not fetch(minibatch):
             return self._end(self._source.num_minibatches, self._events_of_end())
         self._group, self.events = group, 0
@@ -99,7 +102,7 @@ class StageZeroGate:
         # The last group may be short: a replica that has nothing of it hears of no end before it.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if is_whole and self._stops_before(group):
-            return self._end(group, STOP)
+            return self._end(group, STOP | self._saved_at_stop())
         events = self._planned_in(group - self._group_size, group)
         if self._asking is not None:
             events |= self._asking.events_at(
@@ -108,10 +111,12 @@ class StageZeroGate:
                 self._source,
                 is_evaluated=is_whole and bool(events & EVALUATE),
             )
+        if self._saves_now is not None and self._saves_now():
+            events |= SNAPSHOT
         if not is_whole:
             return True  # what is planned is due at the end
         if events & STOP:
-            return self._end(group, events)
+            return self._end(group, events | self._saved_at_stop())
         self.events = events
         if events & EVALUATE and self._asking is not None:
             self._asking.note_evaluation(group)
@@ -120,6 +125,10 @@ class StageZeroGate:
     def note_loss(self, minibatch: int, part: float) -> None:
         if self._asking is not None:
             self._asking.note_loss(minibatch, part)
+
+    def _saved_at_stop(self) -> int:
+        """A run that saves itself does so where it ends, however early."""
+        return SNAPSHOT if any(planned.event == SNAPSHOT for planned in self._planned) else 0
 
     def _stops_before(self, group: int) -> bool:
         return self._stopping is not None and self._stopping.stops_before(group)

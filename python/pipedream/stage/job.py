@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.callbacks.steering import CallPoints
+from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.run_state import RunState
 from pipedream.common.agreement import OWN, compared, given, settings_of
 from pipedream.links.options import LinkOptions
@@ -32,13 +33,17 @@ from pipedream.planning.schedule_rules import rules_of
 from pipedream.report.status import StatusBoard
 from pipedream.stage.decisions import StopOrder
 
-__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
+__all__ = ["CallerSettings", "Continued", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
 
 
 def _said_of_schedule(schedule: str | Program) -> str:
     if not isinstance(schedule, Program):
         return schedule
     return f"a program with SHA-256 {hashlib.sha256(str(schedule).encode()).hexdigest()[:12]}..."
+
+
+def _said_of_checkpoints(checkpoints: Checkpoints | None) -> str | None:
+    return None if checkpoints is None else f"{checkpoints.folder} every {checkpoints.every}"
 
 
 _SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "staleness", "sync_every")
@@ -53,6 +58,14 @@ def _stages_of(plan: Plan) -> str:
         for stage in plan.stages
     ]
     return f"{'; '.join(stages)} with in_flight {list(plan.in_flight)}"
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A checkpoint from which a run continues."""
+
+    path: str
+    minibatch: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,9 @@ class JobOptions:
     )
     evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
     """Cuts of the eval-mode forward; None where it is cut as the layers of the training."""
+    checkpoints: Checkpoints | None = field(default=None, metadata=compared(said=_said_of_checkpoints))
+    continues: Continued | None = field(default=None, metadata=OWN)
+    """The checkpoint from which the run continues; rank 0's is everybody's."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 
@@ -108,6 +124,8 @@ class JobOptions:
     @property
     def first_minibatch(self) -> int:
         """Counted through all runs that go on one where another ended."""
+        if self.continues is not None:
+            return self.continues.minibatch
         return 0 if self.state is None else self.state.minibatch
 
     @property

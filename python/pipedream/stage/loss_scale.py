@@ -112,7 +112,8 @@ class LossScaling:
 
     def note_skipped(self, round_index: int) -> None:
         """An update overflowed here, or at a stage that it is made with."""
-        self._skipped = [at for at in self._skipped if at >= self._next_own]
+        # Those too that a run has not told of which continues from a boundary before what is in flight.
+        self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]
         self._skipped.append(self._first_after(round_index))
 
     def _first_after(self, round_index: int) -> int:

@@ -85,6 +85,7 @@ class ShardClient(StageGradients):
         what the layout has as shared. num_rounds_kept: of which there may be gradients at once. slot_of: by
         version, what is in the slots; None: the newest alone."""
         super().__init__(weights, optimizer, tied)
+        self.layout = layout
         self._core = core
         self._rounds = rounds
         self._replica = replica

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
 from pipedream.budget.memory import (
+    CHECKPOINT_COPY,
     EVALUATION,
     GRADIENTS,
     MODEL,
@@ -44,7 +45,14 @@ from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.boundaries import EVALUATE, Boundaries, BoundaryListener, Planned, StageZeroGate
+from pipedream.stage.boundaries import (
+    EVALUATE,
+    SNAPSHOT,
+    Boundaries,
+    BoundaryListener,
+    Planned,
+    StageZeroGate,
+)
 from pipedream.stage.decisions import STOP, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
@@ -62,6 +70,9 @@ from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.stage_state import StageStart, take_snapshot
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights
+
+if TYPE_CHECKING:
+    from pipedream.stage.saving import StageSaver
 
 __all__ = ["PreparedStage", "WorkerLoop"]
 
@@ -114,13 +125,16 @@ class WorkerLoop:
         torch_pool: TorchPool | None = None,
         steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
         evaluation: EvaluationPlan | None = None,
+        make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None,
+        saves_now: Callable[[], bool] | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
         must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
         by stage, of what backwards draw. boundaries: by the stage upstream, of the cuts at these stages.
         edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
         torch_pool: where forwards and backwards make their tensors, None leaves it to torch. steered: by whom
-        the run is. evaluation: None without validation."""
+        the run is. evaluation: None without validation. make_saver: of what saves the stages at boundaries,
+        if anything does. saves_now: asked at each boundary, whether that is due beside what is planned."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -158,13 +172,15 @@ class WorkerLoop:
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages and self._replica == 0,
-            num_minibatches=_end_of(source),
+            num_minibatches=_end_of(source, is_continued=options.continues is not None),
             num_epochs=options.epochs,
             schedule=schedule,
         )
         self._losses = self._make_losses()
         self.has_updated = False
         """Whether a stage has another version than the first."""
+        self._saves_now = saves_now
+        self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
         """Before the data were over."""
         self._evaluations = None if evaluation is None else self._make_evaluations(evaluation)
@@ -176,25 +192,33 @@ class WorkerLoop:
             )
             for part in prepared
         }
+        if self._saver is not None:
+            self._saver.runners = self._runners
+            self._saver.losses = self._losses.values
         self._draws = draws
         self._servers = _servers_of(prepared)
         self._reads = any(runner.parts.reader is not None for runner in self._runners.values())
         rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
-        self._norms: dict[int, NormExchange] = {}
-        """By stage, where norms are asked for: one for all stages here, where the schedule drains."""
-        if options.measures_gradients:
-            drains = _core.drains_every_minibatch(schedule)
-            is_first = place.rank == 0 if drains else self._replica == 0
-            for together in [list(self._runners)] if drains else [[stage] for stage in self._runners]:
-                runners = [self._runners[stage] for stage in together]
-                measure = functools.partial(_figures_of, runners, self._mean_scale)
-                norms = NormExchange(measure, is_first=is_first or not schedule.exchanges_norms)
-                self._norms |= dict.fromkeys(together, norms)
+        self._norms = self._make_norms()
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
         self._transfers = EdgeTransfers(schedule, tied, self._norms.get(stages[0]), self._servers)
         self._poisons = _core.poisons_released_slots()
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
+
+    def _make_norms(self) -> dict[int, NormExchange]:
+        """By stage, where norms are asked for: one for all stages here, where the schedule drains."""
+        if not self._options.measures_gradients:
+            return {}
+        found: dict[int, NormExchange] = {}
+        drains = _core.drains_every_minibatch(self._schedule)
+        is_first = self._place.rank == 0 if drains else self._replica == 0
+        for together in [list(self._runners)] if drains else [[stage] for stage in self._runners]:
+            runners = [self._runners[stage] for stage in together]
+            measure = functools.partial(_figures_of, runners, self._mean_scale)
+            norms = NormExchange(measure, is_first=is_first or not self._schedule.exchanges_norms)
+            found |= dict.fromkeys(together, norms)
+        return found
 
     def _make_gate(self) -> StageZeroGate:
         steered = self._steered
@@ -205,19 +229,21 @@ class WorkerLoop:
             stopping=steered.stopping,
             asking=steered.asking,
             first_of_run=self._data.first_minibatch,
+            saves_now=self._saves_now,
         )
 
     def _planned_events(self) -> list[Planned]:
         """What is due at boundaries that follow from the data; at every replica of stage 0 the same."""
-        validation = self._options.validation
-        return [] if validation is None else [Planned(EVALUATE, validation.every)]
+        validation, checkpoints = self._options.validation, self._options.checkpoints
+        planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
+        if checkpoints is not None and checkpoints.seconds is None:
+            planned.append(Planned(SNAPSHOT, checkpoints.every))
+        return planned
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
         """What this worker does at boundaries."""
-        listeners: list[BoundaryListener] = (
-            [] if self._steered.rate_changes is None else [self._steered.rate_changes]
-        )
-        return [*listeners, *([] if self._evaluations is None else [self._evaluations])]
+        listeners = (self._steered.rate_changes, self._saver, self._evaluations)
+        return [listener for listener in listeners if listener is not None]
 
     def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
         """At the first replica of a stage."""
@@ -408,6 +434,8 @@ class WorkerLoop:
                     self.has_updated = True
                 work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
                 if done.kind == "UPDATE":
+                    if self._saver is not None:
+                        self._saver.note_update(stage, newest_slots[stage])
                     self._boundaries.note_update(stage, minibatch)
             if self._poisons and done.kind == "BACKWARD":
                 runner.poison(done, work.freed_slot)
@@ -421,8 +449,11 @@ class WorkerLoop:
         if kind == "FORWARD":
             return runner.forward(work)
         if kind == "BACKWARD":
-            if not runner.stashes and self._core.num_minibatches() is not None:
-                runner.keep_version(work)
+            if not runner.stashes:
+                if self._core.num_minibatches() is not None:
+                    runner.keep_version(work)
+                if self._saver is not None:
+                    self._saver.before_backward(work)
             made = runner.backward(work)
             if self._first_gradients is not None:
                 self._first_gradients.note(work, runner)
@@ -523,6 +554,7 @@ class WorkerLoop:
             MODEL: self._predicted.get(MODEL, 0),
             **({EVALUATION: None} if EVALUATION in self._predicted else {}),
             SHARD_STEP: sum(server.step_peak_bytes for server in self._asynchronous_servers()),
+            CHECKPOINT_COPY: 0 if self._saver is None else self._saver.peak_bytes,
         }
         if self._torch_pool is not None:
             del measured[STASH], measured[GRADIENTS]  # they are in it
@@ -577,6 +609,7 @@ class WorkerLoop:
             "epochs": self._data.epochs[:num_done],
             "stopped": self.was_stopped,
             "validation": [] if self._evaluations is None else self._evaluations.results,
+            "checkpoints": {} if self._saver is None else self._saver.figures(),
             "data": {"source": self._source(), "read_ns": self._data.read_ns},
         }
 
@@ -601,9 +634,12 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
         boundary.checked(inputs, stage=0, minibatch=minibatch)
 
 
-def _end_of(source: MinibatchSource) -> int | None:
-    """The minibatch after the last, where the data have a length."""
+def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
+    """The minibatch after the last, where the data have a length. is_continued: whether they are those of the
+    run from whose checkpoint this one continues."""
     num_minibatches = source.stream.num_minibatches
+    if is_continued:
+        return num_minibatches
     return None if num_minibatches is None else source.first_minibatch + num_minibatches
 
 

@@ -6,14 +6,15 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipedream import _core, optim
-from pipedream.checkpoint.snapshot import decode, encode
+from pipedream.checkpoint.snapshot import decode, encode, on_host
 from pipedream.model.factories import (
     NamedParameters,
     OptimizerFactory,
@@ -158,9 +159,11 @@ class StageOptimizer:
         for master in self._masters:  # the next step points it into a slot again
             master.data = torch.empty_like(master.data)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON) of all that its next steps depend on, as StageSnapshot has them. Raises ValueError
-        for what cannot be kept."""
+    def state(
+        self, to_host: Callable[[Tensor], Tensor] = on_host
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON) of all that its next steps depend on, as StageSnapshot has them. to_host: makes the
+        copies. Raises ValueError for what cannot be kept."""
         tensors: dict[str, Tensor] = {}
         document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
         if self.optimizer is None:
@@ -174,17 +177,20 @@ class StageOptimizer:
             "made_with": encode(self._made_with, "made with", {}),
             "parameters": [[name_of[index] for index in group["params"]] for group in groups],
             "groups": [
-                encode(_options_of(group), f"group {index}", tensors) for index, group in enumerate(groups)
+                encode(_options_of(group), f"group {index}", tensors, to_host)
+                for index, group in enumerate(groups)
             ],
-            "state": {name: encode(value, str(name), tensors) for name, value in named_state.items()},
-            "others": encode(content, "others", tensors),
+            "state": {
+                name: encode(value, str(name), tensors, to_host) for name, value in named_state.items()
+            },
+            "others": encode(content, "others", tensors, to_host),
         }
         if self._scheduler is not None:
             if not hasattr(self._scheduler, "state_dict"):
                 raise ValueError(f"the lr_scheduler of {self._where} has no state_dict()")
             document["scheduler"] = {
                 "class": _class_of(self._scheduler),
-                "state": encode(self._scheduler.state_dict(), "scheduler", tensors),
+                "state": encode(self._scheduler.state_dict(), "scheduler", tensors, to_host),
             }
         return tensors, document
 
@@ -218,6 +224,42 @@ class StageOptimizer:
         self._load({"state": decoded, "param_groups": groups, **decode(before["others"], tensors, device)})
         if scheduler is not None:
             self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
+
+    def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
+        """Goes on from what state() gave at other stages, which had its parameters among them. For a piece
+        of a parameter the state is cut out of the whole one's. Raises ValueError for another optimizer's."""
+        parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
+        if self.optimizer is None or not parts:
+            return
+        self._num_steps = max(document["num_steps"] for _, document in parts)
+        for _, document in parts:
+            self._check_same("optimizer", self.optimizer, document["optimizer"])
+        self._check_same("lr_scheduler", self._scheduler, parts[0][1]["scheduler"])
+        device = self._masters[0].device
+        states = joined_states(
+            (name, decode(value, tensors, device))
+            for tensors, document in parts
+            for name, value in document["optimizer"]["state"].items()
+        )
+        options_of: dict[str, Any] = {}
+        for tensors, document in parts:
+            before = document["optimizer"]
+            for names, options in zip(before["parameters"], before["groups"], strict=True):
+                options_of |= dict.fromkeys(map(whole_name, names), decode(options, tensors, device))
+        groups, state = [], {}
+        listed = iter(self._names_by_index().items())
+        for group in self.optimizer.param_groups:
+            indices = [next(listed) for _ in group["params"]]
+            known = [options_of[whole] for _, name in indices if (whole := whole_name(name)) in options_of]
+            groups.append({**(known[0] if known else group), "params": [index for index, _ in indices]})
+            for (index, name), master in zip(indices, group["params"], strict=True):
+                if whole_name(name) in states:
+                    state[index] = cut_out(states[whole_name(name)], name, master)
+        others = decode(parts[0][1]["optimizer"]["others"], parts[0][0], device)
+        self._load({"state": state, "param_groups": groups, **others})
+        if self._scheduler is not None:
+            tensors, document = parts[0]
+            self._scheduler.load_state_dict(decode(document["scheduler"]["state"], tensors, device))
 
     def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
         here, there = (None if mine is None else _class_of(mine)), (before or {}).get("class")
@@ -366,6 +408,73 @@ def _scale_scheduler(scheduler: Any, factor: float) -> None:
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
     for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
         _scale_scheduler(part, factor)
+
+
+_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]\Z")
+
+
+def whole_name(name: str) -> str:
+    """The parameter's, of "name[first:end]"."""
+    match = _PIECE.match(name)
+    return name if match is None else match.group(1)
+
+
+class _Elements(NamedTuple):
+    """A tensor of a parameter's state that has a number for each of its elements, in the order of memory."""
+
+    flat: Tensor
+
+
+def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The states of whole parameters, from states of these or of their pieces."""
+    pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
+    for name, state in named:
+        match = _PIECE.match(name)
+        first, count = 0, None
+        if match is not None:
+            first, count = int(match.group(2)), int(match.group(3)) - int(match.group(2))
+        pieces.setdefault(whole_name(name), []).append((first, count, state))
+    joined: dict[str, Any] = {}
+    for name, found in pieces.items():
+        of_pieces = [
+            _with_elements(state, count) for _, count, state in sorted(found, key=lambda row: row[0])
+        ]
+        joined[name] = of_pieces[0]
+        for key, value in of_pieces[0].items() if isinstance(of_pieces[0], dict) else ():
+            if isinstance(value, _Elements):
+                joined[name][key] = _Elements(torch.cat([state[key].flat for state in of_pieces]))
+    return joined
+
+
+def _with_elements(state: Any, count: int | None) -> Any:
+    """count: of the parameter's elements; None: as many as the largest tensor has."""
+    if not isinstance(state, dict):
+        return state
+    sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    size = max(sizes, default=0) if count is None else count
+    return {
+        key: _Elements(torch.as_strided(value, (size,), (1,)))
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == size
+        else value
+        for key, value in state.items()
+    }
+
+
+def cut_out(state: Any, name: str, master: Tensor) -> Any:
+    """The state of the master, which may be a piece of the whole parameter, as its name says."""
+    if not isinstance(state, dict):
+        return state
+    match = _PIECE.match(name)
+    first = 0 if match is None else int(match.group(2))
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, _Elements):
+            return value.clone() if isinstance(value, Tensor) else value
+        own = torch.empty_like(master, dtype=value.flat.dtype, device=value.flat.device)
+        torch.as_strided(own, (own.numel(),), (1,)).copy_(value.flat[first : first + own.numel()])
+        return own
+
+    return {key: cut(value) for key, value in state.items()}
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,19 +183,3 @@ def test_data_that_reuse_their_memory_or_come_from_others_are_not_read_ahead() -
         source = MinibatchSource(stream)
         source.read_ahead(nobody_asks)
         assert source.fetch(0)
-
-
-def test_a_resumed_run_reads_past_the_minibatches_that_it_was_trained_on() -> None:
-    source = _source([2, 9, 3, 1, 5], planned=3)
-    behind: list[int] = []
-    source.skip(3, behind.append)
-    assert behind == [1, 2, 3] and source.larger is None  # whatever the size of those
-    assert _sizes(source, 3) == [1]
-    assert source.larger is not None and source.larger.minibatch == 4
-    assert source.samples == [2, 9, 3, 1, 5]
-
-
-def test_data_that_are_over_before_the_checkpoint_are_refused() -> None:
-    source = _source([2, 3], planned=3)
-    with pytest.raises(ValueError, match="the checkpoint is at minibatch 3, and data has only 2 in all"):
-        source.skip(3, lambda num_behind: None)

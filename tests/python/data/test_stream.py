@@ -16,6 +16,7 @@ from pipedream.data.stream import (
     num_minibatches_of,
 )
 from pipedream.model.data_copies import without_processes
+from pipedream.model.seeding import RngStream
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 
@@ -133,3 +134,89 @@ def test_minibatches_that_are_all_too_small_for_their_microbatches_are_refused_b
     check_sizes(pairs, 4)
     with pytest.raises(ValueError, match="minibatches of 4 samples, fewer than microbatches=5"):
         check_sizes(pairs, 5)
+
+
+class _Counted(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([float(index), torch.rand(()).item()]), torch.tensor(index)
+
+
+class _Stateful:
+    """Resumes by itself, as torchdata's loader does."""
+
+    def __init__(self) -> None:
+        self.given, self.started_at = 0, 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        begin, self.started_at = self.started_at, 0
+        for index in range(begin, 5):
+            self.given = index + 1
+            yield torch.tensor([float(index)]), torch.tensor(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.started_at = self.given = state["given"]
+
+
+def _make_data(kind: str) -> Any:
+    if kind == "list":
+        return [(torch.tensor([float(index)]), torch.tensor(index)) for index in range(6)]
+    if kind == "stateful":
+        return _Stateful()
+    own = torch.Generator().manual_seed(3) if kind == "loader of its own generator" else None
+    loader = torch.utils.data.DataLoader(_Counted(), batch_size=2, shuffle=True, generator=own)
+    return _Once(loader) if kind == "any" else loader
+
+
+class _Once:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+def _rest(stream: DataStream) -> list[Any]:
+    found = []
+    while (batch := stream.next()) is not None:
+        found.append((batch.inputs.tolist(), batch.targets.tolist(), batch.epoch))
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own generators", "the process's"])
+@pytest.mark.parametrize("kind", ["list", "loader", "loader of its own generator", "any", "stateful"])
+@pytest.mark.parametrize("minibatch", [0, 1, 3, 5, 6])
+def test_a_stream_goes_to_a_position_and_gives_the_same_from_there(
+    kind: str, minibatch: int, is_shared: bool
+) -> None:
+    def make() -> DataStream:
+        torch.manual_seed(1)
+        generators = None if is_shared else RngStream(7)
+        return DataStream(_make_data(kind), epochs=3, generators=generators, notes_positions=True)
+
+    whole, resumed = make(), make()
+    for _ in range(minibatch):
+        whole.next()
+        if is_shared:
+            torch.rand(3)  # as the model draws
+    ahead = whole.next()
+    position = whole.position(minibatch)
+    assert ahead is not None
+    expected = [(ahead.inputs.tolist(), ahead.targets.tolist(), ahead.epoch), *_rest(whole)]
+    resumed.peek()
+    resumed.go_to(minibatch, position, lambda num_behind: None)
+    assert _rest(resumed) == expected
+
+
+def test_a_stream_that_is_over_before_the_position_is_refused() -> None:
+    data = [(torch.zeros(1), torch.zeros(1))] * 2
+    stream = DataStream(data, epochs=2, notes_positions=True)
+    stream.next()
+    position = stream.position(0)
+    with pytest.raises(ValueError, match="the checkpoint is at minibatch 5, and data has only 4 in all"):
+        DataStream(data, epochs=2).go_to(5, position, lambda num_behind: None)

@@ -1,0 +1,148 @@
+"""Checkpoints on notice: SIGTERM and SIGUSR1, by which Slurm and clouds say that a machine will go, and
+the file `save` in the folder of the checkpoints, which anybody may touch.
+
+    process that gets the signal    makes the file       waits for a new checkpoint, grace at most, and ends
+    rank 0                          finds it, decides    at its next boundary
+    all                             copy, write
+
+SIGUSR1 saves, and the run goes on. On the main thread, whose handlers signals have; elsewhere, and where the
+script has a handler of its own, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
+from pipedream.checkpoint.checkpoints import Checkpoints
+from pipedream.checkpoint.manifest import MANIFEST_NAME
+from pipedream.stage.job import JobOptions
+
+__all__ = ["SaveRequests", "noticed_checkpoints", "notices_save", "signals_left_to_caller"]
+
+_REQUEST_NAME = "save"
+_LOOK_S = 0.2  # between two looks for the file
+_SAVING = b"pipedream: saving a checkpoint before this process ends\n"
+
+
+def ask_to_save(path: Path) -> None:
+    """Has the run that writes checkpoints into this folder write one at its next boundary."""
+    with contextlib.suppress(OSError):
+        (path / _REQUEST_NAME).touch()
+
+
+class SaveRequests:
+    """Rank 0 decides here to save where that does not follow from the data."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._request = checkpoints.folder / _REQUEST_NAME
+        self._seconds = checkpoints.seconds
+        self._saved_s = self._looked_s = time.monotonic()
+        self._forget()
+
+    def saves_now(self) -> bool:
+        """Asked at each boundary."""
+        now_s = time.monotonic()
+        is_due = self._seconds is not None and now_s - self._saved_s >= self._seconds
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            is_due = self._forget() or is_due
+        if is_due:
+            self._saved_s = now_s
+        return is_due
+
+    def _forget(self) -> bool:
+        """Takes the request away, if there is one."""
+        try:
+            self._request.unlink()
+        except OSError:
+            return False
+        return True
+
+
+def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
+    """Those that are written on notice: rank 0 decides alone where stage 0 has no replicas."""
+    return options.checkpoints if options.plan.stages[0].num_replicas == 1 else None
+
+
+@contextlib.contextmanager
+def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], bool]) -> Iterator[None]:
+    """In the block SIGTERM has the run saved before the process ends as it would have, and SIGUSR1 has it
+    saved. has_begun: whether the training has; before that a SIGTERM ends the process at once."""
+    if checkpoints is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    owner, is_over = os.getpid(), threading.Event()
+    came: list[int] = []
+
+    def wait_and_end(number: int, asked_s: float) -> None:
+        until_s = time.monotonic() + checkpoints.grace
+        while time.monotonic() < until_s and not _is_saved_since(checkpoints.folder, asked_s):
+            if is_over.wait(_LOOK_S):
+                return
+        is_over.set()
+        os.kill(owner, number)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            return  # a forked process of a DataLoader, whose data are still needed
+        if number == signal.SIGUSR1:
+            ask_to_save(checkpoints.folder)
+        elif is_over.is_set() or not has_begun() or checkpoints.grace == 0:
+            _pass_on(number, frame, handlers[number])
+        elif not came:
+            came.append(number)
+            os.write(2, _SAVING)
+            ask_to_save(checkpoints.folder)
+            threading.Thread(target=wait_and_end, args=(number, time.time()), daemon=True).start()
+
+    for number in handlers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        was_over = is_over.is_set()
+        is_over.set()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came and not was_over:  # the run has ended before the checkpoint came
+            os.kill(owner, came[0])
+
+
+def _pass_on(number: int, frame: FrameType | None, handler: Any) -> None:
+    if callable(handler):
+        handler(number, frame)
+        return
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _is_saved_since(path: Path, asked_s: float) -> bool:
+    """Whether a checkpoint was completed since, by the wall clock that files have."""
+    complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
+    with contextlib.suppress(OSError, IndexError):
+        return (complete[-1] / MANIFEST_NAME).stat().st_mtime >= asked_s
+    return False
+
+
+def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
+    """In a local worker: a notice to all processes is the caller's to follow, who ends this one."""
+    if checkpoints is None:
+        return
+    owner = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # of a DataLoader
+            _pass_on(number, frame, None)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, ignore)

@@ -1,0 +1,245 @@
+"""A worker saves its stages at the boundaries where that is due (boundaries.py).
+
+    begin   before the stage's first forward after the boundary   its buffers, the data's position, generators
+    before a backward in between, of a stage that does not stash  the version that its update writes over
+    reach   the update before the boundary is made                versions, optimizer, losses so far
+
+        stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary 5, two in flight
+                           begin       reach             version 4, which F5 read, has a slot until U5
+
+The tensors are copied at once (checkpoint/writer.py), as the next update writes over them. Owned by the
+worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.checkpoint.manifest import Header
+from pipedream.checkpoint.snapshot import StageSnapshot, encode, on_host
+from pipedream.checkpoint.stage_files import FROZEN, NAMES, RECORD, Content, contents_of, piece_of, state_of
+from pipedream.checkpoint.writer import CheckpointWriter
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import DataStream
+from pipedream.links.residuals import Residuals
+from pipedream.model.seeding import RngState
+from pipedream.stage.boundaries import SNAPSHOT
+from pipedream.stage.shard_client import ShardClient
+from pipedream.stage.stage_loop import PreparedStage
+from pipedream.stage.stage_runner import StageRunner
+from pipedream.stage.stage_state import HeldVersions
+
+__all__ = ["DATA", "PROCESS", "Record", "StageSaver"]
+
+DATA, PROCESS = "data", "process"
+"""Keys of a part's state: the data's position, and the generators of the worker's process."""
+Record = Mapping[str, Sequence[float]]
+"""Reports of earlier minibatches: "losses" of this worker, "losses_before" of all, "samples" and "epochs"."""
+
+
+@dataclass
+class _Begun:
+    """A boundary that has begun at a stage and is not reached."""
+
+    minibatch: int
+    buffers: dict[str, Tensor]
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    """Those that the state names."""
+    held: HeldVersions = field(default_factory=HeldVersions)
+
+
+class StageSaver:
+    """The saver of one worker, for a segment of the run."""
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        header: Header,
+        facts: Mapping[str, Any],
+        *,
+        replica: int,
+        prepared: Sequence[PreparedStage],
+        names: Mapping[int, Mapping[str, Any]],
+        schedule: _core.ScheduleOptions,
+        source: MinibatchSource,
+        before: Record,
+        keep_residuals: Callable[[], Residuals],
+    ) -> None:
+        """header: of every checkpoint, but for its position. facts: for the state of every part. names: by
+        stage, of names_of_stage(). before: what was reported before this segment. keep_residuals: of the
+        worker's channels, all sent."""
+        self._writer = writer
+        self._header = header
+        self._facts = facts
+        self._replica = replica
+        self._parts = {part.stage.stage_index: part for part in prepared}
+        self._names = names
+        self._schedule = schedule
+        self._source = source
+        self._before = before
+        self._keep_residuals = keep_residuals
+        self._slot_of = {stage: dict(part.start.slot_of) for stage, part in self._parts.items()}
+        self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
+        self.losses: Sequence[float] = ()
+        """This segment's, where the worker has the last stage; they grow."""
+        self.runners: Mapping[int, StageRunner] = {}
+
+    # A BoundaryListener's calls.
+
+    def begin(self, stage: int, minibatch: int, events: int) -> None:
+        if not events & SNAPSHOT:
+            return
+        buffers = {name: on_host(buffer) for name, buffer in self._parts[stage].stage.stage_buffers()}
+        state: dict[str, Any] = {PROCESS: RngState.capture().to_document()}
+        tensors: dict[str, Tensor] = {}
+        stream = self._source.stream
+        if self.runners[stage].is_first and isinstance(stream, DataStream):
+            state[DATA] = encode(stream.position(minibatch), DATA, tensors)
+        self._begun[stage].append(_Begun(minibatch, buffers, state, tensors))
+
+    def reach(self, stage: int, minibatch: int, events: int) -> None:
+        if not events & SNAPSHOT:
+            return
+        begun = self._begun[stage].pop(0)
+        assert begun.minibatch == minibatch
+        snapshot = self._snapshot(stage, begun)
+        part = self._parts[stage]
+        contents = [
+            *contents_of(snapshot),
+            Content(FROZEN, dict(part.stage.frozen_parameters())),
+            Content(RECORD, self._record(stage, minibatch)),
+        ]
+        state = {**self._facts, **begun.state, NAMES: self._names[stage], **state_of(snapshot)}
+        header = dataclasses.replace(
+            self._header, minibatch=minibatch, epoch=self._epoch_of(stage, minibatch)
+        )
+        self._writer.save(header, (stage, self._replica), contents, state)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._writer.peak_bytes()
+
+    def figures(self) -> dict[str, int]:
+        """Figures for the worker's report."""
+        return vars(self._writer.figures)
+
+    # The loop tells of its work.
+
+    def before_backward(self, work: _core.WorkItem) -> None:
+        """An update may follow, which writes over the only slot of a stage that does not stash."""
+        for begun in self._begun[work.stage]:
+            self._keep_current(work.stage, begun)
+
+    def note_update(self, stage: int, slot: int) -> None:
+        """The next version is in the slot."""
+        slot_of = self._slot_of[stage]
+        newest = max(slot_of) + 1
+        for version in [version for version, at in slot_of.items() if at == slot]:
+            del slot_of[version]
+        slot_of[newest] = slot
+
+    # Parts of a snapshot.
+
+    def _keep_current(self, stage: int, begun: _Begun) -> None:
+        newest, slot = max(self._slot_of[stage].items())
+        begun.held.keep(newest, self._parts[stage].weights.own, slot)
+
+    def _snapshot(self, stage: int, begun: _Begun) -> StageSnapshot:
+        part, minibatch = self._parts[stage], begun.minibatch
+        held = {**self.runners[stage].kept.contents, **begun.held.contents}
+        kept = {
+            version: _data_of(part.weights.own.contents(slot))
+            for version, slot in sorted(self._slot_of[stage].items())
+        }
+        if isinstance(part.gradients, ShardClient):
+            newest = max(kept)
+            kept = {newest: self._own_pieces(kept[newest], part.gradients)} | (
+                {} if self._replica > 0 else {v: values for v, values in kept.items() if v < newest}
+            )
+            kept = dict(sorted(kept.items()))
+        # Who uses a parameter of another stage may not have its newest version yet, and reads it there.
+        tied = {
+            owner: {
+                version: _data_of(part.weights.tied[owner].contents(slot))
+                for version, slot in of_owner.items()
+            }
+            for owner, of_owner in part.tied.kept_slots(minibatch).items()
+            if owner == stage
+        }
+        tensors, document = part.optimizer.state(to_host=Tensor.detach)
+        residuals = {
+            f"{channel} / {index}": residual
+            for channel, of_channel in self._keep_residuals().items()
+            for index, residual in enumerate(of_channel)
+        }
+        return StageSnapshot(
+            stage,
+            self._replica,
+            minibatch,
+            versions=held | kept,
+            tied=tied,
+            buffers=begun.buffers,
+            optimizer=tensors,
+            optimizer_document=document,
+            document=self._loss_scaling_of(stage, minibatch),
+            residuals=residuals if stage == min(self._parts) else {},
+            document_tensors=begun.tensors,
+        )
+
+    def _loss_scaling_of(self, stage: int, minibatch: int) -> dict[str, Any]:
+        scaling = self._parts[stage].loss_scaling
+        if scaling is None:
+            return {}
+        num_replicas = _core.rounds_of(self._schedule, stage).num_replicas
+        return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
+
+    def _own_pieces(self, contents: Mapping[str, Tensor], server: ShardClient) -> dict[str, Tensor]:
+        """Each replica of a stage has its own shard of the newest version, and waits for the rest."""
+        names = list(contents)
+        pieces = [
+            piece_of(names[piece.parameter], contents[names[piece.parameter]], piece.first, piece.count)
+            for chunk in server.layout.chunks_of(self._replica)
+            for piece in chunk.pieces
+        ]
+        shared = [(names[i], contents[names[i]]) for i in server.layout.shared if self._replica == 0]
+        return dict([*pieces, *shared])
+
+    def _record(self, stage: int, minibatch: int) -> dict[str, Tensor]:
+        """The worker's reports of the minibatches before."""
+        runner, source, before = self.runners[stage], self._source, self._before
+        record: dict[str, Sequence[float]] = {}
+        if runner.is_last:
+            num_own = self._num_own(minibatch) - self._num_own(self._schedule.first_minibatch)
+            record["losses_before"] = before["losses_before"]
+            record["losses"] = [*before["losses"], *self.losses[:num_own]]
+        if runner.is_first:
+            num_read = minibatch - source.first_minibatch
+            record["samples"] = [*before["samples"], *source.samples[:num_read]]
+            record["epochs"] = [*before["epochs"], *source.epochs[:num_read]]
+        return {
+            name: torch.tensor(values, dtype=torch.float64 if name.startswith("loss") else torch.int64)
+            for name, values in record.items()
+        }
+
+    def _num_own(self, minibatch: int) -> int:
+        """Minibatches before this boundary of which this replica of the last stage has a part."""
+        rounds = _core.rounds_of(self._schedule, self._schedule.num_stages - 1)
+        return minibatch // max(1, rounds.num_replicas // self._schedule.num_microbatches)
+
+    def _epoch_of(self, stage: int, minibatch: int) -> int | None:
+        if not self.runners[stage].is_first:
+            return None
+        epochs, index = self._source.epochs, minibatch - self._source.first_minibatch
+        return epochs[index] if index < len(epochs) else epochs[-1] + 1
+
+
+def _data_of(contents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in contents.items()}
