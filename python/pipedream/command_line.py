@@ -1,4 +1,4 @@
-"""What the commands share: a common option, how results are printed, what is checked of files. Torch-free."""
+"""Helpers of all commands: a common option, the printing of results, checks of files. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> Non
 
 
 def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    """Of two options, as partition() takes what they say."""
+    """Returns the value of one of two options, as partition() takes it."""
     if links is not None and bandwidth is None:
         return LinkProfile.load(links)
     if bandwidth is not None and links is None:
@@ -55,7 +55,7 @@ _WANTED = {"int": "a whole number", "float": "a number"}
 
 
 def describe_usage_error(error: Any) -> str:
-    """Of an exception of typer's for wrong options: the value and the remedy where a value is wrong."""
+    """Describes typer's exception for wrong options: the value, and the remedy if a value is wrong."""
     cause = error.__cause__ or error.__context__
     option = getattr(error, "param", None)
     if option is not None and hasattr(cause, "errors"):

@@ -184,3 +184,19 @@ def test_a_function_fits_on_a_screen(files: object) -> None:
 def test_the_changelog_has_a_place_for_what_is_not_released() -> None:
     headings = re.findall(r"^## (.*)", (_TOP / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
+
+
+_FIRST_WORDS_REFUSED = ("Of", "As", "What", "That", "Where", "Else", "Which")
+
+
+def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
+    nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    found = [
+        _place(path, getattr(node, "lineno", 1))
+        for path in sorted((_TOP / "python").rglob("*.py"))
+        for node in ast.walk(_tree(path))
+        if isinstance(node, nodes)
+        and (text := ast.get_docstring(node))
+        and text.split()[0].strip('",:') in _FIRST_WORDS_REFUSED
+    ]
+    assert not found

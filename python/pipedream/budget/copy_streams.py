@@ -25,7 +25,7 @@ class CopyStreams(Protocol):
         """Host to device, likewise."""
 
     def wait(self, *copies: Any) -> None:
-        """What the compute stream is given from now on waits for the copies; the CPU does not."""
+        """Makes the compute stream wait for the copies, from now on; the CPU does not wait."""
 
     def finish(self) -> None:
         """The CPU waits for all copies."""

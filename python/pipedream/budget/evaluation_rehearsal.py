@@ -33,12 +33,12 @@ __all__ = ["RehearsedEvaluation", "rehearse_evaluation"]
 
 @dataclass(frozen=True)
 class RehearsedEvaluation:
-    """What this worker knows of its evaluations before it trains."""
+    """The knowledge that this worker has of its evaluations before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """By the stage upstream, at both sides of its stages."""
     peak_bytes: int = 0
-    """Of what torch makes in one forward, and of the copies of buffers that it runs on."""
+    """Bytes that torch makes in one forward, and those of the copies of buffers that it runs on."""
 
 
 def rehearse_evaluation(

@@ -1,4 +1,4 @@
-"""What a stage's own work needs of memory beside the pool: measured in a rehearsal, and again while training.
+"""The memory that a stage's work needs beside the pool: measured in a rehearsal, and again while training.
 
 On CUDA the allocator counts. On the host torch keeps no count, so a dispatch mode sees every tensor that an
 operator makes and when its memory goes; that costs some us per operator, so it watches only the first
@@ -39,21 +39,21 @@ class Footprint:
     """Bytes of torch's own memory that one stage needs, the minibatch being cut as the run will."""
 
     input_bytes: int
-    """Of one microbatch's inputs (and targets at the last stage)."""
+    """Bytes of one microbatch's inputs (and targets at the last stage)."""
     stash_bytes: int
     """Made by the forward of a microbatch and kept until its backward."""
     transient_bytes: int
     """The most beyond the other terms, while a forward or a backward runs."""
     gradient_bytes: int
-    """Of the parameters' gradients."""
+    """Bytes of the parameters' gradients."""
     is_measured: bool
     """False: the stage could not be measured (it is compiled, or its rehearsal failed)."""
     output_bytes: int = 0
-    """Of one microbatch's outputs; 0 at the last stage."""
+    """Bytes of one microbatch's outputs; 0 at the last stage."""
     target_bytes: int = 0
-    """Of input_bytes, those of the targets."""
+    """The part of input_bytes that targets take."""
     offloadable_bytes: int = 0
-    """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
+    """The part of stash_bytes that offloading moves to the host; 0 also if nobody asked."""
     factor_rows: Mapping[str, int] = field(default_factory=dict)
     """By name, of the weights whose gradient is the product of two factors (model/factored.py): the factors'
     rows in a microbatch. None also where nobody asked."""
@@ -65,7 +65,8 @@ class Footprint:
     """Whether a recompute gives what the forward gave; True also where nobody asked."""
 
     def or_as(self, other: Footprint) -> Footprint:
-        """Of a stage whose minibatches may also be as those of the other: in each figure what is more."""
+        """Returns the footprint of a stage whose minibatches may also be like the other's: the larger of each
+        figure."""
         rows = (*self.factor_rows.items(), *other.factor_rows.items())
         offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
         stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))
@@ -94,14 +95,15 @@ class MemoryMeter(Protocol):
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
     def note(self, tensor: Tensor) -> None:
-        """Of a tensor that was made elsewhere; it counts from now on."""
+        """Notes a tensor that was made elsewhere; it counts from now on."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> None: ...
 
 
 def make_meter(device: torch.device) -> MemoryMeter:
-    """Of a device that has memory, or of "meta", whose tensors only say how much they would take."""
+    """Makes the meter of a device that has memory, or of "meta", whose tensors only say how much they would
+    take."""
     return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
@@ -208,7 +210,8 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def recompute(self) -> Iterator[None]:
-        """What it makes lives until the backward that follows, so it counts as transient."""
+        """Is around a recompute: what it makes lives until the backward that follows, so it counts as
+        transient."""
         with self._measured():
             yield
 
@@ -233,7 +236,7 @@ class WorkMeter:
         return max(self._peak_bytes - self.stash_peak_bytes, 0)
 
     def kept_bytes(self) -> int:
-        """Of what there is now, all but the parameters' gradients."""
+        """Bytes of everything that is there now but the parameters' gradients."""
         return self._meter.live_bytes - self._gradient_bytes()
 
     def _note_gradients(self) -> None:

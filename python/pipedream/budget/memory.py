@@ -83,31 +83,32 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class PushedFactors:
-    """What a stage's gradients that are pushed as factors take at one replica (stage/factors.py). Bytes."""
+    """Bytes that a stage's gradients take at one replica if they are pushed as factors (stage/factors.py)."""
 
     weight_bytes: int = 0
-    """Of the weights, whose gradients no backward makes."""
+    """Bytes of the weights, whose gradients no backward makes."""
     factor_bytes: int = 0
-    """Of a round's factors, at most."""
+    """Bytes of a round's factors, at most."""
     step_bytes: int = 0
-    """Of the gradients that an update has at once, and of the factors that it makes one of."""
+    """Bytes of the gradients that an update has at once, and of the factors that it makes one of."""
 
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """What a replica's exchange of gradients with its stage's shards takes beside the gradients. Bytes."""
+    """Bytes that a replica's exchange with its stage's shards takes beside the gradients."""
 
     copy_bytes: int = 0
-    """Of a round's copies, from which gradients leave that share a chunk, or are sparse."""
+    """Bytes of a round's copies, from which gradients leave that share a chunk, or are sparse."""
     mean_bytes: int = 0
-    """Of the means that an update has at once in memory of their own."""
+    """Bytes of the means that an update has at once in memory of their own."""
     num_rounds: int = 1
-    """That may be here at once: the one that is accumulated, and those that wait or have not left."""
+    """Rounds that may be here at once: the one that is accumulated, and those that wait or have not left."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's own."""
+    """The figures that the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's
+    own."""
 
     plan: Plan
     rank: int
@@ -124,17 +125,17 @@ class MemoryPlan:
     """The optimizer's state that torch makes."""
     model_bytes: int
     device_type: str = "cpu"
-    """Of the worker's device, as torch names it."""
+    """The type of the worker's device, as torch names it."""
     offload: Mapping[int, Offload] = field(default_factory=dict)
     step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """What the optimizer's step makes and drops."""
+    """Bytes that the optimizer's step makes and drops."""
     factors: Mapping[int, PushedFactors] = field(default_factory=dict)
     pushes: Mapping[int, PushedGradients] = field(default_factory=dict)
-    """Where a stage has shards."""
+    """Pushed gradients of the stages that have shards."""
     shard_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Of one version of the replica's own shard, where shards are asynchronous."""
+    """Bytes of one version of the replica's own shard, if shards are asynchronous."""
     evaluation_bytes: int = 0
-    """Of a forward of validation data beside its channels."""
+    """Bytes of a forward of validation data beside its channels."""
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
     """There: what the step of another replica's gradient makes and drops, beside those of the compute
     thread."""
@@ -202,7 +203,7 @@ class MemoryPlan:
         return replace(self, schedule=self.schedule.with_recompute(list(recompute)))
 
     def _torch_terms(self) -> Terms:
-        """What the forwards and backwards of the stages need beside the pool."""
+        """Returns the terms that the stages' forwards and backwards need beside the pool."""
         stash = transient = gradients = 0
         for stage in self.plan.stages_of(self.rank):
             footprint = self.footprints[stage]

@@ -56,7 +56,7 @@ _ALIGNMENT = 64  # of the tensors in a microbatch's memory: that of torch's own 
 
 @dataclass(frozen=True)
 class Offload:
-    """What of one stage lies in host memory."""
+    """The parts of one stage that lie in host memory."""
 
     versions: bool = False
     activations: bool = False
@@ -66,7 +66,7 @@ class Offload:
 
 
 def forced_offload() -> Offload:
-    """What $PIPEDREAM_OFFLOAD asks for. Raises ValueError for an unknown word."""
+    """Returns the parts that $PIPEDREAM_OFFLOAD asks for. Raises ValueError for an unknown word."""
     text = os.environ.get(_VARIABLE, "")
     words = {word.strip() for word in text.split(",")} - {""}
     if unknown := sorted(words - {"versions", "activations"}):
@@ -75,7 +75,7 @@ def forced_offload() -> Offload:
 
 
 class _Geometry(NamedTuple):
-    """Where a tensor lies in its memory."""
+    """The place of a tensor in its memory."""
 
     dtype: torch.dtype
     offset: int
@@ -103,7 +103,7 @@ class _Kept:
 
     tensor: Tensor
     version: int
-    """Of its content, as autograd counts; with hooks it does not look itself."""
+    """The version of its content, as autograd counts; with hooks autograd does not look itself."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Kept:
@@ -175,7 +175,7 @@ class _HomeSlot:
 
 
 class SavedTensors:
-    """What the graph of one microbatch saves, while its forward is done inside `with`.
+    """The tensors that the graph of one microbatch saves, while its forward is done inside `with`.
 
     Then: prefetch() while the work before its backward is under way, arrive() before the backward.
     """
@@ -284,7 +284,7 @@ class StageOffload:
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
         self.leaving: list[_Memory] = []
-        """Of the latest microbatch that was forwarded, perhaps still being copied."""
+        """Memory of the latest microbatch that was forwarded, perhaps still being copied."""
 
     def names(self) -> list[str]:
         return Offload(self.versions is not None, self._num_homes > 0).names()

@@ -1,4 +1,5 @@
-"""What optimizers keep, and what a step of them makes and drops, predicted by steps on stand-ins.
+"""The state that optimizers keep, and the tensors that a step makes and drops, predicted by steps on
+stand-ins.
 
 Pure; any thread.
 """
@@ -26,7 +27,7 @@ _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """What a torch optimizer will keep, found by one step on tiny parameters in the place of its own."""
+    """Predicts the state of a torch optimizer by one step on tiny parameters in the place of its own."""
     if optimizer is None:
         return 0
     probe, tiny_of = _probe_of(optimizer, _tiny_like)
@@ -127,7 +128,7 @@ def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
 
 
 def sparse_bytes(stage: StageModule) -> int:
-    """Of the parameters whose gradients are sparse, made dense."""
+    """Returns the bytes of sparse gradients, made dense."""
     sparse = [
         parameter
         for module in stage.modules()

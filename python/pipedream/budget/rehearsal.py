@@ -174,7 +174,7 @@ class Rehearsal:
         return stage.stage_index == self._handover.num_stages - 1
 
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
-        """As in training, a stage sees its input without the graph of the stages before."""
+        """Returns the input without the graph of the stages before, as a stage sees it in training."""
         if stage_index == 0:
             # A copy, as a first layer that works in place would change the caller's data.
             return map_tensors(lambda tensor: tensor.detach().to(self._device, copy=True), inputs)
@@ -408,6 +408,6 @@ class _StageRehearsal:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Where the error of a kernel comes out."""
+    """Waits for the device; the error of a kernel comes out here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a stage's forward takes from elsewhere than its input and weights, found while it is rehearsed:
+"""Values that a stage's forward takes from elsewhere than its input and weights, found while it is rehearsed:
 numbers from generators that belong to the data, and what it has kept of earlier forwards.
 
 Stateless; the worker's compute thread.
@@ -22,7 +22,7 @@ __all__ = ["foreign_draws", "gives_the_same_again"]
 
 
 def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
-    """Which generators but torch's were drawn from between the two."""
+    """Returns the generators, torch's apart, that were drawn from between the two."""
     found = []
     if before.python != after.python:
         found.append("random")

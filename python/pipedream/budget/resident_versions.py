@@ -1,4 +1,4 @@
-"""Which of a stage's weight versions lie in device memory while the others wait in pinned host memory.
+"""The weight versions of a stage that lie in device memory while the others wait in pinned host memory.
 
 Three versions are there at most: the newest, the one that a backward reads, and the one that comes back or is
 written. (A forward of vertical sync that reads another one waits for its copy.) Owned by the worker's compute
@@ -27,7 +27,7 @@ def num_resident_versions(num_versions: int) -> int:
 
 
 class ResidentVersions:
-    """Which of a stage's versions lie in device memory. Each has its home in host memory, written as soon as
+    """The versions of a stage that lie in device memory. Each has its home in host memory, written as soon as
     the version is; a device slot that is wanted for another is overwritten, as nothing is lost.
 
     A version goes by the slot that the core gives it, a device slot by its position.

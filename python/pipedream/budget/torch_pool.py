@@ -65,5 +65,5 @@ class TorchPool:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the segments that torch took."""
+        """The most bytes of the segments that torch took."""
         return _core.segment_arena_bytes()[1]

@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decision:
-    """What a callback wants at the boundary that its report names (`takes_effect`)."""
+    """The wish of a callback at the boundary that its report names (`takes_effect`)."""
 
     stop: bool = False
     rate_factor: float = 1.0
@@ -48,7 +48,7 @@ class StartReport:
     """The training is about to begin."""
 
     num_minibatches: int | None
-    """Of all epochs; None where the data have no length."""
+    """Minibatches of all epochs; None if the data have no length."""
     epochs: int
     num_workers: int
     schedule: str
@@ -62,7 +62,7 @@ class MinibatchReport:
     their updates."""
 
     first: int
-    """Of the minibatches, counted through all epochs."""
+    """The first of the minibatches, counted through all epochs."""
     losses: Sequence[float]
     samples: Sequence[int]
     rates: Sequence[float]
@@ -96,7 +96,7 @@ class EpochReport(MinibatchReport):
 
     epoch: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation, by name: NaN before there is one, empty without validation. Where the
+    """Metrics of the newest evaluation, by name: NaN before there is one, empty without validation. If the
     schedule drains, the evaluation after this epoch is still to come, and the one before it counts."""
 
     def value_of(self, metric: str) -> float:

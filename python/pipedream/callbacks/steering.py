@@ -25,7 +25,7 @@ __all__ = ["CallPoints", "Question", "Steering"]
 
 @dataclass(frozen=True)
 class CallPoints:
-    """Where the callbacks of a run are called, for the workers, which have none of them."""
+    """The places at which the callbacks of a run are called, for the workers, which have none of them."""
 
     everys: tuple[int, ...] = ()
     """Minibatches between two calls, of each callback that has a number."""
@@ -42,7 +42,7 @@ class CallPoints:
 
 @dataclass(frozen=True)
 class Question:
-    """What the first stage tells at a boundary."""
+    """The message of the first stage at a boundary."""
 
     boundary: int
     takes_effect: int | None
@@ -50,7 +50,7 @@ class Question:
     epochs: list[tuple[int, int]]
     """(epoch, the minibatch after its last one) of those that have ended since the question before."""
     samples: list[int]
-    """Of each minibatch since the question before, up to the boundary."""
+    """Samples of each minibatch since the question before, up to the boundary."""
     rates: list[float]
     evaluated_at: int = -1
     """The minibatch before which the newest evaluation is that the callbacks are told of; -1: none."""
@@ -76,7 +76,7 @@ class Steering:
         self.error: Exception | None = None
         """Raised by a callback: the run stops, and then it is raised to the user."""
         self.why_rates_are_fixed = ""
-        """Where no callback may change them."""
+        """The reason why no callback may change the rates; else empty."""
         self._samples: list[int] = []
         self._told_to = [0] * len(self._callbacks)  # on_minibatches of each
         self._told_s = [0.0] * len(self._callbacks)
@@ -86,7 +86,7 @@ class Steering:
         self._has_begun = False
 
     def start(self, report: StartReport) -> None:
-        """What a callback raises here ends the run before it begins."""
+        """Tells the callbacks of the start. An exception of one ends the run before it begins."""
         for callback in self._callbacks:
             callback.on_start(report)
 

@@ -29,7 +29,7 @@ class StageSnapshot:
 
     stage_index: int
     replica_index: int
-    """Of a spare: counted on from the stage's replicas."""
+    """The replica; spares are counted on from the stage's replicas."""
     minibatch: int
     """The boundary."""
     versions: dict[int, dict[str, Tensor]]
@@ -45,7 +45,7 @@ class StageSnapshot:
     optimizer_document: dict[str, Any] = field(default_factory=dict)
     """JSON: the other values of its state, and of its groups."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """What codecs have left out of what the stage sent: by "channel / item / tensor"."""
+    """Residuals of codecs in what the stage sent, by "channel / item / tensor"."""
     document: dict[str, Any] = field(default_factory=dict)
     """JSON: "scheduler", "loss_scaling", "generators" and what else is no tensor."""
     document_tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StageSnapshot:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Of the newest version, tied ones too."""
+        """Returns the weights of the newest version, tied ones too."""
         newest = [versions[max(versions)] for versions in (self.versions, *self.tied.values())]
         return {name: tensor for of_version in newest for name, tensor in of_version.items()}
 
@@ -161,8 +161,8 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """What encode() was given. device: where tensors lie that were not in host memory; None leaves them
-    there. Tensors of host memory are copies, so that `tensors` stay as they are."""
+    """Returns the value that encode() was given. device: where tensors lie that were not in host memory; None
+    leaves them there. Tensors of host memory are copies, so that `tensors` stay as they are."""
     if isinstance(value, list):
         return [decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

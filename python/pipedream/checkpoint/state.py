@@ -209,7 +209,7 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """What save_state wrote, all or those of these names."""
+    """Returns the values that save_state wrote, all or those of these names."""
     values: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as opened:
         for name_there in opened.keys():  # noqa: SIM118 - it is no mapping

@@ -1,1 +1,1 @@
-"""What every other part uses: checks of arguments, units, tables, documents, errors. Torch-free."""
+"""Helpers that every other part uses: checks of arguments, units, tables, documents, errors. Torch-free."""

@@ -1,4 +1,4 @@
-"""Which options all ranks must have been given alike: every field of the dataclasses that hold them, unless
+"""Options that all ranks must be given alike: every field of the dataclasses that hold them, unless
 it is declared otherwise where it stands. So a new option is compared before anything relies on it.
 
 Torch-free; any thread.
@@ -26,7 +26,7 @@ def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[s
 
 
 def given(value: Any) -> str | None:
-    """Of what cannot be shown, or may differ where it is given: whether it is."""
+    """Returns whether a value is given, for one that cannot be shown or may differ."""
     return None if value is None else "given"
 
 
@@ -47,7 +47,7 @@ def settings_of(options: Any) -> dict[str, Any]:
 
 
 def difference(mine: dict[str, Any], rank: int, of_rank_0: dict[str, Any]) -> str | None:
-    """What settings_of() two ranks' options says that differs; None when nothing does."""
+    """Returns a line on the first difference of two ranks' settings_of(); None if there is none."""
     for name in [*mine, *(name for name in of_rank_0 if name not in mine)]:
         if name not in mine or name not in of_rank_0:
             return f"{name} is known to one of rank {rank} and rank 0 alone: install one version everywhere"

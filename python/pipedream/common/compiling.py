@@ -1,4 +1,4 @@
-"""What torch marks as not to be compiled, called without the mark where nothing can be compiled.
+"""Calls of functions that torch marks as not to be compiled, without the mark if nothing can be compiled.
 
 The mark (torch._disable_dynamo) imports torch._dynamo at the first call, the compiler's Python half: 1.6 s
 and more of a process's first `run`, which may need none of it. Torch-free; any thread.

@@ -19,7 +19,7 @@ def usable_cpus(cgroups: Path = _CGROUPS, own_cgroup: Path = Path("/proc/self/cg
 
 
 def _folders(cgroups: Path, own_cgroup: Path) -> list[Path]:
-    """Of the group and all those around it: each may have a quota."""
+    """Returns the folders of the group and all those around it: each may have a quota."""
     try:
         lines = own_cgroup.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

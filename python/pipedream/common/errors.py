@@ -34,9 +34,8 @@ class PipelineError(RuntimeError):
     """A run that could not go on. The base of everything that fails while a pipeline runs."""
 
     losses: Sequence[float] = ()
-    """Of the minibatches that were done, in order: in a plain script all of them, under torchrun what this
-    rank knows: all of them where it alone has the last stage, else none. All that ends a run has them, as it
-    has the next."""
+    """Losses of the minibatches that were done, in order. Under torchrun a rank has all of them if it alone
+    has the last stage, else none. Everything that ends a run has them, and the next."""
     minibatch: int | None = None
     """At which the run ended: the failed worker's, else the newest that any has begun; under torchrun this
     rank's. None: none had begun."""

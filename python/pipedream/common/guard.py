@@ -1,5 +1,5 @@
-"""Where run() may be called: what is said when the script lacks the guard that local workers need, and when
-one run is inside another.
+"""Checks of where run() is called: in a script without the guard that local workers need, or inside of
+another run.
 
 A worker process imports the caller's script anew to find its classes and functions. Without
 `if __name__ == "__main__":` that import would train again, in every worker. Torch-free; any thread.

@@ -1,4 +1,5 @@
-"""What a launcher such as torchrun says of this process, by its environment. Torch-free; any thread."""
+"""The rank of this process, as a launcher such as torchrun says it by the environment. Torch-free; any
+thread."""
 
 from __future__ import annotations
 

@@ -16,13 +16,14 @@ __all__ = ["NUM_CHILDREN_MAX", "NUM_PIECES", "PIECE_BYTES", "children_of", "pare
 
 NUM_CHILDREN_MAX = 8
 PIECE_BYTES = 1 << 20
-"""What is large travels in pieces of so much at most."""
+"""The largest piece in which weights and results travel."""
 NUM_PIECES = 4
-"""That a rank may have from each neighbour in the tree, and not yet used."""
+"""Pieces that a rank may have from each neighbour in the tree without having used them."""
 
 
 def parent_of(rank: int) -> int:
-    """Of a rank that is not rank 0. Smaller than the rank: the first n ranks are a tree of their own."""
+    """Returns the parent of a rank that is not rank 0. It is smaller than the rank: the first n ranks are a
+    tree."""
     return (rank - 1) // NUM_CHILDREN_MAX
 
 

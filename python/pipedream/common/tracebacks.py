@@ -1,4 +1,4 @@
-"""What a user is shown of a traceback: the frames of their own code, without ours.
+"""The part of a traceback that a user is shown: the frames of their own code, without ours.
 
 PIPEDREAM_TRACEBACK=1 shows all of it. An error that nobody foresaw, our bug, is always shown whole.
 Torch-free; any thread.
@@ -160,7 +160,8 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    """What a dataclass of ours is given (its __init__) has no file; a script of python -c has none either."""
+    """Whether the frame is ours. The __init__ of a dataclass has no file; a script of python -c has none
+    either."""
     code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
     return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))
 

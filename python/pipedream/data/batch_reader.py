@@ -21,12 +21,12 @@ __all__ = ["BatchReader", "Microbatch"]
 
 @dataclass(slots=True)
 class Microbatch:
-    """What the data give for one forward."""
+    """The data of one forward."""
 
     inputs: Any = None
     targets: Any = None
     fingerprint: int = 0
-    """Of the whole minibatch; both ends of the pipeline compare it."""
+    """The fingerprint of the whole minibatch; both ends of the pipeline compare it."""
     weight: float = 1.0
     """Share of the minibatch's loss."""
     is_empty: bool = False

@@ -40,7 +40,7 @@ class MinibatchSource:
         self.read_ns = 0
         """In the data's own code, the processes of a DataLoader waited for included."""
         self.larger: LargerMinibatch | None = None
-        """Where the data have ended for now, if they have."""
+        """The minibatch before which the data have ended for now, if they have."""
         self._is_over = False
         self._ahead: _Ahead | None = None
         self._group_size = 1
@@ -66,7 +66,7 @@ class MinibatchSource:
 
     @property
     def num_minibatches(self) -> int:
-        """That were read so far: all there are, once fetch() has found none."""
+        """Minibatches that were read so far: all there are, once fetch() has found none."""
         return self._num_read if self.larger is None else self.larger.first
 
     def epoch_of(self, minibatch: int) -> int:
@@ -97,7 +97,7 @@ class MinibatchSource:
             self.read_ns += time.perf_counter_ns() - began_ns
 
     def take(self, minibatch: int) -> Minibatch:
-        """What fetch() has found; once."""
+        """Returns the minibatch that fetch() has found; once."""
         return self._group.pop(minibatch)
 
     def _read_group(self) -> None:
@@ -137,7 +137,7 @@ def larger_in(
 
 
 class _Ahead:
-    """What the stream gave before it was wanted."""
+    """A minibatch that the stream gave before it was wanted."""
 
     def __init__(self, stream: MinibatchStream, look: Callable[[Minibatch], None] | None) -> None:
         self._batch: Minibatch | None = None
@@ -177,7 +177,7 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
 
 
 def in_own_memory(batch: Minibatch) -> Minibatch:
-    """Of whoever may fill the same memory with the next one."""
+    """Copies the minibatch of a stream that may fill the same memory with the next one."""
     inputs = map_tensors(Tensor.clone, batch.inputs)
     targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
     return batch._replace(inputs=inputs, targets=targets)

@@ -46,19 +46,20 @@ FORWARDED = "iterated by the caller and forwarded"
 _NUM_NOTED = 256  # positions before minibatches that were read last; a group that is read ahead is shorter
 
 NUM_COUNT_TENSORS = 1
-"""That go with the tensors of a forwarded minibatch: forwarded_counts()."""
+"""Tensors that go with those of a forwarded minibatch: forwarded_counts()."""
 
 
 class Minibatch(NamedTuple):
-    """What one weight update is computed from. A forwarded one has only what its stage needs."""
+    """The data that one weight update is computed from. A forwarded minibatch has only what its stage
+    needs."""
 
     inputs: Any
     targets: Any
     epoch: int
     num_samples: int | None
-    """As microbatch.samples_of has them, of inputs and targets."""
+    """Samples of inputs and targets, as microbatch.samples_of counts them."""
     fingerprint: int | None = None
-    """Where it has been taken: of a forwarded minibatch by the caller."""
+    """The fingerprint if it has been taken: of a forwarded minibatch by the caller."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ class LargerMinibatch:
 
 class MinibatchStream(Protocol):
     num_minibatches: int | None
-    """Of all epochs, as the data's len() says; None when it has none."""
+    """Minibatches of all epochs, as the data's len() says; None if it has none."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
     waits_for_others: bool
     """Whether next() may wait for what another process of the run does."""
     source: str
-    """Where the minibatches come from, for the result: "DataLoader with num_workers=2"."""
+    """The origin of the minibatches, for the result: "DataLoader with num_workers=2"."""
     looks_ahead: bool
     """Whether next() gives None before a group in which one is larger than planned, too."""
 
@@ -109,7 +110,7 @@ def fingerprint(inputs: Any, targets: Any) -> int:
 
 
 def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of dtypes that the framework does not lend."""
+    """Returns the fingerprint of tensors whose dtypes the framework does not lend."""
     found = TENSORS.fingerprint([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
     assert found is not None
     for tensor in tensors:
@@ -150,7 +151,8 @@ def epochs_of(
 
 
 def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
-    """Of all epochs, as len() says; None for data without a length, as an iterable dataset's loader is."""
+    """Counts the minibatches of all epochs by len(); None for data without a length, such as an iterable
+    dataset's loader."""
     try:
         return epochs * len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -410,5 +412,5 @@ class ReceivedStream:
 
 
 def forwarded_counts(epoch: int, num_samples: int | None) -> torch.Tensor:
-    """What goes with the tensors of a forwarded minibatch."""
+    """Returns the counts that go with the tensors of a forwarded minibatch."""
     return torch.tensor([epoch, -1 if num_samples is None else num_samples])

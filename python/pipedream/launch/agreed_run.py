@@ -41,7 +41,7 @@ __all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
 
 @dataclass(frozen=True)
 class AgreedRun:
-    """What all ranks train, and where this one stands."""
+    """The run that all ranks have agreed on, and the place of this one in it."""
 
     place: WorkerPlace
     options: JobOptions
@@ -55,7 +55,7 @@ class AgreedRun:
     """Whether the model came without values, so that each worker has those of its own stages alone."""
     segment_index: int = 0
     first_minibatch: int = 0
-    """Of the segment (segment.py)."""
+    """The first minibatch of the segment (segment.py)."""
     oldest_minibatch: int | None = None
     """With which the pipeline began that the segment goes on with; None where it begins anew."""
 
@@ -76,16 +76,16 @@ class AgreedRun:
         )
 
     def key(self, name: str) -> str:
-        """Of the segment, in the rendezvous."""
+        """Returns the segment's key in the rendezvous."""
         return segment_key(name, self.segment_index)
 
     def own_stages(self) -> list[StageModule]:
-        """That this rank trains; none at a spare, and at a rank beyond the plan."""
+        """Returns the stages that this rank trains; none at a spare, and at a rank beyond the plan."""
         return self.stages_of(self.rank)
 
     @property
     def served_stage(self) -> StageModule | None:
-        """Of whose parameters this rank, as a spare, owns a shard."""
+        """The stage of whose parameters this rank, as a spare, owns a shard."""
         stage = self.plan.spare_stage_of(self.rank)
         return None if stage is None else self.stages[stage]
 
@@ -110,7 +110,7 @@ class AgreedRun:
         return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Of all stages: the model's own, which the weight versions stand in for."""
+        """Returns the parameters of all stages: the model's own, which the weight versions stand in for."""
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:

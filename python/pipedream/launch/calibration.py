@@ -102,8 +102,8 @@ def calibration_runs(
     weights: WeightSource = None,
     progress: bool = True,
 ) -> tuple[Plan, Runs]:
-    """What calibrate(), whose arguments these are, makes the costs of; the plan is of the runs with several
-    stages. bench/system/predictions.py predicts these runs themselves."""
+    """Does the runs that calibrate(), whose arguments these are, makes the costs of. The plan is that of the
+    runs with several stages. bench/system/predictions.py predicts these runs themselves."""
     check_main_guard()
     if under_torchrun():
         raise ValueError(

@@ -1,4 +1,5 @@
-"""What a run may not have been meant to do, and is no error. Said once, before any process starts."""
+"""Cautions about a run that may not be meant so and is no error. They are said once, before any process
+starts."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[
 
 
 def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
-    """Of torch's losses, which is a mean over samples, so that a mean of means is the same, can be seen."""
+    """Yields cautions about the loss. Torch's own losses show whether they are means over samples, so that a
+    mean of means is the same."""
     if isinstance(loss_fn, functools.partial):
         kind, settings = loss_fn.func, loss_fn.keywords
     else:

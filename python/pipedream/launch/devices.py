@@ -40,7 +40,7 @@ def choose_device_type() -> str:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Of this process, with its context made."""
+    """Returns the device of this process, with its context made."""
     if choose_device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,5 +1,5 @@
-"""Which weights' gradients are pushed as factors: decided layer by layer, before the run, by all replicas
-alike.
+"""The choice of weights whose gradients are pushed as factors: made layer by layer, before the run, by all
+replicas alike.
 
 By the sizes of the first minibatch, as the rehearsal has met them (stage/factors.py has the rule), and by a
 trial: replicas that do not get the same bits of the same product, as their processors or numbers of threads
@@ -31,7 +31,7 @@ _NUM_LAYERS_MAX = (_core.NUM_TENSORS_MAX - 1) // 2
 _SEED = 20170712
 
 _Said = list[tuple[str, int, int]]
-"""Of each layer that one replica proposes: its name, its rows at most, and what its trial gave."""
+"""The layers that one replica proposes: name, most rows, and the result of its trial."""
 
 
 class FactorChoice:
@@ -52,7 +52,8 @@ class FactorChoice:
             run.place.rendezvous.publish(_key(stage, run.plan.replica_of(run.rank)), said)
 
     def of_stage(self, stage: int) -> list[FactorLayer]:
-        """What all its replicas propose and try alike. stage: with replicas, of any worker."""
+        """Returns the layers that all replicas of the stage propose and try alike. stage: one with replicas,
+        of any worker."""
         if not self._is_asked_for:
             return []
         keys = [_key(stage, replica) for replica in range(self._num_replicas(stage))]
@@ -61,7 +62,7 @@ class FactorChoice:
         return self._layers_of(stage, {name: num_rows for name, num_rows, _ in common})
 
     def describe(self, stage: int, chosen: Sequence[FactorLayer]) -> str:
-        """Of a stage of this worker, for its log; "" where nobody asked."""
+        """Describes the choice for a stage of this worker, for its log; "" if nobody asked."""
         if not self._is_asked_for:
             return ""
         if self._run.options.autocast is not None:

@@ -171,7 +171,8 @@ def _close_files(*files: int) -> None:
 
 
 class _Surroundings:
-    """What a process has from the one that starts it, beside its open files and working folder."""
+    """The surroundings that a process has from the one that starts it, beside open files and working
+    folder."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(os.environ) | dict(environment)
@@ -180,7 +181,7 @@ class _Surroundings:
         self._cpus = os.sched_getaffinity(0)
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self.pid = os.getpid()
-        """Of the one that starts it."""
+        """The id of the process that starts it."""
 
     def apply(self) -> None:
         os.environ.clear()

@@ -1,5 +1,5 @@
-"""What stands for data that the caller iterates and forwards, at the workers: minibatch 0, and for which
-sizes the channels from the caller are planned; later for larger ones. Pure; any thread.
+"""The stand-in, at the workers, for data that the caller iterates and forwards: minibatch 0, and the sizes
+for which the channels from the caller are planned; later larger ones. Pure; any thread.
 """
 
 from __future__ import annotations

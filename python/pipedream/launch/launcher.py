@@ -209,8 +209,8 @@ def check_main_is_a_file() -> None:
 def _try_factories(
     folder: Path, stages: list[StageModule], options: JobOptions
 ) -> list[torch.optim.Optimizer]:
-    """What the workers will call a moment from now, called here. From the folder: theirs are copies, too, and
-    the caller's own stay as they are."""
+    """Calls the factories as the workers will a moment from now. It takes them from the folder: the workers'
+    are copies, too, and the caller's own stay as they are."""
     ties = find_ties(stages)
     with GraphReader(folder) as graph:
         return try_factories(

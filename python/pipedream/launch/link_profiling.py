@@ -193,7 +193,7 @@ class _Profiling:
     def _measure(
         self, run: _Linked, pair: tuple[int, int], device: torch.device, key: str
     ) -> list[MeasuredLink]:
-        """Of both directions at the leader; none at the follower."""
+        """Measures both directions at the leader; returns nothing at the follower."""
         leader, follower = pair
         core = self._links.make_core(run, device)
         channels = _placed(run, core, device, _channels_of(pair), key)

@@ -59,7 +59,7 @@ def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
 
 
 def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """Returns the environment that torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

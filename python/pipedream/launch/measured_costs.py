@@ -1,5 +1,5 @@
-"""What a run adds to a profile's layers, from the work items of calibrate()'s runs (measured_items.py). Pure;
-any thread.
+"""The costs that a run adds to a profile's layers, from the work items of calibrate()'s runs
+(measured_items.py). Pure; any thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Means = Mapping[Key, Item]
 
 
 class Runs(NamedTuple):
-    """Of which the costs are made, each done as often as the others."""
+    """The runs that the costs are made of, each done as often as the others."""
 
     one: list[RunResult]
     """The whole model at one worker."""
@@ -58,7 +58,8 @@ class Runs(NamedTuple):
     shared: list[RunResult]
     """Two replicas of the whole model."""
     rested: Sequence[RunResult] = ()
-    """As in_turn, with a pause of the last worker in each minibatch, after which the others' items come."""
+    """Runs as in in_turn, with a pause of the last worker in each minibatch, after which the others' items
+    come."""
 
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
@@ -102,8 +103,8 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
 
 
 def _slow_wakings(runs: Runs) -> list[Waking]:
-    """What items of the first stage compute after the pause, and where its worker waits for the others' work
-    alone. What they send goes to a worker that sleeps, which links that make workers wait do not know."""
+    """Returns the wakings by what items of the first stage compute after the pause, and without one. What
+    they send does not count: it goes to a worker that sleeps, which a slow link does not cause."""
     if not runs.rested:
         return []
     rested, in_turn = (
@@ -149,7 +150,7 @@ def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
 
 
 def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, shorter_waits: _Means) -> float:
-    """Of an item that waking costs: item * (1 + share * woken) both ways."""
+    """Returns the share of an item that waking costs: item * (1 + share * woken) both ways."""
     if not keys or any(key not in shorter_waits for key in keys):
         return 0.0
     longer = sum(longer_waits[key].work_ms for key in keys) / sum(shorter_waits[key].work_ms for key in keys)
@@ -215,7 +216,7 @@ def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict
 
 
 def _share(kind: str, straight: _Means, cut: Mapping[int, _Means], last: int) -> ItemCost:
-    """Of the layers' own time, over all stages."""
+    """Returns the share of the layers' own time, over all stages."""
     wholes = [Key(stage, kind, True) for stage in range(last + 1)]
     whole_ms = sum(straight[key].compute_ms for key in wholes)
     pieces = _pieces(cut, wholes, "compute_ms")
@@ -272,8 +273,8 @@ def _sync(
     num_bytes: int,
     update_ms_per_byte: float,
 ) -> dict[str, SyncCost]:
-    """What replicas exchange costs a worker per round, of which each of the two does half of the update: all
-    per byte, unless the parameters are so few that it is the messages' cost."""
+    """Returns the cost of what replicas exchange to a worker per round, of which each of the two does half of
+    the update. It is all per byte, unless the parameters are so few that messages cost more."""
     exchanged = num_bytes / 2
     workers = {key.worker for key in shared}
 

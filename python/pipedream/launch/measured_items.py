@@ -52,7 +52,7 @@ class Key(NamedTuple):
     worker: int
     kind: str
     is_first: bool
-    """Of its minibatch's microbatches."""
+    """Whether it is the first of its minibatch's microbatches."""
 
 
 Items = Mapping[Key, Sequence[Item]]
@@ -62,12 +62,12 @@ _SpeedOf = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Standard:
-    """What items are brought to."""
+    """The standard that items are brought to."""
 
     speed_of: _SpeedOf = lambda at_work: 1.0
     wakings: Sequence[Waking] = ()
     whole_ms: Mapping[Key, Item] = field(default_factory=dict)
-    """Of items that are cut: what whole ones take, of which waking has its shares."""
+    """The time that whole items take, for items that are cut; waking has shares of it."""
 
     def of(self, key: Key, item: Item, speed: float) -> Item:
         share = waking_share(self.wakings, key.kind, item.waited_ms)
@@ -139,7 +139,7 @@ def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
 
 
 class _Speeds:
-    """Of one run's workers, by who is at work when."""
+    """Speeds of one run's workers, by who is at work when."""
 
     def __init__(self, result: RunResult, speed_of: _SpeedOf) -> None:
         changes: list[tuple[int, int]] = []
@@ -169,7 +169,7 @@ class _Speeds:
 
 
 def _share_together(result: RunResult) -> float:
-    """Of the time in which any worker is at work: that in which all of them are."""
+    """Returns the share of the time in which all workers are at work, of that in which any is."""
     num_workers = len(result.spans)
     from_ns = max(spans[int(len(spans) * _DISCARDED_SHARE)].asked_ns for spans in result.spans)
     end_ns = min(spans[-1].asked_ns for spans in result.spans)

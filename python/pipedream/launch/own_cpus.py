@@ -1,4 +1,4 @@
-"""Which CPUs the compute thread of each worker of a machine would rather run on: an equal part of them each.
+"""CPUs that the compute thread of each worker of a machine would rather run on: an equal part of them each.
 
 Only where all computes on the host and every worker can have one. Nothing is bound to them (cpu_share.h): a
 machine may have other work.
@@ -16,7 +16,7 @@ _SWITCH = "PIPEDREAM_OWN_CPUS"
 
 
 def own_cpus(local_rank: int) -> list[int]:
-    """Of this machine's worker of that rank; none where $PIPEDREAM_OWN_CPUS is 0."""
+    """Returns the CPUs of this machine's worker of that rank; none if $PIPEDREAM_OWN_CPUS is 0."""
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_workers == 1 or os.environ.get(_SWITCH) == "0":
         return []

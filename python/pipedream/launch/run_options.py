@@ -58,7 +58,7 @@ class CommandOption:
     help: str
     kind: type = str
     flags: tuple[str, ...] = ()
-    """Where they are others than its name."""
+    """The flags if they differ from its name."""
     metavar: str | None = None
     read: Callable[[Any], Any] = lambda value: value
     """From what is given there to the argument."""
@@ -77,7 +77,7 @@ class RunOption:
     plan and the other arguments are."""
     command: CommandOption | None = None
     is_built: bool = True
-    """Else another value than the default is refused."""
+    """Whether it is built; if not, another value than the default is refused."""
 
 
 def _check_callbacks(name: str, value: Any) -> None:
@@ -143,7 +143,8 @@ def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object
 
 
 def _check_factory(which: str, example: str) -> Callable[[str, Any], None]:
-    """Of a function that makes for every stage what people know as one object for the model."""
+    """Returns the check of a function that makes for every stage what people know as one object for the
+    model."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):

@@ -326,7 +326,7 @@ def _steering_of(arguments: dict[str, Any]) -> Steering:
 
 
 def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steering: Steering) -> JobOptions:
-    """What the workers are told of the arguments of run(). Raises ValueError or TypeError for a mistake."""
+    """Makes the workers' options of the arguments of run(). Raises ValueError or TypeError for a mistake."""
     check_arguments(**arguments)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
@@ -439,7 +439,7 @@ def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
 
 
 def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
-    """What becomes of the trained weights: of a model on the meta device nothing comes back."""
+    """Returns where the trained weights go. A model on the meta device gets nothing back."""
     gather: str = arguments["gather"]
     if not on_meta:
         if arguments["weights"] is not None:
@@ -541,7 +541,8 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
 
 
 def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
-    """What top-k holds back of a gradient is in units of the loss scale, which changes before it is sent."""
+    """Refuses top-k under float16: what it holds back is in units of a loss scale that changes before it is
+    sent."""
     if autocast is not torch.float16:
         return
     for stage in range(1, num_stages):

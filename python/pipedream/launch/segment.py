@@ -71,11 +71,11 @@ class Following:
     """Why there is a segment after this one."""
 
     first_minibatch: int
-    """Of that one."""
+    """The first minibatch of that segment."""
     minibatch: int
-    """Which is larger than planned."""
+    """The minibatch that is larger than planned."""
     shapes: str
-    """Of it, for people."""
+    """Its shapes, for people."""
 
 
 class Segment:
@@ -128,7 +128,7 @@ class Segment:
         links.connect(run, self.channels, run.key("endpoints"))
         self._group = _replica_group(run, core, device, run.place.rendezvous)
         self.run = self._pool.run
-        """As agreed, with what is recomputed to save memory."""
+        """The run as agreed, with the stages that recompute to save memory."""
 
     def close(self) -> None:
         """Not its links, which are the worker's."""
@@ -150,7 +150,7 @@ class Segment:
         return self._loop is not None and self._loop.has_updated
 
     def train(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> dict[str, Any]:
-        """What this worker reports; a rank beyond the plan has nothing to."""
+        """Trains the segment and returns this worker's report; a rank beyond the plan has none."""
         run = self.run
         group_size = _core.minibatches_between_drains(run.schedule())
         if isinstance(self._data, ForwardedData):
@@ -352,7 +352,7 @@ def _placed_on_devices(
 def _replica_group(
     run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
 ) -> ReplicaGroup | None:
-    """Of this worker's stage, where its replicas reduce together."""
+    """Makes the group of this worker's stage, if its replicas reduce together."""
     stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
     num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
     if num_replicas == 1:

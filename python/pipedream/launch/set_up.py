@@ -56,18 +56,18 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What this worker knows of its stages before it trains."""
+    """The knowledge that this worker has of its stages before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """By the stage upstream, at both sides of its stages."""
     footprints: dict[int, Footprint] = field(default_factory=dict)
     """By stage."""
     input_boundary: Boundary | None = None
-    """Of a whole minibatch's inputs. None: their sizes need no plan."""
+    """The boundary of a whole minibatch's inputs. None: their sizes need no plan."""
     kinds: tuple[Shapes, ...] = ()
     """For which it was, where data are read: one, but of a plan that fits shapes apart."""
     evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
-    """Of the eval-mode forward."""
+    """The rehearsal of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
         """For minibatches of the other's kind, too."""
@@ -144,12 +144,13 @@ def rehearse_again(
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """Of a minibatch, as large as any that the plan is for, at the ranks that read data; else nothing."""
+    """The first microbatch of a minibatch as large as any that the plan is for, at the ranks that read
+    data."""
 
     inputs: Any = None
     targets: Any = None
     input_boundary: Boundary | None = None
-    """As of Rehearsed, and so are the kinds."""
+    """The same as in Rehearsed, and so are the kinds."""
     kinds: tuple[Shapes, ...] = ()
     name: str = "the first minibatch"
 
@@ -213,7 +214,8 @@ def _first_microbatch(
     *,
     is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Of the minibatch, made at least as large as the shapes say; as a kind, made of just these."""
+    """Makes the first microbatch of the minibatch, at least as large as the shapes say; as a kind, of just
+    these."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
     inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)

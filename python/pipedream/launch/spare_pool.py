@@ -1,5 +1,5 @@
-"""What a spare has in its pool: the versions of its shard, and its optimizer's state; planned, added as
-terms, and handed out again as its end of the parameter server.
+"""The pool of a spare: the versions of its shard, and its optimizer's state; planned, added as terms, and
+handed out again as its end of the parameter server.
 
 Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
 """
@@ -44,7 +44,7 @@ __all__ = ["SparePool"]
 
 
 class SparePool:
-    """What this spare has in the pool of its core."""
+    """The memory of this spare in the pool of its core."""
 
     def __init__(
         self,

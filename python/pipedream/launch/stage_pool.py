@@ -1,5 +1,5 @@
-"""What one worker's stages have in its pool: planned, added as terms, and handed out again as versions,
-optimizer state and homes of what is offloaded.
+"""The pool of one worker's stages: planned, added as terms, and handed out again as versions, optimizer state
+and homes of what is offloaded.
 
 Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
 """
@@ -75,7 +75,7 @@ __all__ = ["StagePool", "version_term"]
 
 
 class StagePool:
-    """What this worker's stages have in the pool of its core."""
+    """The memory of this worker's stages in the pool of its core."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StagePool:
         """Decides where to recompute and to offload. footprints: by stage, of this worker's. snapshots: by
         stage, from which they go on; none where the pipeline begins anew."""
         self.run = run
-        """As agreed, with what is recomputed to save memory."""
+        """The run as agreed, with the stages that recompute to save memory."""
         self.predicted: dict[str, int] = {}
         """By term of RunResult.memory."""
         self.copy_bytes: dict[int, int] = {}
@@ -149,7 +149,7 @@ class StagePool:
         return TorchPool(from_dlpack(self._core.hold_slot(TORCH_TENSORS)))
 
     def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
-        """Of this worker without any saving."""
+        """Returns the plan of this worker without any saving."""
         own_bytes: dict[int, int] = {}
         tied_bytes: dict[int, dict[int, int]] = {}
         placed_bytes: dict[int, int] = {}
@@ -261,8 +261,9 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Of which a replica may have gradients. Another may wait for spares, which take chunks as they can
-        use them, where the next round's forwards do without the version that is made of it."""
+        """Returns the rounds of which a replica may have gradients. One more may wait for spares, which take
+        chunks as they can use them, if the next round's forwards do without the version that is made of
+        it."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
@@ -282,7 +283,7 @@ class StagePool:
         return self.run.stages if is_whole and self._device.type == "cpu" else self.run.own_stages()
 
     def _pool_torch_terms(self) -> None:
-        """What torch makes lies in one term of the pool instead of beside it."""
+        """Puts torch's tensors into one term of the pool."""
         parts = [self.predicted.pop(term, 0) for term in (STASH, TRANSIENT, GRADIENTS)]
         self._torch_pool_bytes = sum(parts) + SEGMENT_SLACK_BYTES
         self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
@@ -407,7 +408,7 @@ class StagePool:
 
     @property
     def _replica(self) -> int:
-        """Of its stage, that this worker is."""
+        """The replica of its stage that this worker is."""
         return self.run.plan.replica_of(self.run.rank)
 
     def _has_shards(self, stage: int) -> bool:

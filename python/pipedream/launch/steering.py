@@ -49,7 +49,7 @@ _ANSWER_S = 0.005
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
-    """What steers this worker, in all segments of the run. steering: at rank 0 of torchrun."""
+    """Returns the steering of this worker, in all segments of the run. steering: at rank 0 of torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:

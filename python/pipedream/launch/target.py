@@ -27,7 +27,7 @@ _NEEDED = ("model", "data")
 
 @dataclass(frozen=True)
 class Job:
-    """What the user's function returned."""
+    """The job that the user's function returned."""
 
     model: Any
     data: Any
@@ -113,5 +113,5 @@ def _check_names(target: str, given: Mapping[Any, Any]) -> None:
 
 
 def _known() -> list[str]:
-    """What a job may have: the arguments of run(), but for the plan, which the command has."""
+    """Returns the names that a job may have: the arguments of run() but the plan, which the command has."""
     return ["model", *(option.name for option in RUN_OPTIONS)]

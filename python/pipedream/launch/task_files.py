@@ -1,4 +1,4 @@
-"""What the local workers are told: files in a folder that only this user can read, and a task by a pipe.
+"""The task of local workers: files in a folder that only this user can read, and a message by a pipe.
 
     task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
                   buffer of the model holds it in each worker, too
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a local worker process is told by a pipe, besides the files in the folder."""
+    """The message that a local worker gets by a pipe, besides the files in the folder."""
 
     folder: str
     store_port: int

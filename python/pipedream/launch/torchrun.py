@@ -39,7 +39,7 @@ def _tell_the_others(prefix: str, error: Exception) -> None:
 
 
 def rendezvous_prefix() -> str:
-    """Of this call's keys in the store of torchrun: a script may make several."""
+    """Returns the prefix of this call's keys in the store of torchrun: a script may make several calls."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     script = f"pipedream/{job}/{_incarnation()}"
     return f"{script}/{_next_call_index(script)}"

@@ -121,7 +121,7 @@ class _Worker:
             self._checkpointing.close()
 
     def losses(self) -> list[float]:
-        """Of the minibatches that are done, as far as this worker knows."""
+        """Returns the losses of the minibatches that are done, as far as this worker knows."""
         before = [*self._record.get("losses", []), *self._losses_before]
         return [*before, *([] if self._segment is None else self._segment.losses)]
 
@@ -171,7 +171,7 @@ class _Worker:
                 raise_failure(*failure.args)
 
     def _interrupts_stop(self) -> AbstractContextManager[None]:
-        """Where no caller hears of them."""
+        """Lets interrupts stop the run if no caller hears of them."""
         order = self._place.stop_order
         if order is None or self._place.board is not None:
             return contextlib.nullcontext()
@@ -284,7 +284,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """What cannot be planned again says what for."""
+    """Adds to an error of planning again what was planned for."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )

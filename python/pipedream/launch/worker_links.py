@@ -39,7 +39,7 @@ def no_word(keys: list[str]) -> str:
 
 
 class LinkedRun(Protocol):
-    """What links need to know of what their worker takes part in."""
+    """The parts of a run that its links need."""
 
     @property
     def place(self) -> WorkerPlace: ...
@@ -88,7 +88,7 @@ class WorkerLinks:
         check_ports(run.links.ports, num_needed, len(here))
 
     def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
-        """Of the sealed core; returns when they are open. key: where the ranks publish their endpoints."""
+        """Opens the links of the sealed core. key: where the ranks publish their endpoints."""
         core, rank, links = self._core, run.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
@@ -152,8 +152,9 @@ class WorkerLinks:
             self._pulse = None
 
     def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
-        """That this worker's peers may talk to it, and share memory where they must, by what they publish.
-        Returns when all of them have found so, too: a mistake is then said at once, and everywhere alike."""
+        """Checks by what this worker's peers publish that they may talk to it, and share memory where they
+        must. Returns when all of them have done so, too: a mistake is then said at once, and everywhere
+        alike."""
         rank, links = run.rank, run.links
         if not links.checks_peers:
             return

@@ -47,11 +47,11 @@ class WorkerOptimizers:
         """choice: of what is pushed as factors."""
         self.by_stage: dict[int, StageOptimizer] = {}
         self.layouts: dict[int, ShardLayout] = {}
-        """Of these stages, and of those that own parameters that these use too."""
+        """Layouts of these stages, and of those that own parameters that these use too."""
         self.factored: dict[int, list[FactorLayer]] = {}
-        """Of the same stages: the weights whose gradients are pushed as factors."""
+        """Weights of the same stages whose gradients are pushed as factors."""
         self.loss_scaling: dict[int, LossScaling] = {}
-        """Of this worker's stages, in float16."""
+        """Loss scaling of this worker's stages, in float16."""
         self._run = run
         self._choice = choice
         delays = mean_delays(run.schedule())
@@ -154,7 +154,7 @@ class WorkerOptimizers:
         return next(index for index, other in enumerate(owned) if other is tie)
 
     def tie_specs(self) -> list[TieSpec]:
-        """As far as this worker's stages have them."""
+        """Returns the ties that this worker's stages have."""
         specs = []
         for tie in self._run.ties:
             owner = tie.stages[0]

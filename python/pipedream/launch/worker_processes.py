@@ -111,8 +111,8 @@ def _end(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """What would end this process at once, by a signal that nobody handles, ends it when the block has
-    cleaned up. Handlers belong to the main thread; on another one nothing is done."""
+    """Defers a signal that would end this process at once until the block has cleaned up. Handlers belong to
+    the main thread; on another one nothing is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

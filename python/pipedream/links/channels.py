@@ -90,29 +90,29 @@ class TieSpec:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What replicas exchange of one shard, as the channels need it."""
+    """The exchange of one shard between replicas, as the channels need it."""
 
     num_chunks: int
     chunk_bytes_max: int
     num_pieces_max: int
-    """Of a chunk."""
+    """The most pieces of a chunk."""
     dtype: torch.dtype = torch.uint8
-    """Of its elements; uint8 where they have several."""
+    """The dtype of its elements; uint8 if they have several."""
     whole_bytes: int = 0
-    """Where its chunks are whole tensors, of other sizes each: of all of them."""
+    """Bytes of all chunks if they are whole tensors of different sizes."""
     factors: tuple[TensorSpec, ...] = ()
-    """Of the gradients that are pushed as factors, which all replicas of the stage send each other: of each
-    weight's those of the outputs, then the inputs."""
+    """Factors that all replicas of the stage send each other: for each weight the gradients of the outputs,
+    then the inputs."""
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
-    """Of the channel beside a push that carries factors."""
+    """Returns the name of the channel beside a push that carries factors."""
     return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
 def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
-    """Of the channel that the edge has: "activations of stage 0 to stage 1", where a stage has several
-    replicas "activations of stage 0 replica 1 to stage 1"."""
+    """Returns the name of the edge's channel: "activations of stage 0 to stage 1", with several replicas
+    "activations of stage 0 replica 1 to stage 1"."""
     ends = [(edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)]
     named = [_name_of_end(stage, replica, placement.num_replicas(stage)) for stage, replica in ends]
     return f"{_CARRIED[edge.kind]} of {named[0]} to {named[1]}"
@@ -152,12 +152,12 @@ class RunChannel:
     num_unsent_max: int
     """At the sender: items that may be waiting or on their way."""
     num_microbatches: int
-    """Of every minibatch: the items come in the order of both. 1 where minibatches are not cut."""
+    """Microbatches of every minibatch: items come in the order of both. 1 if minibatches are not cut."""
     on_device: bool
     codec: str = NO_CODEC
     """By which its float tensors travel."""
     edge: _core.Edge | None = None
-    """Of the program, whose items it carries; None for every other channel."""
+    """The edge of the program whose items it carries; None for every other channel."""
     first_microbatch: int = 0
     """The first of its items, counted through the run; items of no program are counted by themselves."""
     microbatch_stride: int = 1
@@ -327,7 +327,7 @@ def _add_between_replicas(
     shards: Mapping[tuple[int, int], ShardSpec],
     codec: CodecChoice,
 ) -> None:
-    """Of a push the shard is the receiver's, of a pull the sender's."""
+    """Adds a channel between replicas. The shard of a push is the receiver's, that of a pull the sender's."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
@@ -466,8 +466,8 @@ def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence
 
 
 def set_up_channels(plan: Plan) -> list[RunChannel]:
-    """What carries rank 0's initial weights and the rehearsal's values, before there are any others: what
-    those need depends on what optimizers make of the weights, and on what crosses the cuts."""
+    """Returns the channels of rank 0's initial weights and of the rehearsal's values. They are there before
+    all others, which depend on what optimizers make of the weights and on what crosses the cuts."""
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
         found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
@@ -518,13 +518,14 @@ def _replica_suffix(replica: int) -> str:
 
 
 def _tied_gradients(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
-    """Which of them there are, and those of all parameters that the two stages share, in order."""
+    """Returns the mask of gradients that there are, and the gradients of all parameters that the two stages
+    share, in order."""
     shared = [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     return [TensorSpec(torch.uint8, (len(shared),), requires_grad=False), *shared]
 
 
 def _tied_version(ties: Sequence[TieSpec], edge: _core.Edge) -> list[TensorSpec]:
-    """What one replica of the owner sends of a version to one of the user."""
+    """Returns the parts of a version that one replica of the owner sends to one of the user."""
     owner, user = edge.from_stage, edge.to_stage
     shared = [tie for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     specs = [spec for tie in shared for spec in (tie.pieces[edge.from_replica] if tie.pieces else [tie.spec])]

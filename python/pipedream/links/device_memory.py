@@ -1,5 +1,6 @@
-"""Which workers write into the device memory of which, found before any memory is planned: every worker
-offers a little of its device's memory, those that will send to it try that, and say what came of it.
+"""Pairs of workers that write into each other's device memory, found before any memory is planned: every
+worker offers a little of its device's memory, and those that will send to it try that and say what came of
+it.
 
 The core does the trying (csrc/transport/device_offer.h). Torch-free; compute thread.
 """
@@ -34,7 +35,7 @@ def agree_on_device_memory(
     publish: Callable[[str, Any], None],
     wait_for: Callable[[list[str]], list[Any]],
 ) -> Reach:
-    """Of all pairs of this rank that have tensors for a device; both of a pair find the same.
+    """Finds the reach of all pairs of this rank that have tensors for a device; both of a pair find the same.
 
     publish, wait_for: of the run's rendezvous; keys end in a rank. A worker on the host waits for nobody.
     """

@@ -62,7 +62,7 @@ def _check_key(name: str, value: object) -> None:
 
 
 def keys_of(keys: CurveKeys | str | os.PathLike[str]) -> CurveKeys:
-    """What a caller gave as keys: themselves, or the file they are in."""
+    """Returns the keys that a caller gave: themselves, or the file they are in."""
     if isinstance(keys, CurveKeys):
         return keys
     if not isinstance(keys, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""Where libzmq is, which the core loads at run time. Torch-free; any thread."""
+"""The place of libzmq, which the core loads at run time. Torch-free; any thread."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ __all__ = [
 
 ITEM_BYTES = 1 << 20
 WORD_BYTES = 16
-"""Of a word, two int64: what to do, and how often or how many bytes."""
+"""Bytes of a word, two int64: what to do, and how often or how many bytes."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
 _ROUND_TRIPS = 20  # of a sample
@@ -95,7 +95,7 @@ class PairFigures:
 
 @dataclass(frozen=True)
 class PairChannels:
-    """Of one end: names of the channels of words and of pieces, by which it sends and receives."""
+    """The channels of one end: names of those of words and of pieces, by which it sends and receives."""
 
     core: _core.Worker
     words_out: str
@@ -199,7 +199,7 @@ def follow(channels: PairChannels) -> None:
 def sampled(
     sample: Callable[[], float], seconds: float, now_s: Callable[[], float] = time.monotonic
 ) -> Figure:
-    """Of samples until their mean is known to 2 %, or for `seconds`."""
+    """Returns the mean of samples, taken until it is known to 2 %, or for `seconds`."""
     ends_s = now_s() + seconds
     samples: list[float] = []
     while True:

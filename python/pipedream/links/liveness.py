@@ -21,7 +21,7 @@ def sign_period_s(peer_timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank says of itself: another each time."""
+    """The sign of a rank, another one each time."""
 
     count: int
     peer_timeout_s: float

@@ -58,7 +58,7 @@ class LinkOptions:
         return self.transport in ("auto", "ipc")
 
     def core_arguments(self) -> dict[str, Any]:
-        """Of _core.Worker."""
+        """Returns the arguments of _core.Worker."""
         keys = self.keys
         return {
             "transport": "zmq",
@@ -79,7 +79,7 @@ class LinkOptions:
         return self.keys is not None or self.transport == "shm"
 
     def introduction(self) -> dict[str, str | None]:
-        """What a worker says of itself to its peers, ready for JSON. No secret is in it."""
+        """Returns the introduction of a worker to its peers, ready for JSON. No secret is in it."""
         return {
             "public_key": None if self.keys is None else self.keys.public,
             "machine": read_clock().boot_id,
@@ -117,8 +117,8 @@ class LinkOptions:
                 )
 
     def check_reach(self, ends: str, why: str) -> None:
-        """Of a pair of neighbouring stages: says how their tensors travel where that is by CUDA IPC or might
-        have been; with transport="ipc" refuses what keeps them from it. why: empty where nothing does."""
+        """Logs how the tensors of a pair of neighbouring stages travel if that is by CUDA IPC or might have
+        been, and with transport="ipc" refuses what keeps them from it. why: empty if nothing does."""
         from pipedream import _core
 
         if self.transport == "ipc" and why:

@@ -341,7 +341,8 @@ class Rendezvous:
     # The store's thread.
 
     def _ask(self, call: Callable[[dist.Store], _T]) -> _T:
-        """What the call returns, made on the store's thread. Raises PeerLost when the store is gone."""
+        """Makes the call on the store's thread and returns its result. Raises PeerLost if the store is
+        gone."""
         if self._store_is_gone:
             raise PeerLost(self._store_is_gone)
         answer = self._post(call)

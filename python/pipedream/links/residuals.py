@@ -1,4 +1,5 @@
-"""What topk has left out of what was sent, from one segment of a run to the next (launch/segment.py).
+"""Residuals that topk has left out of what was sent, from one segment of a run to the next
+(launch/segment.py).
 
 The sender keeps it for each tensor, element by element, of as many items in turn as the channel has
 residuals. A larger tensor begins with nothing left out of the elements that it has more. On the worker's
@@ -23,7 +24,7 @@ Residuals = dict[str, list[Tensor]]
 
 
 def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]) -> Residuals:
-    """Of the channels that this rank sends by; waits until all has left."""
+    """Keeps the residuals of the channels that this rank sends by; waits until all has left."""
     kept: Residuals = {}
     for channel in channels:
         if channel.sender == rank and channel.codec.startswith("topk"):

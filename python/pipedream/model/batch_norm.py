@@ -70,8 +70,8 @@ class MinibatchStatistics:
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """What runs the forward of a microbatch, or parts of it, whose statistics were collected before: a
-        recompute, and the backward of layers that checkpoint themselves."""
+        """Is around the second forward of a microbatch, or of parts of it, whose statistics were collected
+        before: a recompute, and the backward of layers that checkpoint themselves."""
         with _not_tracking(self._tracking):
             yield
 

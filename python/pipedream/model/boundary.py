@@ -77,7 +77,8 @@ class Boundary:
         return cls(structure, tuple(specs))
 
     def or_as(self, other: Boundary) -> Boundary:
-        """Of a value that may also be as the other says. Raises ValueError where more than sizes differ."""
+        """Returns the boundary of a value that may also be as the other says. Raises ValueError if more than
+        sizes differ."""
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
         if self.structure != other.structure or kinds[0] != kinds[1]:
             raise ValueError("minibatches of these shapes differ in more than their sizes")
@@ -91,7 +92,7 @@ class Boundary:
 
     @functools.cached_property
     def _lone(self) -> TensorSpec | None:
-        """Of a value that is one tensor, as most are; None for any other."""
+        """The tensor of a value that is one tensor, as most are; None for any other."""
         return self.tensors[0] if "tensor" in self.structure else None
 
     def checked(
@@ -242,7 +243,7 @@ _alias = super(torch.autograd.Function, _Alias).apply
 
 
 def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
-    """What a stage's first layer is given for a received leaf: a non-leaf, non-view alias of its memory.
+    """Returns a non-leaf, non-view alias of a received leaf's memory, which a stage's first layer is given.
 
     So a first layer that works in place (nn.ReLU(inplace=True)) is allowed, as it is in the unsplit model;
     it overwrites the leaf's memory, and the gradient still arrives in leaf.grad. A tensor that needs no
@@ -310,7 +311,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
-    """Where the first parameter or buffer is; the CPU when there is none."""
+    """Returns the device of the first parameter or buffer; the CPU if there is none."""
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             return tensor.device

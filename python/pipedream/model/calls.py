@@ -52,7 +52,7 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Of those whose calls can be seen, by id()."""
+    """Returns the names of the modules whose calls can be seen, by id()."""
     return {id(module): name for name, module in visible_modules(model)}
 
 

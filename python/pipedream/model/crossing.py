@@ -95,7 +95,7 @@ class FrontierCall:
         )
 
     def flatten(self, output: Any) -> list[Any]:
-        """What it returned, as pack() takes it: as it is now, whoever overwrites it later."""
+        """Returns the call's output as pack() takes it: as it is now, whoever overwrites it later."""
         if isinstance(output, Tensor) and self.structure.kind is None:  # as most return
             return [self._checked(0, output)]
         leaves, structure = taken_apart(output)
@@ -188,7 +188,7 @@ def _shaped(flat: Tensor, shape: tuple[int, ...], order: DimOrder) -> Tensor:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What is over at a cut, and what of that crosses."""
+    """The calls that are over at a cut, and the values of theirs that cross."""
 
     last: CallKey
     """The call whose end is the cut."""
@@ -240,7 +240,7 @@ class Crossing:
         return tuple(packed)
 
     def unpack(self, value: Sequence[Any], fillers: Fillers) -> dict[CallKey, Any]:
-        """What the frontier calls give back, and what the hooked ones in them gave."""
+        """Returns the outputs that the frontier calls give back, and those of the hooked calls in them."""
         sizes = value[self.num_tensors].tolist() if len(value) > self.num_tensors else []
         taken = 0
         device = next(tensor.device for tensor in value if tensor is not None)

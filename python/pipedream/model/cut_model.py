@@ -43,7 +43,7 @@ def needs_cutting(model: Model) -> bool:
 
 
 class CutModel(CutForward):
-    """What was found; the module itself is the user's."""
+    """The module with the cuts that were found; the module itself is the user's."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class CutModel(CutForward):
         """Places at which its forward drew random numbers."""
         self.cuts = cuts
         self.offered = cuts.offered
-        """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
+        """Places where it may be cut, in the order of the forward: all, or those that were chosen."""
         self.refused = cuts.refused
         """With reasons."""
         names = tuple(cut.name for cut in cuts.offered)
@@ -110,7 +110,7 @@ class CutModel(CutForward):
         )
 
     def _name_of_calls(self, path: str) -> str:
-        """Of the module with this path, which may have several; the path itself where there is none."""
+        """Returns a name for the calls of the module with this path; the path itself if there is none."""
         try:
             module = self.module.get_submodule(path)
         except AttributeError:  # "block (call 2)"
@@ -162,7 +162,7 @@ class CutModel(CutForward):
         return sizes
 
     def explain_checkpointed(self) -> str:
-        """What leaves too few places where a model calls one checkpoint() after the other; else empty."""
+        """Returns why a model that calls one checkpoint() after the other has few places; else empty."""
         names = [cut.name for cut in self.refused if cut.is_checkpointed]
         if len(names) < 2:
             return ""

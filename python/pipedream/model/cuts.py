@@ -48,7 +48,7 @@ class Cut:
     name: str
     crossing: Crossing | None = None
     num_bytes: int = 0
-    """That cross, in the traced minibatch."""
+    """Bytes that cross in the traced minibatch."""
     why_not: str = ""
     calls: tuple[str, ...] = ()
     """All that end here, by name, the outermost first: the same place."""
@@ -63,7 +63,7 @@ class SpanState:
     parameters: frozenset[str]
     buffers: frozenset[str]
     read: frozenset[str]
-    """Of these, those that the traced minibatch used."""
+    """Those of them that the traced minibatch used."""
     strays: frozenset[str]
     """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
     others_modules: frozenset[str] = frozenset()
@@ -73,7 +73,7 @@ class SpanState:
 
 @dataclass
 class _Slice:
-    """What runs in a span, and what of it is needed."""
+    """The operations that run in a span, and those that are needed."""
 
     needed: list[Operation] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
@@ -112,7 +112,8 @@ class Cuts:
                 self.offered.append(legal)
 
     def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
-        """What the span between two cuts needs or touches; None: from the start, to the loss."""
+        """Returns the state that the span between two cuts needs or touches. None: from the start, to the
+        loss."""
         begin = 0 if first is None else self._trace.calls[first.call].end
         end = None if last is None else self._trace.calls[last.call].end
         runs = [op for op in self._trace.operations if self._runs(op, begin, end)]
@@ -146,7 +147,7 @@ class Cuts:
 
     @property
     def last_call(self) -> str:
-        """Of the forward; empty where it calls no module."""
+        """The last call of the forward; empty if it calls no module."""
         last = max(self._trace.calls, key=lambda call: call.end)
         return "" if last.key == INPUTS else str(last.key)
 
@@ -380,8 +381,8 @@ class Cuts:
         return op.tick > begin or op.call == ROOT or self._trace.calls[op.call].end > begin
 
     def _slice(self, begin: int, last: Cut | None) -> _Slice:
-        """Of a stage that gets what is over at the tick `begin` and makes what crosses at `last`, or the
-        loss."""
+        """Returns the slice of a stage that gets what is over at the tick `begin` and makes what crosses at
+        `last`, or the loss."""
         calls = self._trace.calls
         if last is None:
             end, wanted = None, {self._trace.loss}

@@ -104,8 +104,8 @@ def _check_reads(evaluated: SpanStage, trained: SpanStage) -> None:
 def evaluation_stages(
     model: Model, trained: Sequence[StageModule], cut: EvaluationCut | None, forward: Forward | None
 ) -> list[StageModule]:
-    """What stages run on validation data, in the order of the trained ones. cut: None where the model is a
-    list of layers, or one stage."""
+    """Returns the stages that run on validation data, in the order of the trained ones. cut: None if the
+    model is a list of layers, or one stage."""
     if cut is None:
         if forward is None:
             return list(trained)

@@ -39,9 +39,10 @@ class ExplainedLayer:
 
     name: str
     parameter_bytes: int
-    """Of trainable ones."""
+    """Bytes of trainable parameters."""
     crossing_bytes: int | None
-    """Of the minibatch that was traced; None: not known before it is profiled. 0 after the last layer."""
+    """Bytes that cross in the traced minibatch; None if not known before a profile. 0 after the last
+    layer."""
     senders: tuple[str, ...] = ()
     """The calls whose outputs cross, each once; "the inputs" among them."""
     num_tensors: int = 0
@@ -49,7 +50,7 @@ class ExplainedLayer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a model's cuts."""
+    """The cuts of a model, and the reasons against others."""
 
     model: str
     layers: tuple[ExplainedLayer, ...]

@@ -25,10 +25,10 @@ __all__ = ["FactoredLayers", "Factors", "Take", "factorable", "rows_counted"]
 
 
 class Factors(NamedTuple):
-    """Of the gradient of a weight: gradients^T inputs. Both contiguous."""
+    """The factors of a weight's gradient, which is gradients^T inputs. Both are contiguous."""
 
     gradients: Tensor
-    """Of the outputs: rows x outputs."""
+    """Gradients of the outputs, rows x outputs."""
     inputs: Tensor
     """rows x inputs."""
 

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 WeightSource = Callable[[nn.Module], Any] | str | os.PathLike[str] | None
-"""Of the values of a model on the meta device. None: the modules' own functions."""
+"""The source of the values of a model on the meta device. None: the modules' own functions."""
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 """In a folder of safetensors: which file has what."""
@@ -88,7 +88,7 @@ def materialise_some(
 def _make_values(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of what is on meta. Returns what undoes it: pairs for stand_ins.exchange."""
+    """Makes values for tensors on meta. Returns pairs for stand_ins.exchange that undo it."""
     wanted = {name: tensor for name, tensor in _tensors_of(roots) if name in names and tensor.is_meta}
     checkpoint = _Checkpoint(Path(weights)) if isinstance(weights, (str, os.PathLike)) else None
     saved: dict[str, str] = {} if checkpoint is None else checkpoint.names_of(wanted, roots)
@@ -344,7 +344,7 @@ class _Checkpoint:
             )
 
     def names_of(self, wanted: Collection[str], roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-        """Of the wanted names those that are here, by any name of the same tensor."""
+        """Returns those of the wanted names that are here, by any name of the same tensor."""
         first_name = {id(tensor): name for name, tensor in _tensors_of(roots)}
         found: dict[str, str] = {}
         for name, tensor in _all_names(roots):

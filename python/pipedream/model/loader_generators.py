@@ -17,7 +17,7 @@ __all__ = ["generator_states", "generators_of_loader_kept", "set_generators"]
 
 
 def generator_states(data: Iterable[Any]) -> list[Tensor]:
-    """Of each generator; empty for what is no DataLoader."""
+    """Returns the state of each generator; empty if the data are no DataLoader."""
     return [generator.get_state() for generator in _generators_of(data)]
 
 

@@ -94,7 +94,7 @@ def call_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any)
 
 
 def _advice(loss_fn: Any, outputs: Any) -> str:
-    """What to do where the loss has a tensor elsewhere; empty where it has none."""
+    """Returns a remedy if the loss has a tensor elsewhere; else empty."""
     for output in tensors_of(outputs)[:1]:
         for path, tensor in tensors_carried_by("loss_fn", loss_fn):
             if tensor.device != output.device:

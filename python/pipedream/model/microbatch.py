@@ -100,8 +100,8 @@ def _is_of_samples(value: Any, num_samples: int) -> bool:
 
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
-    """Of a profile: as a run counts samples, at least 1. Where inputs are joined (words of bags, nodes of
-    graphs) the targets tell."""
+    """Returns the batch size of a profile: samples as a run counts them, at least 1. If inputs are joined
+    (words of bags, nodes of graphs), the targets tell."""
     num_samples = samples_of(inputs, targets)
     return None if num_samples is None else max(1, num_samples)
 
@@ -213,8 +213,8 @@ def weights(counts: Sequence[float]) -> list[float]:
 
 
 def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
-    """What the user says that each microbatch counts; pieces: their targets. Where none counts anything all
-    count alike, so that the loss is what loss_fn makes of nothing. Raises ValueError for what is no count.
+    """Returns the user's count of each microbatch. If none counts anything all count alike, so that the loss
+    is what loss_fn makes of nothing. pieces: their targets. Raises ValueError for what is no count.
     """
     counts = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What the product of factors takes that replicas push (docs/parameter-server.md), for the profile. On the
+"""The time of the product of factors that replicas push (docs/parameter-server.md), for the profile. On the
 caller's thread.
 
 A replica makes one product of all replicas' rows, so writes the weight's gradient once: what each more of

@@ -207,7 +207,7 @@ class _Measurement:
     backward_ms: list[list[float]] = field(default_factory=list)
     batch_size: int | None = None
     max_shapes: Shapes = field(default_factory=dict)
-    """Of all minibatches that were read, the short ones too."""
+    """The largest shapes of all minibatches that were read, the short ones too."""
     microbatch_ms: list[tuple[MicrobatchTimes, ...]] | None = None  # [layer]
     first: tuple[Any, Any] | None = None
     """Minibatch 0, on the device."""
@@ -269,8 +269,8 @@ class _Measurement:
         return len(self.forward_ms) - self.num_warm_up
 
     def time_error(self) -> float | None:
-        """Of the mean time of a minibatch: half the width of its 95 % interval, as a share of it. None where
-        there are too few for one."""
+        """Returns half the width of the 95 % interval of a minibatch's mean time, as a share of it. None if
+        there are too few."""
         sums_ms = [
             sum(forward_ms) + sum(backward_ms)
             for forward_ms, backward_ms in zip(

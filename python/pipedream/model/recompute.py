@@ -20,7 +20,7 @@ __all__ = ["BufferMemory", "Buffers", "GeneratorState", "buffers_replayed"]
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """Of torch's generators on this worker: the CPU's, and the device's when it is CUDA."""
+    """The state of torch's generators on this worker: the CPU's, and the device's if it is CUDA."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -53,10 +53,10 @@ class GeneratorState:
 
 
 class BufferMemory:
-    """What a stage's buffers were before each forward, where the forward may both read and change them
+    """The content of a stage's buffers before each forward, if the forward may both read and change them
     (spectral norm's vectors, codebooks): the forward that is done again must read the same.
 
-    Which ones change is learned at the first forward. Batch norm's running statistics do not count: a forward
+    The first forward shows which ones change. Batch norm's running statistics do not count: a forward
     in training does not read them.
     """
 

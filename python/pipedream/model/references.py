@@ -53,7 +53,7 @@ class Place:
     """container[key] holds it, or a tuple or partial that has it inside. None: nothing can be put there."""
     key: Any
     held: Any
-    """What container[key] is."""
+    """The value of container[key]."""
     is_outside: bool
     """Within a module that none of the roots has registered."""
 
@@ -64,12 +64,12 @@ class Place:
         return id(holder), self.key
 
     def filled(self, replace: Callable[[Tensor], Tensor]) -> Any:
-        """What container[key] is with replace(tensor) in the place of its tensors."""
+        """Returns the value of container[key] with replace(tensor) in the place of its tensors."""
         return _replaced(self.held, replace)
 
 
 class ByteSpan(NamedTuple):
-    """Where a tensor lies: bytes begin <= b < end of a storage."""
+    """The place of a tensor: bytes begin <= b < end of a storage."""
 
     device: torch.device
     storage: int
@@ -200,7 +200,7 @@ class _Found(NamedTuple):
         return _Found(value, path, container, key, value, self.is_outside)
 
     def part(self, path: str, value: Any) -> _Found:
-        """Of a value that is made anew when a part of it changes."""
+        """Returns the part of a value that is made again when a part of it changes."""
         return _Found(value, path, self.container, self.key, self.held, self.is_outside)
 
     def fixed(self, path: str, value: Any) -> _Found:

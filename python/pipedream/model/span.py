@@ -231,7 +231,8 @@ class _SpanForward:
         return output
 
     def _call_hooks(self, key: CallKey, output: Any) -> None:
-        """Of a call that is not made, with what it gave: they put it where later code finds it."""
+        """Calls the hooks of a call that is not made, with its output: they put it where later code finds
+        it."""
         module = self._modules[key.module]
         for handle, hook in module._forward_hooks.items():
             takes_keywords = handle in module._forward_hooks_with_kwargs

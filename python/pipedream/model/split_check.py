@@ -61,7 +61,8 @@ _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
 _REFUSED = "a stage refuses that: "
 _NEGLIGIBLE = 1e-2
-"""Of the largest element of all gradients: times the tolerance some ten times float32's rounding of it."""
+"""Share of the largest element of all gradients: times the tolerance some ten times float32's rounding of
+it."""
 
 
 @dataclass

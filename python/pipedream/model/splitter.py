@@ -30,7 +30,7 @@ class PlannedStage(Protocol):
 
 
 class StagePlan(Protocol):
-    """What splitting needs of a plan; plan.Plan is one."""
+    """The parts of a plan that splitting needs; plan.Plan has them."""
 
     @property
     def stages(self) -> Sequence[PlannedStage]: ...

@@ -49,7 +49,8 @@ class StageCalls:
             self._call_loss = within(region, functools.partial(call_loss, loss_fn))
 
     def loss(self, output: Any, targets: Any, minibatch: int = 0) -> Tensor:
-        """Of the last stage's output; raises TypeError or ValueError for what no backward can start from."""
+        """Returns the loss of the last stage's output. Raises TypeError or ValueError if no backward can
+        start from it."""
         assert self._call_loss is not None
         return check_loss(self._call_loss(output, targets), minibatch)
 

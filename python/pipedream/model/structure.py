@@ -18,7 +18,7 @@ class Structure(NamedTuple):
 
     kind: type[Any] | None = None
     keys: tuple[Any, ...] = ()
-    """Of a dict or a dataclass."""
+    """The keys of a dict or a dataclass."""
     parts: tuple[Any, ...] = ()
     """Structures."""
 

@@ -49,11 +49,12 @@ class TimedPasses(Protocol):
     layer_of: dict[int, int]
     """By the parameter's id, the layer where it counts."""
     activation_bytes: list[int]
-    """That cross behind each layer; known after the first minibatch."""
+    """Bytes that cross behind each layer; known after the first minibatch."""
     cuts: tuple[str, ...] | None
-    """Of Profile."""
+    """The cuts as Profile has them."""
     saved_bytes: list[int]
-    """That autograd keeps for each layer's backward, without parameters, each storage once; as above."""
+    """Bytes that autograd keeps for each layer's backward, without parameters, each storage once; as
+    above."""
     left_out: set[int]
     """Layers whose ends were not reached in some minibatch: it left out the call."""
 
@@ -62,7 +63,7 @@ class TimedPasses(Protocol):
 
 
 class LayerPasses:
-    """Of a list of layers."""
+    """The passes of a list of layers."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class LayerPasses:
 
 
 class CutPasses:
-    """Of a module that is cut along its own forward."""
+    """The passes of a module that is cut along its own forward."""
 
     def __init__(self, cut: CutModel, loss_fn: LossFunction, region: Region = contextlib.nullcontext) -> None:
         """region: around each forward."""

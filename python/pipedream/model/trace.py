@@ -157,7 +157,7 @@ class Call:
     """Autograd records it in the ordinary way: under neither no_grad nor hooks on what is saved, as
     checkpointing has them."""
     structure: Structure
-    """Of the output."""
+    """The structure of the output."""
     leaves: tuple[Any, ...]
     """The output's leaves: a Leaf for each tensor, a plain value itself, Opaque for any other object."""
     is_hooked: bool = False
@@ -185,7 +185,7 @@ class Operation:
 
 @dataclass
 class Trace:
-    """What was recorded, without a tensor in it."""
+    """The record of a forward, without a tensor in it."""
 
     calls: list[Call] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -269,8 +269,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output if own is values else rebuilt(structure, own)
 
     def _made_own(self, values: list[Any], begin: int) -> list[Any]:
-        """What a call that began then returns, with a copy of what it hands on as it was given (Identity,
-        Flatten): so who reads that from the call, and who from where the call has it from, are told apart."""
+        """Returns the output of a call that began then, with a copy of what it hands on as it was given
+        (Identity, Flatten). So readers of the call and readers of its input are told apart."""
         copies: dict[int, Tensor] = {}
         for value in values:
             if isinstance(value, Tensor) and _has_storage(value):

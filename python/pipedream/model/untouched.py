@@ -1,4 +1,4 @@
-"""What a module keeps is put back after it has run for other reasons than training: to be traced, checked,
+"""The state of a module is put back after it has run for other reasons than training: to be traced, checked,
 profiled or rehearsed. Stateless; the thread that runs the module.
 """
 

@@ -65,7 +65,7 @@ class Validation:
         return [*self.metrics.values(), *([] if self.forward is None else [self.forward])]
 
     def said(self) -> str:
-        """What all ranks compare."""
+        """Returns the text that all ranks compare."""
         names = ", ".join(sorted(self.metrics))
         given = f", outputs={self.outputs}" * self.outputs + ", forward" * (self.forward is not None)
         return f"every={self.every!r}, metrics ({names}){given}"

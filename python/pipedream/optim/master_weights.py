@@ -109,7 +109,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, without its rounding to the dtype of the parameters."""
+        """Loads a state as torch does, without rounding it to the dtype of the parameters."""
         super().load_state_dict(state_dict)
         load_wide_state(self, state_dict)
 
@@ -146,8 +146,8 @@ def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 
 
 def _with_stand_ins(entry: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """What an optimizer may be given, a parameter, a pair with its name or a group, with a stand-in for each
-    parameter that has a master: a tensor of the master's dtype that takes no memory. Adds to `pairs`."""
+    """Returns the entry (a parameter, a pair with its name, or a group) with a stand-in for each parameter
+    that has a master: a tensor of the master's dtype that takes no memory. Adds to `pairs`."""
     if isinstance(entry, dict):
         listed = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]
         return {**entry, "params": [_with_stand_ins(of_group, pairs) for of_group in listed]}

@@ -140,14 +140,14 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and of torch's optimizers too. The state is copied, into placed memory where there is
-        some."""
+        """Loads a state as torch's optimizers do, also one of theirs. It is copied, into placed memory if
+        there is some."""
         super().load_state_dict(state_dict)
         load_wide_state(self, state_dict)
         self._own_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError for an option out of range."""
+        """Adds a group as torch's optimizers do. Raises ValueError for an option out of range."""
         _add_param_group(self, param_group)
         self._check_group(self.param_groups[-1])
 

@@ -1,4 +1,4 @@
-"""Which codec the tensors between two stages, or between replicas, travel by: what run(codec=...) means.
+"""The choice of codecs for tensors between stages and between replicas: the meaning of run(codec=...).
 
 A choice is a mapping, ready for JSON, from "activations", "gradients", a pair of stages ("0->1": sender and
 receiver) or "pushes" to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction.
@@ -29,9 +29,9 @@ CodecChoice = dict[str, str]
 
 NO_CODEC = "none"
 PUSHES = "pushes"
-"""What replicas push to the owners of shards. A name for all does not mean it."""
+"""Gradients that replicas push to the owners of shards. A name for all does not include them."""
 FACTORS = "factors"
-"""Of pushes: gradients of fully connected layers go as factors where these are smaller (stage/factors.py)."""
+"""The choice for pushes by which gradients of linear layers go as factors if these are smaller."""
 DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
@@ -100,7 +100,7 @@ def pushes_factors(choice: CodecChoice) -> bool:
 
 
 def codec_of_pushes(choice: CodecChoice) -> str:
-    """Of what is not pushed as factors."""
+    """Returns the codec of pushes that are not factors."""
     return _split_pushes(choice.get(PUSHES, NO_CODEC))[1]
 
 

@@ -1,5 +1,5 @@
-"""What of a simulated schedule a picture shows: as many rows as a person reads, and as much time as fits in
-the width. Pure; any thread; needs no torch.
+"""The part of a simulated schedule that a picture shows: as many rows as a person reads, and as much time as
+fits in the width. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _READABLE_SHARE = 0.9  # of the boxes, that must have room for what is written o
 
 class DrawnPart(NamedTuple):
     simulation: Simulation
-    """Of the rows and the time that are shown; its shares are of the whole."""
+    """The simulation of the rows and the time that are shown; its shares are of the whole."""
     row_names: list[str]
     note: str
-    """What is not shown; empty where all is."""
+    """A line about rows and time that are left out; empty if none are."""
 
 
 def drawn_part(

@@ -1,4 +1,4 @@
-"""Which weights replicas push as factors of their gradients (docs/parameter-server.md): one rule, which
+"""The rule for weights that replicas push as factors of their gradients (docs/parameter-server.md), which
 planning takes by a profile and a run by its first minibatch (stage/factors.py).
 
     dense, per round and replica     2 (r - 1) / r  W       gradients to the shards, and versions from them
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 FACTOR_CODEC = {"pushes": "factors"}
-"""As run() takes it, and a plan carries it."""
+"""The codec as run() takes it and a plan carries it."""
 
 
 def are_smaller(
@@ -52,18 +52,18 @@ def are_smaller(
 
 
 class FactoredSum(NamedTuple):
-    """Of the weights of a stage that go as factors."""
+    """Sums over the weights of a stage that go as factors."""
 
     num_weights: int = 0
     weight_bytes: float = 0.0
     factor_bytes: float = 0.0
-    """Of one replica in a round."""
+    """Bytes of one replica's factors in a round."""
     product_ms: float = 0.0
-    """Of the gradients of one minibatch: what a backward leaves to the update, which each replica adds to."""
+    """Milliseconds of the products of one minibatch, which a backward leaves to the update."""
 
 
 def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
-    """Of a stage of these layers. minibatches: that a replica has of a round."""
+    """Sums the figures of a stage of these layers. minibatches: those that a replica has of a round."""
     found = FactoredSum()
     if num_replicas == 1:
         return found
@@ -81,8 +81,8 @@ def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatch
 
 
 def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tuple[float, float, float]]]:
-    """As the core takes them, seconds and bytes; layers_ms: what it takes each layer for, which no product
-    exceeds. Empty where there are none."""
+    """Returns factors as the core takes them, in seconds and bytes; empty if there are none. layers_ms: the
+    time that the core takes each layer to last, which no product exceeds."""
     if not any(layer.factors for layer in profile.layers):
         return []
     rows = []
@@ -136,7 +136,7 @@ def checked_codec(codec: Any) -> dict[str, str]:
 
 
 def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str, float]]:
-    """Of each stage, for a plan's `predicted`."""
+    """Returns each stage's figures for a plan's `predicted`."""
     figures = []
     for stage in stages:
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -164,7 +164,8 @@ def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
 
 
 def _products_ms(layer: LayerProfile) -> list[float]:
-    """Of each weight: together at most the backward that they are a part of, which was measured apart."""
+    """Returns each weight's product time. Together they last at most as long as the layer's backward, which
+    was measured apart."""
     weights = layer.factors or ()
     own_bytes = max(layer.parameter_bytes, sum(weight.weight_bytes for weight in weights), 1)
     products_ms = [

@@ -1,4 +1,4 @@
-"""What the paper's cost model says of given stages (design.md, section 5). Pure; any thread; torch-free."""
+"""Figures of the paper's cost model for given stages (design.md, section 5). Pure; any thread; torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["formula_figures", "parameter_bytes_of", "samples_per_s"]
 def formula_figures(
     profile: Profile, stages: tuple[Stage, ...], links: StageLinks, *, microbatches: int = 1
 ) -> dict[str, Any]:
-    """Of each stage and boundary, as a plan's `predicted` has them."""
+    """Returns the figures of each stage and boundary as a plan's `predicted` has them."""
     layers = profile.layers
     crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
     return {

@@ -47,8 +47,8 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
 
 
 def _slowest_ms(plan: Plan) -> float:
-    """Of a minibatch at the stage or link that nothing can hide. The paper's formulas have that as the
-    bottleneck; the calibrated model's has what waits for links besides."""
+    """Returns a minibatch's time at the stage or link that nothing can hide. The paper's formulas have it as
+    the bottleneck; the calibrated model's has what waits for links besides."""
     if plan.cost_model != "calibrated":
         return plan.bottleneck_ms or 0.0
     one_way_ms = [both_ms / 2 for both_ms in plan.predicted["boundary_ms"]]

@@ -12,7 +12,7 @@ __all__ = ["check_in_flight", "derive_in_flight", "in_flight_in_phase"]
 
 
 def derive_in_flight(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """What a plan has that says nothing of it: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
+    """Returns the default of a plan: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
     from pipedream import _core
 
     return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
@@ -38,8 +38,8 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """As many in flight as let replicas, out of phase as taking turns makes them, wait for each other's
-    gradients without losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
+    """Returns how many in flight let replicas that take turns wait for each other's gradients without
+    losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
     2 gcd(r_s, r_{s+1})) / r_s), and at least what is in flight. Found by simulating all small plans."""
     in_phase = [in_flight[-1]]
     for stage_index in range(len(stages) - 2, -1, -1):

@@ -1,4 +1,4 @@
-"""What one work item takes, by how many microbatches a minibatch is cut into. Values that never change once
+"""The time of one work item by the number of microbatches of a minibatch. Values that never change once
 built; any thread; needs no torch."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[i
 
 
 class CutCost(NamedTuple):
-    """Of items of a minibatch of so many microbatches; milliseconds."""
+    """Milliseconds of the items of a minibatch that is cut into so many microbatches."""
 
     num_microbatches: int
     first_ms: float
@@ -52,7 +52,8 @@ class ItemCost:
 
     @classmethod
     def of_pieces(cls, whole_ms: float, pieces_ms: Mapping[int, tuple[float, float]]) -> ItemCost:
-        """Of a whole minibatch; and by m, from 2, of its first microbatch and of those after it."""
+        """Makes the cost from the time of a whole minibatch, and by m from the times of its first microbatch
+        and of later ones."""
         if not pieces_ms:
             return cls(whole_ms, whole_ms)
         most = max(pieces_ms)

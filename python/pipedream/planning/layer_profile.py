@@ -56,9 +56,9 @@ class WeightFactors(NamedTuple):
 
     weight_bytes: int
     factor_bytes: int
-    """Of a minibatch."""
+    """Bytes of the factors of a minibatch."""
     product_ms: float | None = None
-    """What each replica's factors add to the making of the gradient; None: not measured."""
+    """Milliseconds that each replica's factors add to the making of the gradient; None if not measured."""
 
 
 class MicrobatchTimes(NamedTuple):
@@ -80,9 +80,10 @@ class LayerProfile:
     """All bytes that cross the cut after this layer, each tensor once; 0 after the last layer."""
     parameter_bytes: int
     saved_bytes: int | None = None
-    """What autograd keeps of a minibatch for this backward, without parameters; None: not measured."""
+    """Bytes that autograd keeps of a minibatch for this backward, without parameters; None if not
+    measured."""
     factors: tuple[WeightFactors, ...] | None = None
-    """Of its fully connected layers' weights; None: not measured."""
+    """Factors of the weights of linear layers in it; None if not measured."""
     microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
     """By number of microbatches, which rises; empty: a minibatch cannot be cut. None: not measured, and a
     microbatch is taken to last 1/m of a minibatch."""
@@ -140,7 +141,7 @@ class LayerProfile:
         )
 
     def at_speed(self, speed: float) -> LayerProfile:
-        """Of a worker that is so many times as fast."""
+        """Returns the layer as a worker that is so many times as fast runs it."""
 
         def slower(weight: WeightFactors) -> WeightFactors:
             return (
@@ -184,12 +185,11 @@ class Profile:
     minibatches: int | None = None
     """How many minibatches the figures are means over."""
     time_error: float | None = None
-    """Of the mean time of a minibatch: half the width of its 95 % interval, as a share of it. None: not
-    known."""
+    """Half the width of the 95 % interval of a minibatch's mean time, as a share of it; None if not known."""
     runtime: dict[str, Any] | None = field(default=None, hash=False)
-    """What a run adds to the layers (runtime_costs.py); None: not calibrated."""
+    """Costs that a run adds to the layers (runtime_costs.py); None if not calibrated."""
     max_shapes: Shapes | None = field(default=None, hash=False)
-    """Of the entries of the minibatches that were read, each dimension's largest; None: not known."""
+    """The largest sizes of each entry of the minibatches that were read; None if not known."""
     cuts: tuple[str, ...] | None = None
     """The calls of modules after which layers end, where these are not all the cuts that the model has."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -249,7 +249,7 @@ class Profile:
         return microbatch_counts(self.batch_size, max(COUNTED_MAX, most))
 
     def without_factors(self) -> Profile:
-        """Of a run whose replicas push all gradients as they are."""
+        """Returns the profile of a run whose replicas push all gradients as they are."""
         return replace(self, layers=tuple(replace(layer, factors=None) for layer in self.layers))
 
     @classmethod

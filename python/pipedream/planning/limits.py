@@ -1,4 +1,4 @@
-"""What a plan must keep to: memory, workers of different speed, stages and replicas that are given.
+"""Limits that a plan keeps to: memory, workers of different speed, stages and replicas that are given.
 
 Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/limited_partition.h).
 """
@@ -46,17 +46,18 @@ class Limits:
     last_layers: tuple[int, ...] = ()
     num_replicas: tuple[int, ...] = ()
     optimizer_copies: float = 1.0
-    """Of the weights, that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for Adam."""
+    """Copies of the weights that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for
+    Adam."""
     recompute: bool = True
     """Whether a stage may run its forward again where it does not fit otherwise."""
 
     data_bytes: float = 0.0
-    """Of a minibatch."""
+    """Bytes of a minibatch of data."""
     host_bytes: float = 0.0
-    """Of each worker, whatever its stage and rank: where models are in host memory the whole model, and what
-    weights travel in."""
+    """Bytes that each worker needs whatever its stage: the whole model if it is in host memory, and the
+    buffers that weights travel in."""
     num_workers: int = 1
-    """That host_bytes is for."""
+    """Workers that host_bytes is for."""
     sync: str = "bsp"
     """How replicas agree: asynchronous shards keep more, and who reduces together whole states
     (docs/parameter-server.md)."""
@@ -74,11 +75,12 @@ class Limits:
         return bool(self.speeds or self.memory_bytes or self.last_layers or self.num_replicas)
 
     def for_workers(self, num_workers: int) -> Limits:
-        """Of the first ones."""
+        """Returns the limits of the first workers alone."""
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
     def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
-        """Of each stage's slowest worker, where speeds are given; the first stage has the first ones."""
+        """Returns the speed of each stage's slowest worker if speeds are given. The first stage has the first
+        workers."""
         return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
@@ -156,7 +158,8 @@ class Limits:
         )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
-        """Of a plan: own_bytes of each stage, and what each of its workers has besides."""
+        """Returns a plan's memory: own_bytes of each stage, and everything else that each of its workers
+        has."""
         spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [
             self.host_bytes + num_bytes - spared
@@ -344,7 +347,7 @@ def solve_within(
 
 
 def _saved_bytes(profile: Profile) -> list[float]:
-    """Of each layer. Where it was not measured a layer is taken to keep what it passes on."""
+    """Returns each layer's saved bytes. A layer that was not measured is taken to keep what it passes on."""
     return [
         float(layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes)
         for layer in profile.layers
@@ -352,7 +355,7 @@ def _saved_bytes(profile: Profile) -> list[float]:
 
 
 def nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
-    """What NothingFitsError says of what was asked."""
+    """Returns the text of NothingFitsError for the plan that was asked for."""
     asked = [f"{num_workers} workers"]
     if straight:
         asked.append("one replica per stage")

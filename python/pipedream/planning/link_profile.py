@@ -1,4 +1,4 @@
-"""What every pair of workers can send each other and how soon, and its file form, pipedream.links/1.
+"""Bandwidth and latency between every pair of workers, and their file form, pipedream.links/1.
 
 Workers are ranks. Torch-free; any thread.
 """
@@ -40,7 +40,7 @@ class MeasuredLink:
     receiver: int
     bytes_per_s: float
     latency_us: float
-    """Of a few bytes: half of there and back, so that it is the same in both directions."""
+    """Half of the time there and back of a few bytes, the same in both directions."""
     bytes_per_s_error: float | None = None
     """Half the width of the 95 % interval of the mean time, as a share of it. None: not known."""
     latency_error: float | None = None
@@ -107,7 +107,8 @@ class LinkProfile:
         return sorted(found or {link.bytes_per_s for link in self.links})
 
     def slowest_bytes_per_s(self, senders: Iterable[int], receivers: Iterable[int]) -> float:
-        """Of the links from any of the senders to any of the receivers. Infinite where there is none."""
+        """Returns the slowest bandwidth from any of the senders to any of the receivers; infinite if there is
+        no link."""
         return min((link.bytes_per_s for link in self._from_to(senders, receivers)), default=float("inf"))
 
     def largest_latency_us(self, senders: Iterable[int], receivers: Iterable[int]) -> float:

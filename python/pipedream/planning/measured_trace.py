@@ -31,7 +31,7 @@ class WorkTime(NamedTuple):
     """One work item of a worker."""
 
     kind: str
-    """Of _KINDS' values."""
+    """One of _KINDS' values."""
     minibatch: int
     begin_ms: float
     end_ms: float
@@ -56,7 +56,7 @@ class Comparison:
     """Per minibatch, at the slowest worker."""
     measured_ms: float
     differences: tuple[Difference, ...]
-    """Of all workers and kinds, the largest first."""
+    """The differences of all workers and kinds, the largest first."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What the arguments of partition() must be, each refused in one line. Pure; any thread; needs no torch."""
+"""Checks of the arguments of partition(), each refused in one line. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_partition_arguments(
 
 
 def _rules_of_planned(schedule: str) -> _core.ScheduleRules:
-    """Of a schedule whose stages and replicas may be chosen."""
+    """Returns the rules of a schedule whose stages and replicas may be chosen."""
     from pipedream import _core
 
     def is_planned(rules: _core.ScheduleRules) -> bool:

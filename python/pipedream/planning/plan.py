@@ -92,7 +92,7 @@ class Plan:
     print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
     ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last)."""
     max_shapes: Shapes = field(default_factory=dict, hash=False)
-    """Of the entries of a minibatch, the largest that `run` plans memory for, besides those of the first one:
+    """The largest sizes of a minibatch's entries that `run` plans memory for, besides those of the first one:
     {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
     shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
     """In the place of max_shapes: `run` plans memory for minibatches as large as one of these, or between two
@@ -100,7 +100,7 @@ class Plan:
     cuts: tuple[str, ...] | None = None
     """From the profile: the calls of modules after which layers end, where the model has more cuts."""
     codec: dict[str, str] = field(default_factory=dict, hash=False)
-    """That it was made for, {"pushes": "factors"} or none: `run` without a codec of its own takes it."""
+    """The codec it was made for, {"pushes": "factors"} or none; `run` without a codec of its own takes it."""
     schedule: str | None = None
     """The schedule that it is for, which `run(schedule="auto")` takes. None: "pipedream", or unknown."""
     microbatches: int | None = None
@@ -178,7 +178,7 @@ class Plan:
 
     @functools.cached_property
     def placement(self) -> _core.Placement:
-        """Where every replica of every stage is, and every spare."""
+        """The ranks of every stage's replicas and spares."""
         return placement_of(self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class Plan:
         return f"{name} (rank {rank})"
 
     def replica_of(self, rank: int) -> int:
-        """Which replica of its stage a rank is; 0 where that has one. Spares count on from the replicas."""
+        """Returns the rank's number among the replicas of its stage. Spares count on from the replicas."""
         return self.placement.replica_at(rank)
 
     def fitting(self, *batches: Any, apart: bool = False) -> Plan:
@@ -415,7 +415,7 @@ class Plan:
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:
-    """Of the unknown fields, which are kept, those that may have been meant for a known one."""
+    """Yields a line for each unknown field, which is kept, that may have been meant for a known one."""
     parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
     parts += [(f"stages[{i}].", stage.extra, STAGE_FIELDS) for i, stage in enumerate(plan.stages)]
     for where, extra, known in parts:

@@ -1,4 +1,4 @@
-"""What partition() was asked, and plans of given stages with the figures that the cost model has of them.
+"""The question that partition() was asked, and plans of given stages with the cost model's figures.
 Pure; any thread; needs no torch.
 """
 
@@ -41,12 +41,12 @@ Stages = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What partition() was asked."""
+    """The question that partition() was asked."""
 
     profile: Profile
     num_workers: int
     bytes_per_s: float
-    """Of the slowest link that may be used, where they were measured."""
+    """Bytes per second; of measured links those of the slowest that may be used."""
     cost_model: str
     straight: bool
     workers_per_host: int | None
@@ -193,7 +193,7 @@ class PlanProblem:
         return sorted({m for m in (*counts, least) if least <= m <= largest})
 
     def _costs(self, stages: Stages) -> dict[str, Any]:
-        """What a prediction is made of."""
+        """Returns the figures that a prediction is made of."""
         links = self.links_of(stages)
         if self.cost_model != "calibrated":  # the paper's formulas have no latency
             links = links.without_latency()

@@ -64,8 +64,8 @@ def _by_formulas(problem: PlanProblem) -> Plan:
 
 
 def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
-    """Of each worker, within two hundredths of the least; None: that is not why nothing fits, or finding it
-    takes long."""
+    """Returns the memory of each worker that would be enough, within two hundredths. None if memory is not
+    the reason, or if finding it takes long."""
     limits, num_workers = problem.limits, problem.num_workers
     if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:
         return None
@@ -154,7 +154,8 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
 
 
 def _some_counts(num_workers: int) -> list[int]:
-    """Of workers, for which a start is solved: all, or of many evenly spaced ones, the last one always."""
+    """Returns the numbers of workers for which a start is solved: all, or evenly spaced ones with the
+    last."""
     most = min(num_workers, _COUNTS_MAX)
     return [-(-num_workers * index // most) for index in range(1, most + 1)]
 

@@ -1,4 +1,4 @@
-"""What a plan would do with a schedule, by a profile: its own instruction lists, timed. Torch-free.
+"""The simulation of a plan with a schedule, by a profile: its own instruction lists, timed. Torch-free.
 
 Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
 way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
@@ -66,7 +66,7 @@ class PlanSimulation:
     plan: Plan
     profile: Profile
     bandwidth_bytes_per_s: float
-    """Of measured links the slowest that is used."""
+    """Bytes per second; of measured links those of the slowest that is used."""
     links: StageLinks
     traced: TracedSchedule
     simulation: Simulation
@@ -74,7 +74,7 @@ class PlanSimulation:
 
     @functools.cached_property
     def memory(self) -> list[list[MemoryUse]]:
-        """Of each worker, along the timeline."""
+        """Returns each worker's memory along the timeline."""
         return memory_in_use(
             self.simulation,
             self.plan,
@@ -114,7 +114,7 @@ class PlanSimulation:
         return self.profile.compute_ms / self.ms_per_minibatch if self.ms_per_minibatch else None
 
     def to_dict(self) -> dict[str, Any]:
-        """What `pipedream simulate --json` prints."""
+        """Returns the object that `pipedream simulate --json` prints."""
         return {
             "schedule": self.traced.options.schedule,
             "num_minibatches": self.traced.num_minibatches,
@@ -424,7 +424,7 @@ def _stage_times(
 
 
 def _speeds_of(plan: Plan) -> list[float]:
-    """Of each worker, where the plan was made for some that differ."""
+    """Returns each worker's speed if the plan was made for some that differ."""
     given, count = plan.predicted.get("speeds"), plan.workers_training
     if given is None:
         return [1.0] * count
@@ -435,12 +435,12 @@ def _speeds_of(plan: Plan) -> list[float]:
 
 
 def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
-    """That cross each boundary one way, per minibatch."""
+    """Returns the bytes per minibatch that cross each boundary one way."""
     return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
 
 
 def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[TransferTimes]:
-    """Of a minibatch over each boundary."""
+    """Returns a minibatch's transfer times over each boundary."""
     return [
         TransferTimes(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
         for num_bytes, down, up, latency_ms in zip(
@@ -450,12 +450,12 @@ def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[Transfer
 
 
 def _cut(times: TransferTimes, num_microbatches: int) -> TransferTimes:
-    """Of a microbatch."""
+    """Returns the times of a microbatch."""
     return TransferTimes(
         times.activation_ms / num_microbatches, times.gradient_ms / num_microbatches, times.latency_ms
     )
 
 
 def _parameters_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """Of all the stage's parameters over one link."""
+    """Returns the time of all the stage's parameters over one link."""
     return 1e3 * parameter_bytes_of(profile, stage) / bytes_per_s

@@ -31,7 +31,7 @@ __all__ = [
 
 _NEEDED_FIELDS = ("first_layer", "last_layer", "num_replicas")
 STAGE_FIELDS = (*_NEEDED_FIELDS, "worker", "num_spare_shards")
-"""Of a stage in a file."""
+"""The fields of a stage in a file."""
 _COUNTS = re.compile(r"(\d+)(?:\+(\d+))?", re.ASCII)
 
 
@@ -79,7 +79,7 @@ class Stage:
 
 
 def placement_of(stages: Sequence[Stage]) -> _core.Placement:
-    """Where every replica of every stage is, and every spare."""
+    """Returns the ranks of every stage's replicas and spares."""
     from pipedream import _core
 
     if stages[0].worker is not None:
@@ -101,9 +101,9 @@ def is_counts(text: str) -> bool:
 
 
 def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | None:
-    """Of "2-1": ((2, 0), (1, 0)), the replicas and spare shards of every stage, of "3+1-1" ((3, 1), (1, 0));
-    None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for a stage
-    without replicas, or with more spare shards than these can use."""
+    """Returns the replicas and spare shards of every stage: ((2, 0), (1, 0)) for "2-1", ((3, 1), (1, 0)) for
+    "3+1-1", and None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for
+    a stage without replicas, or with more spare shards than these can use."""
     if is_counts(os.fspath(text)):
         parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
         counts = tuple((int(part[1]), int(part[2] or 0)) for part in parts if part is not None)
@@ -127,7 +127,7 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
 
 
 def num_spares_max(num_replicas: int) -> int:
-    """That a stage may have: more would gain nothing."""
+    """Returns how many spares a stage may have; more would gain nothing."""
     return num_replicas if num_replicas > 1 else 0
 
 
@@ -177,7 +177,7 @@ def check_workers(stages: tuple[Stage, ...]) -> None:
 
 
 def stage_from_dict(stage_index: int, value: object) -> Stage:
-    """Of a file's stages. Raises ValueError naming the field."""
+    """Makes a stage of its entry in a file. Raises ValueError naming the field."""
     where = f"stages[{stage_index}]"
     fields = check_object(where, value)
     require(fields, _NEEDED_FIELDS, where + ".")
@@ -196,5 +196,5 @@ def stage_from_dict(stage_index: int, value: object) -> Stage:
 
 
 def set_field(target: object, name: str, value: object) -> None:
-    """Of a dataclass that is frozen for its users: its own checks still bring a value to its final type."""
+    """Sets a field of a frozen dataclass, whose own checks still bring a value to its final type."""
     object.__setattr__(target, name, value)

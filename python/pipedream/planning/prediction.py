@@ -1,4 +1,4 @@
-"""What a calibrated plan says a run of it will take: its schedule's own lists with the plan's stage costs.
+"""The time that a calibrated plan predicts of a run: its schedule's own lists with the plan's stage costs.
 A worker has one link for what it sends, downstream, upstream and to replicas, and what it is sent, as a host
 has one network interface.
 
@@ -67,7 +67,7 @@ def predict_ms(
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
-    """As predict_ms(), after a training, which no figure of a plan's file may take away."""
+    """Does predict_ms() after a training, where a bad figure of a plan's file must not raise."""
     try:
         return predict_ms(plan, schedule)
     except ValueError:
@@ -149,7 +149,7 @@ def _timing_of(
     spreads: bool,
     sync_shares: Sequence[SyncedBytes] | None = None,
 ) -> _Timing:
-    """Of a plan that has costs; the arguments as of simulate_programs()."""
+    """Returns the timing of a plan that has costs. The arguments are those of simulate_programs()."""
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
@@ -233,7 +233,8 @@ def _times(
 
 
 def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
-    """Of an owner of this share of the parameters. The costs are of a replica where there are no spares."""
+    """Returns the update time of an owner of this share of the parameters. The costs are a replica's without
+    spares."""
     update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
     if num_versions > 1:
         update_ms += cost.copy_ms
@@ -251,7 +252,7 @@ def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:
 
 
 def boundary_links(plan: Plan) -> list[dict[str, Any]]:
-    """What a calibrated plan says of them. Raises ValueError naming a field."""
+    """Returns a calibrated plan's figures of its boundaries' links. Raises ValueError naming a field."""
     rows = check_list("predicted.links", plan.predicted.get("links", []))
     if len(rows) != plan.num_stages - 1:
         raise ValueError(

@@ -31,7 +31,8 @@ def print_programs(programs: Sequence[Sequence[_core.Instruction]], placement: _
 
 
 def parse_programs(text: str) -> list[list[_core.Instruction]]:
-    """Of a text that names all replicas of stages with spares. Raises ValueError naming the line."""
+    """Reads the lists in a text that names all replicas of stages with spares. Raises ValueError naming the
+    line."""
     from pipedream import _core
 
     num_replicas: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What the rows of a simulated schedule's picture are called. Pure; any thread; needs no torch."""
+"""Names of the rows of a simulated schedule's picture. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run adds to a profile's layers, measured on the machine that trains: the calibrated cost model.
+"""Costs that a run adds to a profile's layers, measured on the machine that trains: the calibrated cost
+model.
 
     forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
     update                    fixed + per byte of its parameters (+ a copy, + what replicas exchange)
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 POSITIONS = ("only", "first", "middle", "last")
-"""Of a stage: what its items do beside the model differs."""
+"""Positions of a stage in the pipeline; what its items do beside the model differs."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class PositionCosts:
 
 @dataclass(frozen=True)
 class SyncCost:
-    """What replicas exchange costs a worker in each round, in one kind of its work items: gradients leave
-    during the backward, versions come before a forward, and both push the model out of the caches."""
+    """The cost to a worker of what replicas exchange in a round, in one kind of its work items: gradients
+    leave during the backward, versions come before a forward, and both push the model out of the caches."""
 
     ms: float = 0.0
     ms_per_byte: float = 0.0
-    """Of what a replica sends to, or takes from, one other."""
+    """Milliseconds per byte that a replica sends to, or takes from, one other."""
 
     def of(self, num_bytes: float) -> float:
         return self.ms + self.ms_per_byte * num_bytes
@@ -85,13 +86,13 @@ class RuntimeCosts:
     positions: Mapping[str, PositionCosts]
     """By POSITIONS."""
     forward_share: ItemCost
-    """Of a layer's time with one microbatch, which is 1: what each microbatch takes however few samples it
-    has, and what they share."""
+    """Shares of a layer's time with one microbatch, which is 1: the part that each microbatch takes however
+    few samples it has, and the part that they share."""
     backward_share: ItemCost
     update_ms: float
-    """Of an optimizer's step, whatever the parameters are."""
+    """Milliseconds of an optimizer's step that do not grow with the parameters."""
     update_ms_per_byte: float
-    """Of parameters, besides."""
+    """Milliseconds per byte of parameters, besides."""
     copy_ms_per_byte: float
     """Besides, where the next version is not written in place."""
     sync: Mapping[str, SyncCost]
@@ -99,15 +100,15 @@ class RuntimeCosts:
     latency_ms: float
     """From when an item is sent until its receiver has it, on a link that is otherwise idle."""
     cut_bytes: int
-    """That crossed the cut where the items' costs were measured; sending others takes more or less."""
+    """Bytes that crossed the cut where the items' costs were measured; sending others takes more or less."""
     num_cores: int
-    """Of a machine; as many workers as that share it slow each other by alone_speed and no more."""
+    """Cores of a machine. As many workers as that slow each other by alone_speed and no more."""
     alone_speed: float
     """How much faster a worker is while the others of its machine wait; at least 1."""
     spread: Spread = EVEN
-    """Of single items about their mean."""
+    """The spread of single items about their mean."""
     wakings: tuple[Waking, ...] = ()
-    """Of items after their worker has waited; a file's `waking`."""
+    """Costs of items after their worker has waited; a file's `waking`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -161,25 +162,25 @@ FREE = RuntimeCosts(
     num_cores=1,
     alone_speed=1.0,
 )
-"""Of a runtime that costs nothing: the profile's times and the links are all there is."""
+"""The costs of a runtime that costs nothing: the profile's times and the links are all there is."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Of one stage of a plan; milliseconds."""
+    """Costs of one stage of a plan, in milliseconds."""
 
     forward: ItemCost
     backward: ItemCost
     update_ms: float
-    """Where it writes in place."""
+    """The update's time if it writes in place."""
     copy_ms: float
     """Besides, where several versions are kept."""
     shard_ms: float = 0.0
-    """Of a replica's shard, pushed or pulled, on its way to one other replica."""
+    """The time of a replica's shard, pushed or pulled, on its way to one other replica."""
     sync_latency_ms: float = 0.0
     """Besides, of each."""
     push_ms: float | None = None
-    """Of what is pushed, where factors are in it; None: as long as shard_ms."""
+    """The time of a push with factors in it; None if it takes as long as shard_ms."""
     shard_update_ms: float | None = None
     """The part of update_ms that grows with the shard, 1 / r of the parameters, as copy_ms does; None without
     replicas."""
@@ -243,9 +244,9 @@ def stage_costs(
     latency_ms: Sequence[float] | None = None,
     minibatches: Sequence[float] | None = None,
 ) -> list[StageCosts]:
-    """Of each stage of a plan, by the calibrated cost model. bytes_per_s, latency_ms: between its replicas;
-    the longer latency counts, this or the calibration's. minibatches: that a replica has of a round;
-    None: one."""
+    """Returns each stage's costs by the calibrated cost model. bytes_per_s, latency_ms: between its replicas;
+    the longer latency counts, this or the calibration's. minibatches: those that a replica has of a round;
+    None is one."""
     costs = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -314,8 +315,8 @@ def _passes(
 
 
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
-    """As StageCosts has them. A chunk can leave when the layer is done in which it begins; the stage's go
-    from owner to owner in turn."""
+    """Returns the leads as StageCosts has them. A chunk can leave when the layer is done in which it begins;
+    the stage's chunks go from owner to owner in turn."""
     ends_bytes = [*itertools.accumulate(layer.parameter_bytes for layer in layers)]
     done_ms = [0.0, *itertools.accumulate(layer.backward_ms for layer in layers)]
     num_bytes, all_ms = ends_bytes[-1], done_ms[-1]
@@ -330,7 +331,7 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
-    """What a layer adds to its stage, for the search that needs sums: its passes and its update."""
+    """Returns the time that a layer adds to its stage, passes and update, for the search that needs sums."""
     if runtime is FREE:
         return layer.compute_ms_with(num_microbatches)
     per_byte = runtime.update_ms_per_byte + runtime.copy_ms_per_byte
@@ -340,10 +341,11 @@ def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: 
 
 
 def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
-    """What a calibrated plan carries; None where it has no such figures. Raises ValueError naming a field.
+    """Returns the costs that a calibrated plan carries; None if it has none. Raises ValueError naming a
+    field.
 
-    drains: of a schedule that drains, whose rounds are longer where one stage has other replicas than the
-    next: a plan by factors has costs of these besides, as a round's update and pushes grow with it."""
+    drains: whether the schedule drains. Its rounds are longer if stages have different replicas. A plan by
+    factors has costs of these besides, because a round's update and pushes grow with it."""
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
     given = plan.predicted.get(name)
     if given is None:
@@ -374,7 +376,8 @@ def _position_of(stage_index: int, num_stages: int) -> str:
 
 
 def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
-    """What grows with a minibatch is mostly the copy of what is sent."""
+    """Scales the cost by the bytes that are sent: its part that grows with a minibatch is mostly their
+    copy."""
     if num_bytes == 0 or measured_bytes == 0:
         return cost
     return cost.growing(num_bytes / measured_bytes)

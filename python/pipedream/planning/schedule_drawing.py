@@ -202,7 +202,7 @@ class ScheduleDrawing:
             self.axes.plot(x, y, color=_QUIET_COLOUR, lw=0.5, alpha=0.6)
 
     def _bottom(self, worker: int) -> float:
-        """Of the worker's row."""
+        """Returns the bottom of the worker's row."""
         return self.rows_top - _ROW - worker * (_ROW + _ROW_GAP)
 
     def _draw_phases(self) -> None:
@@ -253,7 +253,7 @@ class ScheduleDrawing:
         self._legend_text(x, text)
 
     def _legend_text(self, x: float, text: str) -> float:
-        """Where the next entry begins."""
+        """Writes the text, and returns where the next entry begins."""
         self._write(x + 0.06, _MARGIN + 0.075, text, _SMALL_PT, colour=_QUIET_COLOUR)
         return x + 0.06 + _text_width(text, _SMALL_PT) + 0.16
 

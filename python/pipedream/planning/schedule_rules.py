@@ -1,5 +1,5 @@
-"""What a schedule's name stands for: its row of csrc/schedule/schedule_rules.h. Pure; any thread; needs no
-torch."""
+"""The rules that a schedule's name stands for: its row of csrc/schedule/schedule_rules.h. Pure; any thread;
+needs no torch."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ class FoundPlan:
     stages: Stages
     score_ms: float
     start_ms: float
-    """Of the best start."""
+    """The time of the best start."""
     num_plans: int
-    """That were looked at."""
+    """Plans that were looked at."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"plans": self.num_plans, "formulas_ms": self.start_ms, "found_ms": self.score_ms}

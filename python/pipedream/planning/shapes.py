@@ -38,13 +38,14 @@ __all__ = [
 Shapes = dict[str, tuple[int, ...]]
 
 NUM_KINDS_MAX = 16
-"""Of shapes apart: the workers rehearse each, and compare every minibatch with all pairs of them."""
+"""The most kinds of shapes apart. Workers rehearse each, and compare every minibatch with all pairs of
+them."""
 
 _ROUNDED = 1e-9  # of a logarithm
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Of a minibatch as the data yield it."""
+    """Returns the shapes of a minibatch as the data yield it."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return dict([*_named("inputs", batch[0]), *_named("targets", batch[1])])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
@@ -55,7 +56,8 @@ def shapes_of(batch: Any) -> Shapes:
 
 
 def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
-    """Of a minibatch as model and loss take it; of one that both take by name the parts are one object."""
+    """Returns the shapes of a minibatch as model and loss take it. If both take it by name, the parts are one
+    object."""
     return shapes_of(inputs if inputs is targets else (inputs, targets))
 
 
@@ -70,7 +72,7 @@ def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[i
 
 
 def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """Of what is known and all of these."""
+    """Returns the largest sizes of the known shapes and of these minibatches."""
     return functools.reduce(larger_of, map(shapes_of, batches), dict(known))
 
 
@@ -138,9 +140,9 @@ def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes,
 
 
 def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Shapes:
-    """What to plan for, where these kinds are planned for and minibatches of these shapes come: as large as
-    all. are_apart: besides the kinds, for these shapes alone, or where there are NUM_KINDS_MAX kinds for what
-    is as large as one of those, too."""
+    """Returns the shapes to plan for if these kinds are planned for and minibatches of these shapes come: as
+    large as all of them. are_apart: these shapes alone, beside the kinds; with NUM_KINDS_MAX kinds, shapes
+    that are as large as one of those, too."""
     if not are_apart:
         return functools.reduce(larger_of, (*kinds, shapes))
     closest = None
@@ -154,7 +156,7 @@ def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
-    """Of those pairs of which one minibatch can be as large as both."""
+    """Returns the pair whose common size is smallest, of those that one minibatch can be as large as."""
     can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
     return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)
 
@@ -164,7 +166,7 @@ def _num_elements(shapes: Shapes) -> int:
 
 
 def checked_shapes(field: str, value: object) -> Shapes:
-    """Of a file. Raises ValueError naming the field for what are no shapes."""
+    """Reads the shapes in a file. Raises ValueError naming the field if they are none."""
     return {
         name: tuple(check_whole(f"{field}.{name}", size) for size in check_list(f"{field}.{name}", shape))
         for name, shape in check_object(field, value).items()

@@ -1,4 +1,4 @@
-"""What the owners of a stage's shards carry in a round: replicas, and spares beside them.
+"""The load of the owners of a stage's shards in a round: replicas, and spares beside them.
 
 A replica sends every other one what it pushes there and then its own shard of the next version, and a spare
 what it pushes: to n - 1 replicas 2 a M of the M bytes of parameters each, to k spares b M each. What it sends
@@ -22,7 +22,7 @@ __all__ = ["ShardShares", "num_chunks", "round_ms", "shard_shares"]
 
 
 class ShardShares(NamedTuple):
-    """Of a stage's parameters."""
+    """Shares of a stage's parameters."""
 
     of_replica: float
     of_spare: float

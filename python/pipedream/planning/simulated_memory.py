@@ -32,7 +32,7 @@ _BETWEEN_STAGES = ("activation", "gradient")
 
 
 class MemoryUse(NamedTuple):
-    """Of one worker: from this time on, until the next one."""
+    """The memory of one worker from this time on, until the next entry."""
 
     begin_ms: float
     num_bytes: float
@@ -103,13 +103,13 @@ def _changes(
 
 
 class _StageBytes(NamedTuple):
-    """Of one stage; what is of a minibatch is of one microbatch here."""
+    """Bytes of one stage; those of a minibatch are of one microbatch here."""
 
     schedule: _core.ScheduleOptions
     num_versions: int
     parameters: float
     largest: float
-    """Of a layer's parameters."""
+    """Bytes of the largest layer's parameters."""
     factored: FactoredSum
     num_replicas: int
     shares: ShardShares
@@ -171,7 +171,8 @@ class _StageBytes(NamedTuple):
         )
 
     def spare_bytes(self, optimizer_copies: float) -> float:
-        """Of a spare: its shard's versions and state, and slots for some chunks that each replica pushes."""
+        """Returns a spare's bytes: its shard's versions and state, and slots for some chunks that each
+        replica pushes."""
         from pipedream import _core
 
         shard_bytes = self.shares.of_spare * self.parameters

@@ -29,7 +29,7 @@ class SpeedRow(NamedTuple):
 
     model: str
     num_workers: int
-    """That could be used."""
+    """Workers that could be used."""
     bandwidth_bytes_per_s: float
     plan: Plan
 

@@ -29,8 +29,8 @@ class Spread:
 
     @classmethod
     def measured(cls, times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
-        """Of the times of items by what they do, in rows of like items in the order in which they were
-        done."""
+        """Makes the spread from the times of items by what they do, in rows of like items in the order in
+        which they were done."""
         return cls(
             {
                 kind: deck
@@ -77,7 +77,7 @@ def _factors(times: Sequence[float]) -> list[float]:
 
 
 def _deck(factors: Sequence[float]) -> tuple[float, ...]:
-    """As many factors, of mean 1, as stand for all of them; none of too few."""
+    """Returns a few factors, of mean 1, that stand for all of them; none if there are too few."""
     if len(factors) < _DECK_SIZE:
         return ()
     ordered = sorted(factors)

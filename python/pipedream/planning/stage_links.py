@@ -66,6 +66,6 @@ class StageLinks:
         )
 
     def slowest(self, otherwise: float) -> float:
-        """Of those that are used; otherwise: where none is."""
+        """Returns the slowest link that is used. otherwise: the value if none is."""
         slowest = min((*self.downstream, *self.upstream, *self.replicas))
         return slowest if math.isfinite(slowest) else otherwise

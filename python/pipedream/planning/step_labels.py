@@ -1,4 +1,4 @@
-"""What a picture writes on the instructions of a simulation. Pure; any thread; needs no torch."""
+"""Labels that a picture writes on the instructions of a simulation. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U", "E
 
 
 class StepLabels:
-    """What is written on the instructions of one simulation."""
+    """Labels of the instructions of one simulation."""
 
     def __init__(self, simulation: Simulation, show_versions: bool | None) -> None:
         steps = [timed.instruction for row in simulation.timeline for timed in computed(row)]
@@ -56,5 +56,5 @@ class StepLabels:
 
 
 def computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
-    """What keeps the worker, not the links."""
+    """Returns the instructions that keep the worker, not the links."""
     return [timed for timed in row if timed.instruction.opcode not in TRANSFERS]

@@ -1,5 +1,5 @@
-"""What the replicas of a stage send each other, and spares, in a round, by a profile: gradients to the shards
-of others and versions from them, or factors of gradients where these are smaller and asked for.
+"""Bytes that a stage's replicas send each other, and spares, in a round, by a profile: gradients to the
+shards of others and versions from them, or factors of gradients where these are smaller and asked for.
 
 The rule is factor_rule.py's. Pure; any thread; needs no torch.
 """
@@ -37,7 +37,7 @@ class SyncedBytes(NamedTuple):
 def synced_bytes(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: float = 1
 ) -> SyncedBytes:
-    """Of a stage of these layers. minibatches: that a replica has of a round."""
+    """Returns the bytes of a stage of these layers. minibatches: those that a replica has of a round."""
     found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
     shard_bytes = (sum(layer.parameter_bytes for layer in layers) - found.weight_bytes) / num_replicas
     return SyncedBytes(shard_bytes + found.factor_bytes, shard_bytes)
@@ -80,8 +80,8 @@ def exchange_times(
 
 
 def all_reduce_ms(stage: Stage, all_ms: float) -> float:
-    """Of a ring, in which each replica sends and receives 2 (r - 1) / r of the stage's gradients. all_ms: of
-    all of them over one link."""
+    """Returns the time of a ring, in which each replica sends and receives 2 (r - 1) / r of the stage's
+    gradients. all_ms: the time of all of them over one link."""
     return 2 * (stage.num_replicas - 1) / stage.num_replicas * all_ms
 
 

@@ -36,20 +36,20 @@ class Clock(NamedTuple):
     """How a machine's monotonic clock stands. Travels as JSON."""
 
     boot_id: str
-    """Of the machine's kernel: who shares it shares the clock. Empty when there is none to read."""
+    """Id of the machine's boot: processes that share it share the clock. Empty if there is none to read."""
     unix_ns: int
-    """What to add to the monotonic clock for nanoseconds since 1970."""
+    """Nanoseconds that make the monotonic clock one since 1970."""
 
 
 def read_clock() -> Clock:
-    """Of this machine, now."""
+    """Reads this machine's clock."""
     boot_id = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else ""
     return Clock(boot_id, time.time_ns() - time.monotonic_ns())
 
 
 def shift_ns(clock: Clock, to: Clock) -> int:
-    """What to add to times of one machine's monotonic clock to have them on the other's: 0 on one machine,
-    and as exact between two as their clocks are set (by NTP: milliseconds)."""
+    """Returns the shift from one machine's monotonic clock to the other's. It is 0 on one machine, and as
+    exact between two as their clocks are set (by NTP: milliseconds)."""
     return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
 
 

@@ -1,4 +1,4 @@
-"""What `pipedream trace` shows: the options that say which schedule, its checked lists, its figures.
+"""The schedule that `pipedream trace` shows: the options that name it, its checked lists, its figures.
 
 Pure but for the files it reads; any thread; needs no torch.
 """
@@ -286,7 +286,7 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
 
 
 def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
-    """As asked for, or enough to draw."""
+    """Returns the number that is asked for, or enough to draw."""
     num_minibatches = minibatches_to_draw(options) if request.minibatches is None else request.minibatches
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
@@ -329,7 +329,7 @@ def read_times(text: str | None) -> StageTimes:
 
 
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
-    """Of the first worker; none where they come anew with every minibatch, too narrow to name."""
+    """Returns the first worker's phases; none if they return with every minibatch, too narrow to name."""
     from pipedream import _core
     from pipedream.planning.schedule_drawing import PhaseSpan
 

@@ -21,15 +21,15 @@ __all__ = ["StageWaking", "Waking", "waking_share", "wakings_from"]
 
 @dataclass(frozen=True)
 class Waking:
-    """What is lost at once, or what is lost slowly: all of it where the worker has waited for after_ms since
-    its last item of the kind, of a shorter wait a part as large."""
+    """A cost of waiting that is lost at once or slowly: all of it if the worker has waited for after_ms since
+    its last item of the kind, and a part as large after a shorter wait."""
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
     """By kind, of what the item of a whole minibatch takes; a microbatch's pays as much."""
 
     def part(self, waited_ms: float) -> float:
-        """Of what there is to pay, 0 to 1."""
+        """Returns the share of the cost that is to be paid, 0 to 1."""
         return min(1.0, waited_ms / self.after_ms) if self.after_ms > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Waking:
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
-    """What an item pays after such a wait, of what it takes without."""
+    """Returns the cost of an item after such a wait, as a share of its time without."""
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
 
 

@@ -27,8 +27,8 @@ def is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is_
 
 
 def evaluated_boundaries(every: str | int, epochs: Sequence[int], group: int) -> set[int]:
-    """Of a run of so many minibatches. group: minibatches from one boundary to the next. A last group that is
-    not whole has its evaluation at the end."""
+    """Returns the boundaries at which a run of these minibatches is evaluated. group: minibatches from one
+    boundary to the next. A last group that is not whole has its evaluation at the end."""
     num_minibatches = len(epochs)
     last = (num_minibatches - 1) // group * group
     found = {begin for begin in range(group, last + 1, group) if is_due(every, epochs, begin - group, begin)}

@@ -1,4 +1,4 @@
-"""What cannot be trained. Each raises ValueError."""
+"""Refusals of what cannot be trained. Each raises ValueError."""
 
 from __future__ import annotations
 

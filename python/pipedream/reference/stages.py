@@ -37,7 +37,7 @@ class Stage:
     """Seed of its backward's draws; None leaves them to the process's generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
-    """Of the last stage, whose output is the loss."""
+    """The loss function of the last stage, whose output is the loss."""
     statistics_of: Sequence[MinibatchStatistics]
     """By replica, with several microbatches per minibatch; else none."""
     updaters: list[Updater]
@@ -196,7 +196,7 @@ class Recomputed:
         self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
 
     def outputs(self) -> Any:
-        """What goes downstream."""
+        """Returns the outputs that go downstream."""
         return map_tensors(Tensor.clone, self._outputs)
 
     def backward(self) -> None:

@@ -128,7 +128,7 @@ class Trainer:
         return math.lcm(*(self._versions.minibatches_per_round(stage) for stage in self._all))
 
     def use_first_replicas(self) -> None:
-        """Of every stage: modules have their buffers."""
+        """Gives modules the buffers of every stage's first replica."""
         for stage in self._stages:
             stage.use(0)
 
@@ -291,7 +291,7 @@ class Trainer:
                             leaf.data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
-        """What float16 multiplies the minibatch's loss by, as the last stage can know it."""
+        """Returns the factor of the minibatch's loss in float16, as the last stage can know it."""
         if self._scaler is None:
             return None
         if minibatch % self._versions.minibatches_per_scale == 0:
@@ -307,7 +307,7 @@ class Trainer:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
     def _add_gradients(self, minibatch: int, shares: Sequence[float], scale: float | None) -> None:
-        """Of a minibatch to those of its round, which are in `grad` of the parameters."""
+        """Adds a minibatch's gradients to those of its round, which are in `grad` of the parameters."""
         shown = {
             id(of_replica): (stage, parameter)
             for stage in self._stages
@@ -330,7 +330,7 @@ class Trainer:
                 updater.share += shares[microbatch] if microbatch < len(shares) else 0.0
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
-        """Of these stages, whose round ends with the minibatch."""
+        """Updates these stages, whose round ends with the minibatch."""
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:

@@ -60,7 +60,7 @@ __all__ = ["ReferenceResult", "run"]
 
 
 class RunnablePlan(Protocol):
-    """What a run needs of a plan; plan.Plan is one."""
+    """The parts of a plan that a run needs; plan.Plan has them."""
 
     @property
     def stages(self) -> Sequence[PlannedStage]: ...
@@ -218,7 +218,7 @@ class _EvaluatedTraining:
     ) -> None:
         self.results: list[tuple[int, dict[str, float]]] = []
         self.epochs: list[int] = []
-        """Of the minibatches that were read."""
+        """Epochs of the minibatches that were read."""
         self._model = model
         self._modules = modules
         self._validation = validation

@@ -1,4 +1,4 @@
-"""Which versions a schedule reads, and which minibatches make one. Pure."""
+"""The versions that a schedule reads, and the minibatches that make one. Pure."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Versions:
         return self.of_forward(stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Of a parameter that several stages use: at each of them the same, forward and backward. It counts
-        the rounds of its owner, whose update makes it: what vertical sync would read there, the staleness
-        older, where stages read different versions, else what the owner reads."""
+        """Returns the version of a parameter that several stages use: the same at each of them, forward and
+        backward. It counts the rounds of its owner. If stages read different versions it is the one that
+        vertical sync would read there, the staleness older; else the one that the owner reads."""
         if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
         seen = self._seen_at_input(self._number(minibatch, microbatch))

@@ -1,1 +1,1 @@
-"""What a run tells: progress while it lasts, its result, tables and pictures."""
+"""Reports of a run: progress while it lasts, its result, tables and pictures."""

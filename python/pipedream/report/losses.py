@@ -37,15 +37,15 @@ class LossRecord:
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self.parts: deque[float] | None = None
-        """Of the microbatches whose backwards are still to come, what each is in the loss of its minibatch;
-        None: nobody wants them."""
+        """The parts in the loss of their minibatch of the microbatches whose backwards are still to come;
+        None if nobody wants them."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
         self._share = 0.0
 
     def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
-        """Of a microbatch whose forward was run just now."""
+        """Adds the loss of a microbatch whose forward was run just now."""
         self._add(minibatch, loss.item(), weight)
 
     def close(self, minibatch: int) -> None:
@@ -55,7 +55,7 @@ class LossRecord:
         self._on_minibatch(minibatch, value, share)
 
     def read_pending(self) -> None:
-        """Where it reads late: what was added before. When the next item has been launched."""
+        """Reads the losses that were added before, if it reads late: when the next item has been launched."""
 
     def _add(self, minibatch: int, value: float, weight: float) -> None:
         if not math.isfinite(value) and self._on_nonfinite == "stop":
@@ -82,7 +82,7 @@ class Copier(Protocol):
 
 
 class LateLossRecord(LossRecord):
-    """Of losses on a device."""
+    """The record of losses on a device."""
 
     reads_late = True
 

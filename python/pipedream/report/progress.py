@@ -35,7 +35,7 @@ _DELAY_WIDTH_MIN = 110  # of a terminal, in columns, that has room for the delay
 
 @dataclass(frozen=True)
 class _State:
-    """What is shown: of the newest minibatch that is done."""
+    """The figures that are shown, of the newest minibatch that is done."""
 
     minibatch: int
     epoch: int

@@ -38,8 +38,8 @@ class WorkSpan(NamedTuple):
     """FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
     stage: int
     minibatch: int
-    """Of an EVALUATE the one before which the weights are evaluated; its microbatch is the validation
-    minibatch."""
+    """The minibatch. An EVALUATE has the one before which the weights are evaluated; its microbatch is the
+    validation minibatch."""
     microbatch: int
     asked_ns: int
     """When the worker asked for it; on a GPU not before the device had done the item before."""
@@ -47,18 +47,18 @@ class WorkSpan(NamedTuple):
     """When it had its input; on a GPU when the device began the user's work."""
     completed_ns: int
     wait_ns: int
-    """Of asked to ready: waiting for a neighbour's tensors, with nothing else to do."""
+    """The part of asked to ready that waits for a neighbour's tensors, with nothing else to do."""
     compute_ns: int
-    """Of ready to completed: in user code."""
+    """The part of ready to completed that is in user code."""
 
 
 class Evaluation(NamedTuple):
-    """What run(validation=...) has measured once, with the weights before a minibatch."""
+    """The figures that run(validation=...) has measured once, with the weights before a minibatch."""
 
     minibatch: int
     """The minibatches that these weights were trained on."""
     epoch: int
-    """Of the last of them."""
+    """The epoch of the last of them."""
     loss: float
     """Mean over the samples, or by weight_fn."""
     metrics: dict[str, float]
@@ -67,22 +67,22 @@ class Evaluation(NamedTuple):
 
 
 class ChannelFigures(NamedTuple):
-    """What travelled by one channel between two stages, over the whole run."""
+    """Figures of one channel between two stages, over the whole run."""
 
     name: str
     sender: int
     """Its stage."""
     receiver: int
     transport: str
-    """As in RunResult.transports."""
+    """The transport as in RunResult.transports."""
     codec: str
-    """Of its floating-point tensors; "none" where it applies to none of them, as bf16 and fp16 where autocast
-    has made them 16 bits long."""
+    """The codec of its floating-point tensors; "none" if it applies to none of them, as bf16 and fp16 do not
+    if autocast has made them 16 bits long."""
     items: int
     """Microbatches."""
     chunks: int
     tensor_bytes: int
-    """As they are without a codec."""
+    """Bytes of its tensors without a codec."""
     wire_bytes: int
     """By the socket, headers included."""
     placed_bytes: int
@@ -94,8 +94,8 @@ class ChannelFigures(NamedTuple):
     wait_ms: float
     """In which the receiver had nothing to do but to wait for this channel."""
     overlap_share: float | None
-    """Of transfer_ms: in which the receiver did not wait, 0 to 1; None when nothing was under way. At least
-    so much was hidden: the receiver also waits for what its neighbour has yet to compute."""
+    """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was under way. At
+    least so much was hidden: the receiver also waits for what its neighbour has yet to compute."""
     chunk_bytes: int
     """Into how large chunks tensors were cut at the end of the run; it is measured on the first ones."""
     refused: int
@@ -106,7 +106,7 @@ class UpdateOrder(NamedTuple):
     """In which order one asynchronous shard has had the replicas' gradients, each an update of its own."""
 
     parts: list[list[tuple[str, int, int]]]
-    """What of it is updated at once: (parameter, first element, elements), as they lie in memory."""
+    """Parts of it that are updated at once: (parameter, first element, elements), as they lie in memory."""
     replicas: list[int]
     """By update, whose gradient it was of. A replica's come in their order, part by part. Empty where there
     were more than 2^20."""
@@ -114,8 +114,8 @@ class UpdateOrder(NamedTuple):
 
 @dataclass(repr=False)
 class RunResult:
-    """What `run` returns. Lists over workers are in the order of their ranks. Its repr has a few lines,
-    summary() has all figures."""
+    """The result that `run` returns. Lists over workers are in the order of their ranks. Its repr has a few
+    lines, summary() has all figures."""
 
     losses: list[float]
     """One per minibatch, in order, unrounded."""
@@ -160,14 +160,15 @@ class RunResult:
     offload: list[list[str]] = field(default_factory=list)
     """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
-    """Of every channel between two stages, activations and gradients."""
+    """Figures of every channel between two stages, activations and gradients."""
     bytes_synced: int = 0
     """By the replicas of each stage, and its spares, to each other, headers included: gradients, or their
     factors, and versions of the weights. What an all-reduce sends is not in it."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
-    """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
+    """Times at which the latest items of each of `channels` were under way. At rank 0 only, as `spans`
+    are."""
     worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
     drained_at: list[int] = field(default_factory=list)
@@ -189,7 +190,7 @@ class RunResult:
     parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
     say it."""
     validation: list[Evaluation] = field(default_factory=list)
-    """Of run(validation=...): one entry per evaluation, in order."""
+    """Evaluations of run(validation=...), one entry each, in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
     """With sync="asp", by stage and replica, of each one's shard; none for a stage without replicas. Given
     these, pipedream.reference computes the same numbers."""

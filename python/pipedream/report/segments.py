@@ -1,4 +1,4 @@
-"""What one worker reports of a run in several segments (launch/segment.py): as of one.
+"""The report of one worker on a run in several segments (launch/segment.py), joined to one.
 
 Counts and times are sums without what lies between two segments, memory is the most of any. Plain values that
 travel as JSON; any thread.
@@ -54,8 +54,8 @@ def _joined_stage(of_segments: Sequence[_Report]) -> _Report:
 
 
 def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
-    """Of an asynchronous shard (AsynchronousServer.record). Each segment begins with all gradients of the one
-    before, whatever the replica had read of them."""
+    """Joins the records of an asynchronous shard (AsynchronousServer.record). Each segment begins with all
+    gradients of the one before, whatever the replica had read of them."""
     *before, last = of_segments
     order = _chained(each["order"] for each in of_segments)
     is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)

@@ -1,4 +1,4 @@
-"""What the caller of local workers and they themselves see of each other while they run, and after one was
+"""The board on which local workers and their caller see each other while they run, and after one was
 killed.
 
 A small file that all of them map; it survives the worker. Each rank writes its own entry; the caller asks
@@ -68,7 +68,7 @@ class StatusBoard:
         self._minibatches[self._stop_at] = minibatch
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
-        """Of the next minibatch of this replica of the last stage; by its worker."""
+        """Adds the loss of the next minibatch of this replica of the last stage. Its worker calls it."""
         num_losses = self._num_losses = self._num_losses + 1
         if num_losses >= len(self._losses):
             self._map_losses(self._path_of(replica), max(_NUM_LOSSES_AT_FIRST, 2 * num_losses))

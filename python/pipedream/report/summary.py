@@ -1,4 +1,4 @@
-"""What a RunResult shows of itself: a few lines, tables of all figures, and a picture of the losses.
+"""Texts and pictures of a RunResult: a few lines, tables of all figures, and a picture of the losses.
 
 Pure but for the picture's file; any thread.
 """

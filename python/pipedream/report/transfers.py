@@ -27,7 +27,7 @@ class SentTransfer(NamedTuple):
     minibatch: int
     microbatch: int
     wire_bytes: int
-    """Of its tensors as they travel: after the codec."""
+    """Bytes of its tensors as they travel, after the codec."""
     queued_ns: int
     """When its stage handed it over."""
     started_ns: int
@@ -66,7 +66,7 @@ class ChannelTransfers(NamedTuple):
 def combine_transfers(
     channels: Iterable[RunChannel], reports: Sequence[dict[str, Any]]
 ) -> list[ChannelTransfers]:
-    """Of the workers' reports, with times on the clock of the first worker's machine."""
+    """Combines the workers' reports, with times on the clock of the first worker's machine."""
     found = []
     for channel in channels:
         at_sender, at_receiver = reports[channel.sender], reports[channel.receiver]
@@ -158,7 +158,7 @@ def _arrows(
     received: Sequence[ReceivedTransfer],
     arrived: Sequence[Span],
 ) -> Iterator[tuple[Span, Span]]:
-    """Of the items that both ends have kept."""
+    """Yields arrows between the items that both ends have kept."""
     begins = {(item.minibatch, item.microbatch): span for item, span in zip(sent, on_wire, strict=True)}
     for item, span in zip(received, arrived, strict=True):
         begin = begins.get((item.minibatch, item.microbatch))

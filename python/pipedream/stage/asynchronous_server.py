@@ -215,7 +215,7 @@ class AsynchronousServer(ShardClient):
             self.serve(self._awaiting[index], item)
 
     def serve(self, other: int, item: _core.ReceivedItem) -> None:
-        """What that replica has pushed; a part is applied, and answered, when all of it is there."""
+        """Takes what that replica has pushed. A part is applied, and answered, when all of it is there."""
         self._awaiting.remove(other)
         if item.fields.is_end_of_data:
             return
@@ -288,7 +288,7 @@ class AsynchronousServer(ShardClient):
     # Both.
 
     def _to_keep(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Where they lie, unless the optimizer may keep them, or change them."""
+        """Returns the gradients where they lie, or copies if the optimizer may keep or change them."""
         if self._steps_by_element:
             return gradients
         return [None if gradient is None else gradient.clone() for gradient in gradients]

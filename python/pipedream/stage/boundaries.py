@@ -38,7 +38,7 @@ __all__ = [
 
 
 class BoundaryListener(Protocol):
-    """What a worker does at boundaries. Each call is of one stage and boundary; events: the bits above."""
+    """The work of a worker at boundaries. Each call is of one stage and boundary; events: the bits above."""
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         """The stage has run no forward of the minibatch, and all of those before it."""
@@ -172,7 +172,7 @@ class StageZeroGate:
 
 
 class Boundaries:
-    """What is due at the stages of one worker."""
+    """The events that are due at the stages of one worker."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Boundaries:
         return stage in self._begun
 
     def events_in_hand(self, minibatch: int) -> int:
-        """What an activation carries that goes from one stage of this worker to another."""
+        """Returns the events of an activation that goes from one stage of this worker to another."""
         group, events = self._newest
         return events if minibatch - minibatch % self.group_size == group else 0
 

@@ -1,4 +1,4 @@
-"""What is decided about a run outside its data: where it ends early, and what its callbacks want.
+"""Decisions about a run that do not follow from its data: where it ends early, and what its callbacks want.
 
     a wish to end   rank 0 chooses its next boundary, or one that no replica of stage 0 has passed
     a callback      asked at a boundary; its answer is due at the same one where the schedule drains, and the
@@ -89,7 +89,7 @@ class AnswerWay(Protocol):
         is called meanwhile, and raises what ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
-        """Of the answer that was due there; at any worker, once it is there."""
+        """Returns the factor of the answer that was due there; at any worker, once it is there."""
 
 
 class Asking:
@@ -117,7 +117,7 @@ class Asking:
         self._num_told = 0  # minibatches
         self._evaluated_at = -1
         self._due: list[tuple[int, int]] = []
-        """Where answers are due, and the boundaries of their questions."""
+        """Boundaries at which answers are due, and those of their questions."""
         self._losses: dict[int, float] = {}
         """By minibatch, of this replica's microbatches, in part for those that are not back yet."""
         self._num_waited = 0  # minibatches
@@ -191,7 +191,7 @@ class RateChanges:
 
 @dataclass(frozen=True)
 class Steered:
-    """What steers a worker, in all segments of a run."""
+    """The steering of a worker, in all segments of a run."""
 
     stopping: Stopping | None = None
     asking: Asking | None = None
@@ -199,7 +199,7 @@ class Steered:
 
 
 def bits_of_loss(loss: float) -> int:
-    """As ItemFields.data_fingerprint of a gradient carries it."""
+    """Returns the loss as ItemFields.data_fingerprint of a gradient carries it."""
     (bits,) = _BITS.unpack(_DOUBLE.pack(loss))
     return int(bits)
 

@@ -1,5 +1,5 @@
-"""What a worker's program sends and receives by itself, not with a forward or backward: gradients and
-versions of tied parameters, norms, and what a replica pushes.
+"""Items that a worker's program sends and receives by themselves, without a forward or backward: gradients
+and versions of tied parameters, norms, and what a replica pushes.
 
 The engine says when, and moves what goes to another worker. Between two stages of one worker the tensors go
 from hand to hand here. Owned by the worker's compute thread.
@@ -44,7 +44,8 @@ class EdgeTransfers:
         }
 
     def do(self, work: _core.WorkItem, gradient_slot: int = 0) -> list[Tensor]:
-        """What leaves the worker. gradient_slot: of the version that the stage's last backward read."""
+        """Returns the tensors that leave the worker. gradient_slot: the slot of the version that the stage's
+        last backward read."""
         edge = work.edge
         assert edge is not None
         if edge.kind == "push":  # what else replicas exchange the core does

@@ -44,15 +44,15 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class EvaluatedStage:
-    """What one stage evaluates with."""
+    """The parts that one stage evaluates with."""
 
     stage: StageModule
-    """Of the eval-mode forward."""
+    """The stage of the eval-mode forward."""
     trained: StageModule
     weights: StageWeights
     tied: TiedParameters
     boundary_in: Boundary | None
-    """Of the eval-mode forward; None at the first stage."""
+    """The boundary of the eval-mode forward; None at the first stage."""
     boundary_out: Boundary | None
     """None at the last stage."""
 

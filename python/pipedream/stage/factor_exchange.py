@@ -23,7 +23,7 @@ __all__ = ["FactorExchange"]
 
 
 class FactorExchange:
-    """Of the weights of one stage whose gradients are pushed as factors, at least one."""
+    """The exchange of factors for the weights of one stage that are pushed so, at least one."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FactorExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Of what backwards have left and is not pushed."""
+        """Bytes that backwards have left and that are not pushed."""
         return self._left.num_bytes
 
     def counts(self, parameter: int) -> bool:
@@ -87,7 +87,7 @@ class FactorExchange:
         self._pushed = None
 
     def take_in(self, other: int, round_index: int, item: Sequence[Tensor]) -> None:
-        """What that replica has pushed."""
+        """Takes the factors that this replica has pushed."""
         self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
 
     def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:

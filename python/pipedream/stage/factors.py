@@ -33,7 +33,7 @@ class FactorLayer:
     parameter: int
     """Its position among the stage's."""
     num_rows_max: int
-    """Of one replica in a round."""
+    """The most rows of one replica in a round."""
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
@@ -55,14 +55,14 @@ def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None 
 
 
 class RoundFactors:
-    """What the backwards of one replica leave of a round."""
+    """Factors that the backwards of one replica leave of a round."""
 
     def __init__(self, layers: Sequence[FactorLayer]) -> None:
         self._layers = layers
         self._uses: dict[str, list[Factors]] = {layer.name: [] for layer in layers}
 
     def add(self, name: str, gradients: Tensor, inputs: Tensor) -> None:
-        """As FactoredLayers takes them."""
+        """Adds factors as FactoredLayers gives them."""
         self._uses[name].append(Factors(_copy(gradients), _copy(inputs)))
 
     @property
@@ -70,8 +70,8 @@ class RoundFactors:
         return sum(factor.nbytes for uses in self._uses.values() for factors in uses for factor in factors)
 
     def take(self) -> list[Factors | None]:
-        """Of the round, by layer; None for a weight that no backward used. Raises ValueError for more rows
-        than are planned for."""
+        """Returns the round's factors by layer; None for a weight that no backward used. Raises ValueError
+        for more rows than are planned for."""
         taken: list[Factors | None] = []
         for layer in self._layers:
             uses, self._uses[layer.name] = self._uses[layer.name], []
@@ -89,7 +89,7 @@ class RoundFactors:
 def item_of(
     layers: Sequence[FactorLayer], factors: Sequence[Factors | None], device: torch.device
 ) -> list[Tensor]:
-    """What travels: which layers have any, and of each its gradients and its inputs."""
+    """Returns the tensors that travel: which layers have factors, and the gradients and inputs of each."""
     has_any = [of_layer is not None for of_layer in factors]
     tensors = [torch.tensor(has_any, device=device).to(torch.uint8)]
     for layer, of_layer in zip(layers, factors, strict=True):

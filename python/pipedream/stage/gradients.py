@@ -46,7 +46,7 @@ _NORM_ELEMENTS_MAX = 1 << 20  # of a bfloat16 gradient that are widened at once
 
 
 class GradientFigures(NamedTuple):
-    """Of one stage, a part of one, or of several: they add up."""
+    """Figures of the gradients of one stage, of a part, or of several: they add up."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
@@ -63,7 +63,7 @@ class GradientFigures(NamedTuple):
 
 
 def clip_scale(squared_norm: float, max_norm: float | None) -> float:
-    """What the gradients are multiplied by so that their norm is at most max_norm."""
+    """Returns the factor that makes the gradients' norm at most max_norm."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (math.sqrt(squared_norm) + _NORM_EPSILON))
@@ -106,18 +106,19 @@ class StageGradients:
         self._overflowed = False
 
     def num_bytes(self, own_slot: int) -> int:
-        """Of what the backwards have accumulated so far."""
+        """Bytes of the gradients that backwards have accumulated so far."""
         tied = self._weights.tied.values()
         leaves = [leaf for group in tied for slot in range(group.num_slots) for leaf in group.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
     @property
     def around_backward(self) -> Region | None:
-        """What a backward of the stage runs in."""
+        """The region that a backward of the stage runs in."""
         return None
 
     def whole_slot(self, newest_slot: int) -> int:
-        """Of the newest version that this worker has all of. newest_slot: of its own part of the newest."""
+        """Returns the slot of the newest version that this worker has all of. newest_slot: that of its own
+        part."""
         return newest_slot
 
     def begin_backward(self) -> None:
@@ -201,13 +202,13 @@ class NormExchange:
         self._total: GradientFigures | None = None
 
     def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
-        """What goes over the edge."""
+        """Returns the tensor that goes over the edge."""
         self._begin(minibatch)
         figures = self._sum if _goes_upstream(edge) else self.total(minibatch)
         return torch.tensor([*map(float, figures)], dtype=torch.float64)
 
     def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
-        """What has come over the edge."""
+        """Takes the tensor that has come over the edge."""
         self._begin(minibatch)
         squared_norm, overflowed, told = content.tolist()
         figures = GradientFigures(squared_norm, bool(overflowed), bool(told))
@@ -217,7 +218,7 @@ class NormExchange:
             self._total = figures
 
     def total(self, minibatch: int) -> GradientFigures:
-        """Of all workers: once what the program exchanges of the minibatch has come."""
+        """Returns the figures of all workers, once the program's exchange for the minibatch has come."""
         self._begin(minibatch)
         if self._is_first:
             return self._sum
@@ -246,8 +247,8 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
 
 
 def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """What the stage's optimizer is called with, of a model with these ties: its own, then those tied ones
-    that it owns, in the order of StageGradients."""
+    """Returns the parameters that the stage's optimizer is called with: its own, then the tied ones that it
+    owns, in the order of StageGradients."""
     own, _ = split_tied(stage, [tie.parameter for tie in ties])
     owned = ties_by_owner(stage.stage_index, ties).get(stage.stage_index, [])
     return [*own, *split_tied(stage, [tie.parameter for tie in owned])[1]]

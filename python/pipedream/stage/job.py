@@ -1,4 +1,4 @@
-"""What is to be trained and where this process stands in it. Plain values; any thread."""
+"""The job of a run, and the place of this process in it. Plain values; any thread."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Continued:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What to train and how: equal at all workers, which compare it (agreement.py), but for what rank 0
-    overrides (plan) and for what is declared as each one's own."""
+    """The options of a run. They are equal at all workers, which compare them (agreement.py), but for the
+    plan, which rank 0 overrides, and for fields that are declared as each worker's own."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
@@ -84,7 +84,7 @@ class JobOptions:
     recompute: tuple[bool, ...] | None
     """Per stage; None: each worker decides, to fit into memory_bytes."""
     memory_bytes: int | None = field(metadata=compared("memory", given))
-    """What this worker may use, at most."""
+    """Bytes that this worker may use at most."""
     autocast: torch.dtype | None = field(metadata=compared(said=lambda dtype: dtype and str(dtype)))
     max_grad_norm: float | None
     sync: str
@@ -96,14 +96,14 @@ class JobOptions:
     on_nonfinite: str
     gather: str
     weights: WeightSource = field(metadata=compared(said=given))
-    """Of what is on the meta device."""
+    """The source of weights that are on the meta device."""
     save: str | None
     """The folder for trained weights, absolute."""
     progress: bool = field(metadata=OWN)
     num_threads: int = field(metadata=OWN)
-    """Of torch, per worker."""
+    """Torch's threads per worker."""
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
-    """Where callbacks are called."""
+    """The places at which callbacks are called."""
     state: RunState | None = field(default=None, metadata=compared(said=lambda state: state and state.name))
     """The state of the run that this one goes on from."""
     validation: Validation | None = field(
@@ -194,7 +194,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where this worker stands among the others."""
+    """The place of this worker among the others."""
 
     rank: int
     world_size: int
@@ -208,8 +208,8 @@ class WorkerPlace:
     stop_order: StopOrder | None = None
     """None: nobody may end the run early."""
     folder: Path | None = None
-    """Of a local worker, for its caller. None: the user has the model of this process, and finds it again on
-    the device where it was."""
+    """The folder of a local worker, for its caller. None: the user has the model of this process, and finds
+    it again on the device where it was."""
 
     @property
     def returns_model(self) -> bool:
@@ -252,8 +252,8 @@ _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
 
 @dataclass(frozen=True)
 class CallerSettings:
-    """What is set for a whole process and decides what a model computes or how its data are loaded: local
-    workers take the caller's."""
+    """Settings of a whole process that decide what a model computes or how its data are loaded. Local workers
+    take the caller's."""
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -264,9 +264,9 @@ class CallerSettings:
     anomalies: tuple[bool, bool]
     """Whether autograd looks for them, and whether NaN is one."""
     start_method: str
-    """Of multiprocessing: how a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
+    """The way in which a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
     sharing_strategy: str
-    """Of torch.multiprocessing: how they hand over their tensors."""
+    """The way in which a DataLoader's processes hand over tensors (torch.multiprocessing)."""
 
     @classmethod
     def capture(cls) -> CallerSettings:

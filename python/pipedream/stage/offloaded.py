@@ -1,5 +1,5 @@
-"""What a stage's microbatches keep for their backwards, out of device memory until then: where the forward's
-graph goes, and when it and the weight versions come back. Owned by the worker's compute thread.
+"""Offloading of what microbatches keep for their backwards: the place of the forward's graph meanwhile, and
+the moment when it and the weight versions come back. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class OffloadedStash:
         return contextlib.nullcontext() if stashed.saved is None else stashed.saved
 
     def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
-        """What the backward begins at: of a stash that leaves the device no outputs, which are sent."""
+        """Returns the tensors at which the backward begins. A stash that leaves the device keeps no outputs,
+        which are sent."""
         if stashed.saved is None or not stashed.saved.leaves_device:
             return outputs
         return [graph_root(output) for output in outputs]

@@ -25,8 +25,8 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Of the received tensors that could have one; those that have none in this backward are without
-    elements. At least one tensor: the word that the backward is done."""
+    """Returns the gradients of the received tensors that could have one; without elements for those that have
+    none in this backward. There is at least one tensor, which says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 

@@ -49,7 +49,7 @@ class ParameterServer(ShardClient):
         self._num_minibatches = 0
         """Whose microbatches its gradients are of."""
         self.mean_peak_bytes = 0
-        """Of means in memory of their own, the most that there were at once."""
+        """The most bytes of means in memory of their own at once."""
         self._mean_bytes = 0
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -71,7 +71,7 @@ class ParameterServer(ShardClient):
             self._factors.take_in(other, self._round, tensors)
 
     def figures(self) -> GradientFigures:
-        """Of this shard's mean gradients, once all have come."""
+        """Returns the figures of this shard's mean gradients, once all have come."""
         self._mean_bytes = 0
         means = {part.first: self._means_of(part) for part in self._parts}
         self._taken = [mean for first in sorted(means) for mean in means[first]]

@@ -1,4 +1,4 @@
-"""Where a worker's compute thread is in its work, for errors. Owned by that thread."""
+"""The position of a worker's compute thread in its work, for errors. Owned by that thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Position", "located"]
 
 @dataclass
 class Position:
-    """What is being worked on, for errors."""
+    """The item that is being worked on, for errors."""
 
     plan: Plan
     rank: int

@@ -1,5 +1,5 @@
-"""What one replica pushes: its gradients of a round, chunk by chunk, to the owners of the shards, and when
-they are complete those that are pushed as factors.
+"""Pushes of one replica: its gradients of a round, chunk by chunk, to the owners of the shards, and when they
+are complete those that are pushed as factors.
 
 Owned by the worker's compute thread.
 """
@@ -36,11 +36,11 @@ class ItemLinks(Protocol):
 
 
 class RoundPushes:
-    """What one replica pushes of a round: chunk by chunk in a fixed order, each as soon as the backward has
-    accumulated its gradients, or when it is over. Knows no leaves, which know it by their hooks.
+    """The pushes of one replica in a round: chunk by chunk in a fixed order, each as soon as the backward has
+    accumulated its gradients, or when it is over. It knows no leaves, which know it by their hooks.
 
-    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. What
-    does so in the first waits for the end of every later one.
+    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. A
+    parameter that does so in the first backward waits for the end of every later one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RoundPushes:
             other: [frozenset(piece.parameter for piece in chunk.pieces) for chunk in chunks[other]]
             for other in channels
         }
-        """Of each chunk that goes there, the parameters."""
+        """The parameters of each chunk that goes there."""
         self._is_open = False
         self._loss_scale = 1.0
         self._num_summed = 1
@@ -207,7 +207,7 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def copied_bytes(chunks: Iterable[Chunk]) -> int:
-    """Of these that are pushed, the copies that they leave from."""
+    """Returns the bytes of the copies from which these chunks leave."""
     return sum(chunk.num_bytes for chunk in chunks if not is_filled(chunk))
 
 

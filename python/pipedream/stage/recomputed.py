@@ -19,7 +19,7 @@ __all__ = ["RecomputedPasses"]
 
 
 class RecomputedPasses(StagePasses):
-    """Of a stage that keeps no graph from the forward to the backward."""
+    """The passes of a stage that keeps no graph from the forward to the backward."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""What replicas of a stage reduce together, in the place of a parameter server: each has the whole of the
+"""Replicas of a stage that reduce together, in the place of a parameter server: each has the whole of the
 stage's parameters and the whole state of the optimizer.
 
     round t, at each replica

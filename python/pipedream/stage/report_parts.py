@@ -1,4 +1,4 @@
-"""What the reports of a replica and of a spare have alike. Pure; on the worker's compute thread."""
+"""Parts that the reports of a replica and of a spare share. Pure; on the worker's compute thread."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class ShardClient(StageGradients):
         self._num_rounds_waiting = num_rounds_kept - 1
         self._has_pushed = False  # since it was last known what has left
         self.before_sending: Callable[[Tensor | None], None] | None = None
-        """As RoundPushes has it."""
+        """The function of RoundPushes of the same name."""
         self._pushes = RoundPushes(
             core,
             channels.push_to,
@@ -253,11 +253,11 @@ class ShardClient(StageGradients):
         ]
 
     def whole_slot(self, newest_slot: int) -> int:
-        """Of the newest version whose shards have all been pulled."""
+        """Returns the slot of the newest version whose shards have all been pulled."""
         slot = self._exchange.whole_slot()
         return newest_slot if slot is None else slot
 
     def _shaped(self, gradient: Tensor, piece: Piece) -> Tensor:
-        """As the optimizer takes it: flat, or of a whole parameter like that."""
+        """Returns the gradient as the optimizer takes it: flat, or in the shape of a whole parameter."""
         leaf = self._leaves(0, 0)[piece.parameter]
         return gradient.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else gradient

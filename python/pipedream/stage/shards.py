@@ -1,6 +1,5 @@
-"""Which replica of a stage owns which part of its parameters: chunks of the flat slot, dealt to as many
-shards as there are replicas and spares, and what an optimizer keeps of its parameters where it has one shard
-of them.
+"""The shards of a stage: chunks of the flat slot, dealt to as many shards as there are replicas and spares,
+and what an optimizer keeps of its parameters if it has one shard of them.
 
 Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. What each
 replica updates for itself, as all have its whole gradient, is in no chunk. Pure; any thread.
@@ -80,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What travels at once: a range of the flat slot that one shard owns."""
+    """A range of the flat slot that one shard owns and that travels at once."""
 
     shard: int
     begin_bytes: int
@@ -95,7 +94,7 @@ class Chunk:
 
     @functools.cached_property
     def split_bytes(self) -> list[int]:
-        """What lies before each piece, of no piece, and the piece, in turn, to its end."""
+        """Returns the bytes before each piece that are in no piece, and those of the piece, in turn."""
         sizes, end_bytes = [], 0
         for piece in self.pieces:
             sizes += [piece.begin_bytes - end_bytes, piece.num_bytes]
@@ -160,7 +159,7 @@ class ShardLayout:
                 )
 
     def _region_of(self, parameter: int) -> tuple[bool, int]:
-        """Of the slots, without what is shared between."""
+        """Returns the region of the slots, without what is shared between."""
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
@@ -181,13 +180,14 @@ class ShardLayout:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
     def dtype_of(self, shard: int) -> torch.dtype:
-        """Of all that is in its chunks; uint8 where they have several."""
+        """Returns the dtype of everything in its chunks; uint8 if they have several."""
         pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
         dtypes = {self._parameters[piece.parameter].dtype for piece in pieces}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
-        """What its replica updates, in the order of the parameters: dealt to it, or shared."""
+        """Returns the pieces that its replica updates, in the order of the parameters: dealt to it, or
+        shared."""
         pieces = [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
         return sorted([*pieces, *self.shared_pieces()], key=lambda piece: (piece.parameter, piece.first))
 
@@ -195,7 +195,7 @@ class ShardLayout:
         return [whole_piece(index, self._parameters[index]) for index in self.shared]
 
     def tied_pieces_of(self, shard: int) -> list[Piece]:
-        """Of parameters that are counted from the first tied one on."""
+        """Returns the pieces of tied parameters, which are counted from the first tied one on."""
         return [
             replace(piece, parameter=piece.parameter - self.num_own)
             for chunk in self.chunks_of(shard)
@@ -225,27 +225,27 @@ class ShardLayout:
 
 
 def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Of a shard, given as its slots have them: as a backward makes them, the last first, and then the tied
-    ones, which wait for other stages."""
+    """Returns a shard's chunks, given in the order of its slots, as a backward makes them: the last first,
+    and then the tied ones, which wait for other stages."""
     own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
     return [*own[::-1], *tied]
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What of a shard the optimizer updates at once."""
+    """The part of a shard that the optimizer updates at once."""
 
     chunks: Sequence[tuple[int, Chunk]]
     """Each with its position among the shard's, in the order in which they leave."""
     pieces: Sequence[Piece]
     """Consecutive ones of the shard: those of the chunks, and what is in none."""
     first: int
-    """Of the pieces, among the shard's."""
+    """The first of its pieces among the shard's."""
 
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
-    """Of a shard with these chunks, as they leave, and these pieces; after the chunks' what is in none of
-    them. at_once: one part."""
+    """Returns the parts of a shard with these chunks, as they leave, and these pieces; last the part that is
+    in no chunk. at_once: one part."""
     if not pieces:
         return []
     if at_once:
@@ -271,12 +271,12 @@ def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
 
 
 def whole_piece(index: int, parameter: Tensor) -> Piece:
-    """Of a parameter that lies in no chunk."""
+    """Returns the piece of a parameter that lies in no chunk."""
     return Piece(index, 0, parameter.numel(), True, 0, parameter.nbytes)
 
 
 def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
-    """Of all these, which lie in no chunk."""
+    """Returns the pieces of these parameters, which lie in no chunk."""
     return [whole_piece(index, parameter) for index, parameter in enumerate(parameters)]
 
 

@@ -127,7 +127,7 @@ class SpareLoop:
         return memory_rows(self._core, self._predicted, measured)
 
     def _report(self) -> dict[str, Any]:
-        """As a replica's, of which it has no stage, no data and no losses."""
+        """Returns a replica's report without stage, data and losses."""
         core = self._core
         core.wait_for_transfers(LEAVE_TIMEOUT_S)
         return {

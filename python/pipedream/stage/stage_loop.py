@@ -233,7 +233,8 @@ class WorkerLoop:
         )
 
     def _planned_events(self) -> list[Planned]:
-        """What is due at boundaries that follow from the data; at every replica of stage 0 the same."""
+        """Returns the events at boundaries that follow from the data, the same at every replica of stage
+        0."""
         validation, checkpoints = self._options.validation, self._options.checkpoints
         planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
         if checkpoints is not None and checkpoints.seconds is None:
@@ -241,7 +242,7 @@ class WorkerLoop:
         return planned
 
     def _boundary_listeners(self) -> list[BoundaryListener]:
-        """What this worker does at boundaries."""
+        """Returns the listeners of this worker at boundaries."""
         listeners = (self._steered.rate_changes, self._saver, self._evaluations)
         return [listener for listener in listeners if listener is not None]
 
@@ -442,7 +443,7 @@ class WorkerLoop:
         return work
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
-        """What the item sends; None when there is no such minibatch."""
+        """Does the item, and returns the tensors that it sends; None if there is no such minibatch."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
@@ -494,7 +495,7 @@ class WorkerLoop:
         runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))
 
     def _clip_scale(self, figures: GradientFigures) -> float | None:
-        """What the gradients are multiplied by; None after an overflow."""
+        """Returns the factor of the gradients; None after an overflow."""
         if self._options.autocast is torch.float16 and figures.overflowed:
             return None
         return clip_scale(figures.squared_norm, self._options.max_grad_norm)
@@ -625,7 +626,7 @@ def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
 
 
 def _record_of(gradients: StageGradients) -> dict[str, Any] | None:
-    """Of asynchronous shards."""
+    """Returns the record of asynchronous shards."""
     return gradients.record() if isinstance(gradients, AsynchronousServer) else None
 
 
@@ -672,8 +673,8 @@ def _mean_scale(
     runner: StageRunner,
     minibatch: int,
 ) -> float:
-    """What makes of the gradients that a stage's update takes the mean of their round, of unscaled losses:
-    at a stage without replicas, which has them all, they are a sum; where no stage has any, a round is a
+    """Returns the factor that makes a stage's gradients the mean of their round, of unscaled losses. At a
+    stage without replicas, which has them all, they are a sum; if no stage has replicas, a round is a
     minibatch. minibatch: the round's first."""
     if runner.parts.gradients.takes_means:
         return 1.0

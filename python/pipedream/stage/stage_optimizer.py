@@ -1,4 +1,4 @@
-"""What makes version v + 1 of a stage's weights from version v and a minibatch's gradients.
+"""The optimizer of a stage: it makes version v + 1 of the weights from version v and a minibatch's gradients.
 
 Owned by the worker's compute thread.
 """
@@ -323,8 +323,8 @@ class StageOptimizer:
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
-        """Of as many as are given, from `first` in the order of `named` on. Only some where the optimizer
-        works element by element; end_step() follows the last of a version."""
+        """Steps as many parameters as are given, from `first` on in the order of `named`. Only an optimizer
+        that works element by element is given some; end_step() follows the last of a version."""
         masters = self._masters[first : first + len(read)]
         if self.optimizer is None or not masters:
             return

@@ -50,7 +50,7 @@ _NO_SLOTS: dict[int, int] = {}
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a runner works with."""
+    """The parts that a runner works with."""
 
     stage: StageModule
     weights: StageWeights
@@ -65,7 +65,7 @@ class StageParts:
     losses: LossRecord | None
     """At the last stage."""
     boundaries: Boundaries
-    """Of the worker."""
+    """The boundaries of the worker."""
     gate: StageZeroGate | None
     """At the first stage."""
     tells_losses: bool
@@ -108,13 +108,13 @@ class StageRunner:
         self._losses, self._boundaries = parts.losses, parts.boundaries
         self._gate, self._tells_losses = parts.gate, parts.tells_losses
         self.fields = self._activation_fields = _core.ItemFields()
-        """What travels with the tensors of the latest item."""
+        """Fields that travel with the tensors of the latest item."""
         self._gradient_fields = _core.ItemFields()
         self.gradient_slot = 0
-        """Of the version whose leaves hold the gradients."""
+        """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """What the gradients that the latest backward left are multiplied by; where replicas update alone,
-        what their microbatches of the round so far count."""
+        """The factor that the latest backward's gradients carry; if replicas update alone, the count of their
+        microbatches of the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
@@ -263,7 +263,9 @@ class StageRunner:
         return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
 
     def _begin_boundary(self, work: _core.WorkItem) -> int:
-        """What is due at the boundary before the forward's group, where it is the stage's first there."""
+        """Returns the events due at the boundary before the forward's group, if it is the stage's first
+        there.
+        """
         events = work.boundary_events
         if self._gate is not None:
             events = self._gate.events
@@ -368,7 +370,8 @@ class StageRunner:
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
 
     def _read_losses(self) -> None:
-        """What the device could not do comes out here too, so it is the user's code that is named."""
+        """Reads losses that are due. An error of the device comes out here too, so the user's code is
+        named."""
         assert self._losses is not None
         self._user.run("forward or loss_fn", self._losses.read_pending)
 
@@ -478,8 +481,8 @@ class StageRunner:
     # Update.
 
     def figures(self, minibatch: int) -> GradientFigures:
-        """Of the gradients that an update takes, as they are, and what its round was told. minibatch: its
-        round's first."""
+        """Returns the figures of the gradients that an update takes, and what its round was told. minibatch:
+        the round's first."""
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
         return self._gradients.figures()._replace(told=told)
 

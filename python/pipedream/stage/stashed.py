@@ -1,4 +1,4 @@
-"""What a stage keeps of a microbatch from its forward to its backward. Owned by the compute thread."""
+"""The stash of a microbatch, from its forward to its backward. Owned by the compute thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Stashed"]
 
 @dataclass(slots=True)
 class Stashed:
-    """What the backward of a microbatch needs."""
+    """Everything that the backward of a microbatch needs."""
 
     minibatch: int
     leaves: list[Tensor]
@@ -25,11 +25,11 @@ class Stashed:
     """The stage's input, until the forward has it; under recompute until the second one has."""
     piece: Microbatch
     read_slot: int
-    """Of the version that the forward read."""
+    """The slot of the version that the forward read."""
     scale: float
-    """Of the loss in float16, where it is taken."""
+    """The loss scale of float16, if there is one."""
     outputs: list[Tensor] = field(default_factory=list)
-    """Of the forward that the backward goes through, or the loss; empty before a recompute."""
+    """The outputs of the forward that the backward goes through, or the loss; empty before a recompute."""
     generators: GeneratorState | None = None
     buffers: Buffers = field(default_factory=list)
     """Recompute: what the forward read and changed."""

@@ -44,7 +44,7 @@ def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]
 
 
 class _Group:
-    """What a stage shares with one owner, which may be itself: parameters whose versions go together."""
+    """The parameters that a stage shares with one owner, which may be itself: their versions go together."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class TiedParameters:
 
     @property
     def newest_owned_leaves(self) -> list[nn.Parameter]:
-        """Of the version that this replica has made last."""
+        """Returns the leaves of the version that this replica has made last."""
         return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
 
     def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
@@ -259,7 +259,7 @@ class TiedParameters:
         return [flags, *(exportable(_dense(gradient, leaf)) for gradient, leaf in pairs)]
 
     def take_gradients_from(self, user: int, received: list[Tensor]) -> None:
-        """That user's part of the next update, of one minibatch."""
+        """Takes that user's part of the next update, for one minibatch."""
         flags, *content = received
         gradients = [g if is_there else None for g, is_there in zip(content, flags.tolist(), strict=True)]
         before = self._received.get(user)
@@ -295,8 +295,8 @@ class TiedParameters:
             self._owned.newest_of[self._own_index] += 1
 
     def version_for(self, user: int) -> list[Tensor]:
-        """What this replica has updated of the newest version of what it shares with that user, which reads
-        it without a copy."""
+        """Returns the parts of the newest version that this replica has updated and shares with that user,
+        which reads them without a copy."""
         assert self._owned is not None
         shared = self._users[user]
         pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]
@@ -304,7 +304,7 @@ class TiedParameters:
         return [exportable(view) for view in views] or [_NO_TENSOR]
 
     def take_version_from(self, owner: int, replica: int, values: list[Tensor]) -> None:
-        """That replica's pieces of the next version of what it shares with that owner."""
+        """Takes that replica's pieces of the next version of what this stage shares with that owner."""
         group = self._groups[owner]
         index = replica if len(group.pieces) > 1 else 0
         group.newest_of[index] += 1
@@ -321,7 +321,7 @@ class TiedParameters:
 
     @property
     def _newest_owned(self) -> int:
-        """That this replica has made."""
+        """The newest version that this replica has made."""
         assert self._owned is not None
         return self._owned.newest_of[self._own_index]
 

@@ -29,12 +29,12 @@ class UserCode:
         """Since the last item was completed."""
 
     def take_elapsed_ns(self) -> int:
-        """Of an item that is being completed, as the core takes it; it counts from 0 again."""
+        """Returns the time of an item that is being completed, and starts to count from 0 again."""
         elapsed_ns, self.elapsed_ns = self.elapsed_ns, 0
         return elapsed_ns
 
     def drop_elapsed(self) -> None:
-        """What was run so far belongs to no item."""
+        """Forgets the time so far, which belongs to no item."""
         self.elapsed_ns = 0
 
     def run(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:

@@ -1,4 +1,4 @@
-"""Where the parameters of one weight version lie in a flat slot. Stateless."""
+"""The layout of one weight version's parameters in a flat slot. Stateless."""
 
 from __future__ import annotations
 

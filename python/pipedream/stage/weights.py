@@ -137,7 +137,7 @@ class WeightVersions:
         self._bound_slot = slot
 
     def unbind(self) -> None:
-        """What the modules read is not known any more: the next bind() writes it."""
+        """Forgets what the modules read: the next bind() writes it."""
         self._bound_slot = -1
 
     def follow_new_references(self) -> None:
@@ -233,7 +233,7 @@ class WeightVersions:
         self._bound_slot = -1
 
     def _find_places(self) -> None:
-        """Where the parameters are bound, those that are tied within the stage in several places."""
+        """Finds the places where parameters are bound: several for those that are tied within the stage."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
         # What is written at every bind, so that it is one short loop. Recurrent layers read their weights
         # from a list beside the table.
@@ -322,7 +322,7 @@ class StageWeights:
 
     @classmethod
     def of(cls, own: WeightVersions) -> StageWeights:
-        """Of these versions, without ties."""
+        """Makes the weights of these versions, without ties."""
         made = cls.__new__(cls)
         made.own, made.tied = own, {}
         return made
