@@ -41,6 +41,15 @@ def test_a_language_model_of_transformers_learns_text_on_two_workers(tmp_path: P
     assert (tmp_path / "model" / "config.json").is_file()
 
 
+@_needs("transformers", "peft")
+def test_adapters_of_a_frozen_model_learn_text_on_two_workers(tmp_path: Path) -> None:
+    sizes = ("--width", "32", "--blocks", "2", "--context", "32", "--batch-size", "4", "--minibatches", "12")
+    said = _run(tmp_path, "lora.py", *sizes, "--rank", "2")
+    found = re.search(r"held-out loss +([\d.]+) -> ([\d.]+)", said)
+    assert found is not None and float(found[2]) < float(found[1])
+    assert (tmp_path / "adapters" / "adapter_config.json").is_file()
+
+
 @_needs("torchvision", "sklearn", "matplotlib")
 def test_a_network_of_torchvision_learns_digits_on_two_workers(tmp_path: Path) -> None:
     options = ("--epochs", "1", "--batch-size", "128", "--schedule", "flush", "--microbatches", "2")
