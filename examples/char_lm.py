@@ -206,9 +206,10 @@ def main() -> None:
     if is_main:
         report(result, options.output_dir)
         save_file(model.state_dict(), options.output_dir / "model.safetensors")
-        first, last = result.validation[0].loss, result.validation[-1].loss
-        bits = last / math.log(2)
-        print(f"held-out loss      {first:.3f} -> {last:.3f} nats ({bits:.3f} bits) per character")
+        if result.validation:  # none where a run that had ended was started again
+            first, last = result.validation[0].loss, result.validation[-1].loss
+            bits = last / math.log(2)
+            print(f"held-out loss      {first:.3f} -> {last:.3f} nats ({bits:.3f} bits) per character")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple
     """What would have been run, (model, job options), in a folder of its own; profiles are short."""
     started: list[tuple[Any, Any]] = []
 
-    def run_locally(model: Any, data: Any, options: Any, first: Any) -> RunResult:
+    def run_locally(model: Any, data: Any, options: Any, *_: Any) -> RunResult:
         started.append((model, options))
         return RunResult(
             losses=[0.5, 0.25],
