@@ -133,7 +133,7 @@ class Rehearsal:
         """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
         rehearses forwards alone.
         repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
-        scales_loss: the backward is of a multiple of the loss, which itself is gone by then.
+        scales_loss: the backward is of a multiple of the loss.
         for_offload: also find out what of the stash could be offloaded, with one more forward.
         for_factors: of these stages also find out which weights' gradients are products of factors, with one
         more forward and backward.

@@ -130,7 +130,7 @@ def run_locally(
             ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
-            _trained_weights_told(stages, options, folder),
+            _trained_weights_told(stages, options, folder, expected),
             _interrupts_told(options, board),
             notices_save(noticed_checkpoints(options), has_begun=lambda: board.newest() >= 0),
         ):
@@ -163,12 +163,15 @@ def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.Abst
 
 
 @contextlib.contextmanager
-def _trained_weights_told(stages: list[StageModule], options: JobOptions, folder: Path) -> Iterator[None]:
-    """A run that fails leaves in the model what its workers have kept, and says so."""
+def _trained_weights_told(
+    stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
+) -> Iterator[None]:
+    """A run that fails leaves in the model what its workers have kept, and says so. Workers that have trained
+    something else than the caller's model change nothing in it."""
     try:
         yield
     except Exception as error:
-        if options.gather != "none":
+        if options.gather != "none" and expected.outcome != "different":
             with contextlib.suppress(OSError, PipelineError):
                 _take_over_after(error, stages, options, folder)
         raise

@@ -86,6 +86,10 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
     )
     assert settings_of(options) == {
         "lr_scheduler": "given",
+        "validation": None,
+        "checkpoints": None,
+        "state": None,
+        "callbacks": "CallPoints(everys=(), at_epochs=False, decides=False)",
         "schedule": "2bw",
         "sync": "ssp",
         "staleness": 2,
