@@ -105,8 +105,10 @@ class Steering:
         self, question: Question, losses: Sequence[float], metrics: Mapping[str, float] | None = None
     ) -> Decision:
         """losses: of all minibatches up to the question's boundary, at least. metrics: of the evaluation that
-        the question names. A callback that raises stops the run."""
+        the question names. A callback that raises stops the run, and none is told of anything after that."""
         self.note_last(question)
+        if self.error is not None:
+            return Decision(stop=True)
         self._metrics = metrics or self._metrics
         try:
             decision = self._tell(question.boundary, question.epochs, losses, question.takes_effect)

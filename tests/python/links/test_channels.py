@@ -32,7 +32,7 @@ def test_a_worker_that_reads_no_data_numbers_its_channels_as_the_others_do(count
         found = channels_of_run(plan, schedule, plan.workers_used, {}, [], forwarded, codec={})
         return {channel.name: channel.channel_id for channel in found}
 
-    of_caller = {channel.name: channel.channel_id for channel in data_channels(plan, forwarded)}
+    of_caller = {channel.name: channel.channel_id for channel in data_channels(plan, forwarded, schedule)}
     at_readers = numbered(forwarded)
     assert at_readers == of_caller | numbered(None)
     assert sorted(at_readers.values()) == list(range(len(at_readers)))
