@@ -101,9 +101,9 @@ class StageZeroGate:
             return True
         # The last group may be short: a replica that has nothing of it hears of no end before it.
         is_whole = self._source.num_minibatches >= group + self._group_size
-        if is_whole and self._stops_before(group):
+        if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
-        events = self._planned_in(group - self._group_size, group)
+        events = self._planned_in(group - self._group_size, group) if self._planned else 0
         if self._asking is not None:
             events |= self._asking.events_at(
                 group,

@@ -68,10 +68,12 @@ class Stopping:
         self._lead = lead
 
     def stops_before(self, group: int) -> bool:
-        order = self._order
-        if self._decides and order.stop_at < 0 and order.is_stop_asked:
-            order.stop_at = group + self._lead
-        return 0 <= order.stop_at <= group
+        stop_at = self._order.stop_at
+        if stop_at < 0:
+            if not (self._decides and self._order.is_stop_asked):
+                return False
+            stop_at = self._order.stop_at = group + self._lead
+        return stop_at <= group
 
 
 class AnswerWay(Protocol):
