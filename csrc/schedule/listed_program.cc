@@ -219,37 +219,37 @@ void ListedProgram::place_workers() {
   }
   const auto for_each = [&](auto see) {
     for (std::size_t worker = 0; worker < workers_.size(); ++worker) {
-      const std::vector<Instruction>& instructions = workers_[worker].instructions;
-      for (std::size_t position = 0; position < instructions.size(); ++position) {
-        const Rank rank(static_cast<std::int64_t>(worker));
-        const std::string fault = see(instructions[position], rank);
-        if (!fault.empty()) refuse(rank, static_cast<std::int64_t>(position), fault);
-      }
+      const Rank rank(static_cast<std::int64_t>(worker));
+      std::int64_t position = 0;
+      for (const Instruction& instruction : workers_[worker].instructions) see(instruction, rank, position++);
     }
   };
   std::vector<std::int64_t> num_replicas;
-  for_each([&](const Instruction& instruction, Rank /*rank*/) -> std::string {
+  for_each([&](const Instruction& instruction, Rank rank, std::int64_t position) {
     if (travels(instruction.opcode) || instruction.opcode == Opcode::kRecompute) {
-      return "sends, receives and recomputing are added to a program; leave the line out";
+      refuse(rank, position, "sends, receives and recomputing are added to a program; leave the line out");
     }
-    if (instruction.opcode == Opcode::kEvaluate) return "a program of your own has no evaluations";
+    if (instruction.opcode == Opcode::kEvaluate) {
+      refuse(rank, position, "a program of your own has no evaluations");
+    }
     const std::int64_t largest =
         std::max({instruction.stage.value(), instruction.replica.value(), instruction.minibatch.value(),
                   instruction.microbatch.value(), instruction.version.value()});
     if (largest > kListedNumberMax) {
-      return "numbers of a program are at most " + std::to_string(kListedNumberMax) +
-             "; the body repeats with larger ones by itself";
+      refuse(rank, position,
+             "numbers of a program are at most " + std::to_string(kListedNumberMax) +
+                 "; the body repeats with larger ones by itself");
     }
     num_microbatches_ = std::max(num_microbatches_, instruction.microbatch.value() + 1);
     const auto stage = static_cast<std::size_t>(instruction.stage.value());
     num_replicas.resize(std::max(num_replicas.size(), stage + 1));
     num_replicas[stage] = std::max(num_replicas[stage], instruction.replica.value() + 1);
-    return {};
   });
   const auto missing = std::find(num_replicas.begin(), num_replicas.end(), 0) - num_replicas.begin();
-  for_each([&](const Instruction& instruction, Rank /*rank*/) -> std::string {
-    if (instruction.stage.value() <= missing) return {};
-    return "there is no stage " + std::to_string(missing) + "; stages are counted from 0, without gaps";
+  for_each([&](const Instruction& instruction, Rank rank, std::int64_t position) {
+    if (instruction.stage.value() <= missing) return;
+    refuse(rank, position,
+           "there is no stage " + std::to_string(missing) + "; stages are counted from 0, without gaps");
   });
   placement_ = placement_for(static_cast<std::int64_t>(workers_.size()), num_replicas);
   if (placement_.empty()) {
@@ -260,13 +260,14 @@ void ListedProgram::place_workers() {
                     "; write a worker for every replica, stage by stage, or one of each stage and stage s at "
                     "worker s mod W, with as many at each of W workers");
   }
-  for_each([&](const Instruction& instruction, Rank rank) { return fault_of(instruction, rank); });
+  for_each([&](const Instruction& instruction, Rank rank, std::int64_t position) {
+    const Rank due = placement_.rank_of(instruction.stage, instruction.replica);
+    if (due != rank) refuse(rank, position, reason_to_move(rank, due));
+  });
 }
 
-// Why the worker's list may not have the instruction; empty where it may.
-std::string ListedProgram::fault_of(const Instruction& instruction, Rank rank) const {
-  const Rank due = placement_.rank_of(instruction.stage, instruction.replica);
-  if (due == rank) return {};
+// Why an instruction of worker `due` may not be in the list of worker `rank`.
+std::string ListedProgram::reason_to_move(Rank rank, Rank due) const {
   std::string names;
   for (const Place& place : placement_.places_at(rank))
     names += (names.empty() ? "" : " and ") + name_of(place);

@@ -138,7 +138,7 @@ class ListedProgram {
   void count_facts();
   void check_run() const;
 
-  [[nodiscard]] std::string fault_of(const Instruction& instruction, Rank rank) const;
+  [[nodiscard]] std::string reason_to_move(Rank rank, Rank due) const;
   void check_whole_body(const Place& place, std::int64_t num_updates) const;
   [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
   [[noreturn]] void refuse_run(const std::string& error) const;
