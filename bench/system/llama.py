@@ -20,7 +20,7 @@ import time
 
 import pipedream
 import torch
-from pipedream.launch.devices import choose_device
+from pipedream.worker.devices import choose_device
 from torch import Tensor, nn
 
 VOCABULARY = 8192

@@ -14,7 +14,7 @@ import torch
 from farm import Farm
 from oracle import assert_equals_reference, assert_memory_as_predicted
 from pipedream.budget.memory import GRADIENTS, MASTERS, OPTIMIZER_STATE, WEIGHT_VERSIONS
-from pipedream.launch.cautions import warn_if_coarse
+from pipedream.worker.cautions import warn_if_coarse
 from training import (
     OPTIMIZERS,
     Training,

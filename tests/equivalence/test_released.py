@@ -15,8 +15,8 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import Plan
-from pipedream.launch.worker_links import WorkerLinks
 from pipedream.stage import spare_loop, stage_loop, stage_optimizer, stage_runner, weights
+from pipedream.worker.worker_links import WorkerLinks
 from torch import Tensor, nn
 
 _WIDTH = 8

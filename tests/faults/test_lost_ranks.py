@@ -29,8 +29,8 @@ from mishaps import (
     suspend_all_ranks,
 )
 from pipedream import PeerLost, PipelineError
-from pipedream.launch import gathering
 from pipedream.links.keys import write_key_file
+from pipedream.worker import gathering
 from safetensors.torch import load_file
 
 

@@ -14,7 +14,8 @@ import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
 from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage
-from pipedream.launch import agreed_run, runner
+from pipedream.launch import runner
+from pipedream.worker import agreed_run
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)

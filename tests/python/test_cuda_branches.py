@@ -17,8 +17,6 @@ from pipedream import _core
 from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.footprint import make_meter
 from pipedream.budget.torch_pool import TorchPool
-from pipedream.launch.devices import choose_device
-from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.replica_group import _has_device_of_its_own
 from pipedream.model.clock import make_clock
 from pipedream.model.draws import DrawSites, KeyedDraws
@@ -27,6 +25,8 @@ from pipedream.model.recompute import GeneratorState
 from pipedream.model.seeding import RngState, RngStream, seed_torch
 from pipedream.report.losses import make_loss_record
 from pipedream.stage.device_clock import make_device_clock
+from pipedream.worker.devices import choose_device
+from pipedream.worker.worker_links import WorkerLinks
 from torch import nn
 
 _GPU = torch.device("cuda", 1)
@@ -214,7 +214,7 @@ def test_the_core_computes_on_torchs_current_stream(
         links, place, plan_hash = Links(), Place(), 5
 
     monkeypatch.setattr(_core, "Worker", Core)
-    monkeypatch.setattr("pipedream.launch.worker_links.Pulse", lambda core, timeout: None)
+    monkeypatch.setattr("pipedream.worker.worker_links.Pulse", lambda core, timeout: None)
     stream = Stream()
     with torch.cuda.stream(stream):  # type: ignore[arg-type]
         WorkerLinks(None).make_core(Run(), _GPU)  # type: ignore[arg-type]

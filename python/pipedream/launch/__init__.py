@@ -1,1 +1,1 @@
-"""The start of a run: its options, local workers and their life."""
+"""The start of a run in the caller: its options, where its workers are, local workers."""

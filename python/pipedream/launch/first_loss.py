@@ -27,7 +27,6 @@ from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.data.first_minibatch import KeptMinibatch
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream, fingerprint
-from pipedream.launch.devices import choose_device_type
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
 from pipedream.model.calls import is_compiled
@@ -45,6 +44,7 @@ from pipedream.report.status import StatusBoard
 from pipedream.stage.gradients import figures_of
 from pipedream.stage.job import JobOptions
 from pipedream.stage.weights import split_tied
+from pipedream.worker.devices import choose_device_type
 
 __all__ = ["FirstLoss"]
 

@@ -50,7 +50,7 @@ __all__ = ["Process", "serve", "start_server"]
 # What is imported before any fork, and what would import it in every worker.
 _PRELOADED = (
     "torch",
-    "pipedream.launch.local_worker",
+    "pipedream.worker.local_worker",
     "torch.utils.serialization.config",  # the first tensor that is unpickled
     "numpy.random",  # the first seed
     "zmq",  # the first link

@@ -30,38 +30,11 @@ from pipedream.common import errors
 from pipedream.common.errors import PipelineError
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
 from pipedream.data.first_minibatch import KeptMinibatch, first_of
-from pipedream.launch.cautions import warn_if_coarse, warn_if_late
-from pipedream.launch.devices import choose_device_type
-from pipedream.launch.failure import cause_of, is_explained, traceback_of
 from pipedream.launch.first_loss import FirstLoss
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
-from pipedream.launch.interrupts import interrupts_stop, may_stop_early
-from pipedream.launch.kept_state import STATE_FOLDER
-from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
-from pipedream.launch.notices import noticed_checkpoints, notices_save
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.script_capture import CapturedScript, capture_script
-from pipedream.launch.script_logging import ScriptLogging
-from pipedream.launch.steering import LocalSteering
-from pipedream.launch.task_files import (
-    GraphReader,
-    GraphWriter,
-    WorkerTask,
-    read_part,
-    write_data,
-    write_part,
-    write_task,
-    write_validation_data,
-)
-from pipedream.launch.weight_files import (
-    are_complete,
-    is_keeping,
-    load_newest,
-    load_weights,
-    read_loss_state,
-    reserve_room,
-)
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.batches import parts_of
@@ -78,6 +51,33 @@ from pipedream.report.result import RunResult
 from pipedream.report.status import StatusBoard
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.job import CallerSettings, JobOptions
+from pipedream.worker.cautions import warn_if_coarse, warn_if_late
+from pipedream.worker.devices import choose_device_type
+from pipedream.worker.failure import cause_of, is_explained, traceback_of
+from pipedream.worker.interrupts import interrupts_stop, may_stop_early
+from pipedream.worker.kept_state import STATE_FOLDER
+from pipedream.worker.local_worker import STORE_PREFIX, run_local_worker
+from pipedream.worker.notices import noticed_checkpoints, notices_save
+from pipedream.worker.script_logging import ScriptLogging
+from pipedream.worker.steering import LocalSteering
+from pipedream.worker.task_files import (
+    GraphReader,
+    GraphWriter,
+    WorkerTask,
+    read_part,
+    write_data,
+    write_part,
+    write_task,
+    write_validation_data,
+)
+from pipedream.worker.weight_files import (
+    are_complete,
+    is_keeping,
+    load_newest,
+    load_weights,
+    read_loss_state,
+    reserve_room,
+)
 
 __all__ = ["check_main_is_a_file", "run_locally"]
 

@@ -24,10 +24,7 @@ from pipedream.common.guard import one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
 from pipedream.common.progress_bar import progress_bar
 from pipedream.common.tracebacks import with_short_tracebacks
-from pipedream.launch.agreed_run import wait_for
-from pipedream.launch.devices import choose_device
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
-from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.links.channels import RunChannel
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
@@ -43,6 +40,9 @@ from pipedream.links.link_meter import (
 from pipedream.links.options import TRANSPORTS, LinkOptions, make_link_options
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.stage.job import WorkerPlace
+from pipedream.worker.agreed_run import wait_for
+from pipedream.worker.devices import choose_device
+from pipedream.worker.worker_links import WorkerLinks, no_word
 
 __all__ = ["profile_links"]
 

@@ -38,17 +38,10 @@ from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
 from pipedream.data.stream import check_sizes, num_minibatches_of
-from pipedream.launch.cautions import cautions_of, check_data_apart, warn_the_caller
-from pipedream.launch.continuing import found_checkpoint
-from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
-from pipedream.launch.interrupts import Interrupt, may_stop_early
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
-from pipedream.launch.notices import noticed_checkpoints, notices_save
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
-from pipedream.launch.weight_files import check_room
-from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
@@ -71,6 +64,13 @@ from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.stage.decisions import answer_lead
 from pipedream.stage.job import Continued, JobOptions, check_replicas
+from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
+from pipedream.worker.continuing import found_checkpoint
+from pipedream.worker.devices import choose_device_type
+from pipedream.worker.interrupts import Interrupt, may_stop_early
+from pipedream.worker.notices import noticed_checkpoints, notices_save
+from pipedream.worker.weight_files import check_room
+from pipedream.worker.worker import run_worker
 
 __all__ = ["run"]
 

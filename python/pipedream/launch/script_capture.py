@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from pipedream.common import errors
 from pipedream.common.units import format_bytes
-from pipedream.launch.host_pickler import HostPickler, HostUnpickler
 from pipedream.launch.libraries import libraries
-from pipedream.launch.script_state import ScriptState
+from pipedream.worker.host_pickler import HostPickler, HostUnpickler
+from pipedream.worker.script_state import ScriptState
 
 __all__ = ["CapturedScript", "capture_script"]
 

@@ -19,11 +19,11 @@ from types import FrameType
 from typing import Any
 
 from pipedream.launch.fork_server import Process
+from pipedream.report.status import LOOK_S
 
-__all__ = ["LOOK_S", "run_processes", "signals_deferred"]
+__all__ = ["run_processes", "signals_deferred"]
 
 _PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
-LOOK_S = 0.05  # between two looks at what runs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 

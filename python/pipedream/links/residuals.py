@@ -1,5 +1,5 @@
 """Residuals that topk has left out of what was sent, from one segment of a run to the next
-(launch/segment.py).
+(worker/segment.py).
 
 The sender keeps it for each tensor, element by element, of as many items in turn as the channel has
 residuals. A larger tensor begins with nothing left out of the elements that it has more. On the worker's

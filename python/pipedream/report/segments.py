@@ -1,4 +1,4 @@
-"""The report of one worker on a run in several segments (launch/segment.py), joined to one.
+"""The report of one worker on a run in several segments (worker/segment.py), joined to one.
 
 Counts and times are sums without what lies between two segments, memory is the most of any. Plain values that
 travel as JSON; any thread.

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["StatusBoard", "in_turn", "losses_of"]
+__all__ = ["LOOK_S", "StatusBoard", "in_turn", "losses_of"]
 
 _Item = TypeVar("_Item")
+
+LOOK_S = 0.05
+"""Between two looks of the caller at its workers."""
 
 _COUNT = struct.Struct("<q")
 _LOSS = struct.Struct("<d")

@@ -8,7 +8,7 @@ The minibatches of a round of the last stage have one scale, taken with the firs
 rounds drain, an overflow skips the update of all stages, so every replica knows it. Elsewhere each replica of
 the last stage has other activations of the round, and what these tell goes to the others with its norms.
 
-Between two segments of a run (launch/segment.py) nothing is under way: what has overflowed before is told
+Between two segments of a run (worker/segment.py) nothing is under way: what has overflowed before is told
 with the activation of the first minibatch after. A run that goes on from another's state tells each overflow
 when one run would have: an update stands behind the forwards that are in flight then.
 """

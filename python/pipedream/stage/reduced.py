@@ -8,7 +8,7 @@ or, where replicas are kept alike once in n rounds
 
     UPDATE      the mean of its own gradients by what they count, version t + 1 of its own; with every n-th
                 round, and at the end of the run, the mean of all replicas' weights. The optimizer's state
-                stays its own, and between two segments of a run (launch/segment.py) so do the weights
+                stays its own, and between two segments of a run (worker/segment.py) so do the weights
                 The tied parameters that it owns leave after that, for the user's replica of its microbatches
 
 All replicas then have the same version, of the same bits. Gradients are reduced when the round's last

@@ -19,8 +19,8 @@ from pipedream import PipelineError
 from pipedream.budget.footprint import _HostMeter
 from pipedream.common import tracebacks
 from pipedream.common.guard import error_path
-from pipedream.launch.failure import write_error
 from pipedream.stage.stage_runner import UserCode
+from pipedream.worker.failure import write_error
 from torch import nn
 
 _PACKAGE = os.path.dirname(pipedream.__file__)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from pipedream.launch import fork_server
 from pipedream.launch.fork_server import Process, start_server
-from pipedream.launch.local_worker import _forked_children_die_with_this_process
+from pipedream.worker.local_worker import _forked_children_die_with_this_process
 
 _BOUND_S = 60.0  # of what takes milliseconds on a machine that is not busy
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from pipedream import Plan
 from pipedream.launch import launcher
-from pipedream.launch.task_files import GraphReader, GraphWriter, read_part, write_data, write_part
 from pipedream.links.keys import CurveKeys
+from pipedream.worker.task_files import GraphReader, GraphWriter, read_part, write_data, write_part
 from torch import nn
 from torch.nn.utils import parametrizations
 

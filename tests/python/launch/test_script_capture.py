@@ -15,7 +15,7 @@ import pytest
 import torch
 from pipedream.launch import script_capture
 from pipedream.launch.script_capture import capture_script
-from pipedream.launch.task_files import read_part, write_part
+from pipedream.worker.task_files import read_part, write_part
 from torch import nn
 
 _PARTS = """

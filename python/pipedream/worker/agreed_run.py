@@ -1,0 +1,261 @@
+"""Agree: rank 0's plan, seed and run id become everybody's, and all options are compared with its own.
+
+By the rendezvous alone. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from pipedream import _core
+from pipedream.common.agreement import difference, settings_of
+from pipedream.common.errors import failures_of_others
+from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.links.options import LinkOptions
+from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.model.evaluation_cut import evaluation_stages
+from pipedream.model.layers import Model, outline_of
+from pipedream.model.loss_state import check_loss_buffers
+from pipedream.model.meta_device import is_on_meta
+from pipedream.model.seeding import (
+    RngStream,
+    base_seed,
+    data_seed,
+    process_seed,
+    seed_torch,
+)
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
+from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import schedule_to_run
+from pipedream.stage.job import Continued, JobOptions, WorkerPlace, check_ties
+from pipedream.worker.continuing import with_checkpoint
+
+__all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
+
+
+@dataclass(frozen=True)
+class AgreedRun:
+    """The run that all ranks have agreed on, and the place of this one in it."""
+
+    place: WorkerPlace
+    options: JobOptions
+    base_seed: int
+    stages: list[StageModule]
+    """All; those of other ranks have the weights that this one's model has."""
+    ties: list[Tie]
+    evaluated: Sequence[StageModule] = ()
+    """All stages of the eval-mode forward, where there is validation."""
+    is_made_by_stages: bool = False
+    """Whether the model came without values, so that each worker has those of its own stages alone."""
+    segment_index: int = 0
+    first_minibatch: int = 0
+    """The first minibatch of the segment (segment.py)."""
+    oldest_minibatch: int | None = None
+    """With which the pipeline began that the segment goes on with; None where it begins anew."""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def plan(self) -> Plan:
+        return self.options.plan
+
+    def schedule(self) -> _core.ScheduleOptions:
+        """With what tied parameters and norms exchange."""
+        return self.options.schedule_options(
+            tie_pairs(self.ties),
+            first_minibatch=self.first_minibatch,
+            oldest_minibatch=self.oldest_minibatch,
+        )
+
+    def key(self, name: str) -> str:
+        """Returns the segment's key in the rendezvous."""
+        return segment_key(name, self.segment_index)
+
+    def own_stages(self) -> list[StageModule]:
+        """Returns the stages that this rank trains; none at a spare, and at a rank beyond the plan."""
+        return self.stages_of(self.rank)
+
+    @property
+    def served_stage(self) -> StageModule | None:
+        """The stage of whose parameters this rank, as a spare, owns a shard."""
+        stage = self.plan.spare_stage_of(self.rank)
+        return None if stage is None else self.stages[stage]
+
+    def held_stages_of(self, rank: int) -> list[StageModule]:
+        """Whose initial weights the rank needs."""
+        served = self.plan.spare_stage_of(rank)
+        return self.stages_of(rank) if served is None else [self.stages[served]]
+
+    def own_evaluated_stages(self) -> list[StageModule]:
+        own = {stage.stage_index for stage in self.own_stages()}
+        return [stage for stage in self.evaluated if stage.stage_index in own]
+
+    def stages_of(self, rank: int) -> list[StageModule]:
+        return [self.stages[stage] for stage in self.plan.stages_of(rank)]
+
+    @property
+    def reads_inputs(self) -> bool:
+        return 0 in self.plan.stages_of(self.rank)
+
+    @property
+    def reads_targets(self) -> bool:
+        return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters of all stages: the model's own, which the weight versions stand in for."""
+        return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
+
+    def frozen_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of all stages that are not trained."""
+        return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
+
+    def ties_of(self, stage_index: int) -> list[Tie]:
+        return [tie for tie in self.ties if stage_index in tie.stages]
+
+    def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
+        return [tie.parameter for tie in self.ties_of(stage_index)]
+
+    @property
+    def links(self) -> LinkOptions:
+        return self.options.links
+
+    @property
+    def plan_hash(self) -> int:
+        return self.plan.hash()
+
+    def describe_worker(self, rank: int) -> str:
+        return self.plan.describe_worker(rank)
+
+    def describe_ends(self, *ranks: int) -> str:
+        return " and ".join(map(self.describe_worker, sorted(ranks)))
+
+
+def agree(
+    place: WorkerPlace, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData
+) -> tuple[AgreedRun, MinibatchStream]:
+    """The stream is of no use where the rank reads no data."""
+    agreed: dict[str, Any] | None = None
+    if place.rank == 0:
+        _check_world(options.plan, place.world_size)
+        options.schedule_options()  # says what the schedule and the plan cannot do
+    else:
+        (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
+        options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
+        continues = agreed["continues"]
+        options = replace(options, continues=None if continues is None else Continued(*continues))
+        _check_settings(options, place.rank, agreed["settings"])
+        _check_layers(outline_of(model), place.rank, agreed["layers"])
+        place = replace(place, run_id=int(agreed["run_id"]))
+    stages = split(model, options.plan)
+    if place.returns_model:  # else the caller has done it
+        check_loss_buffers(stages, options.loss_fn)
+    settings = settings_of(options)  # what was given, before the checkpoint's state is added
+    options, seed_before = with_checkpoint(options)
+    state = options.state
+    base = base_seed(options.seed) if state is None else state.base_seed
+    if seed_before is not None:
+        base = seed_before
+    if agreed is not None:
+        base = int(agreed["base_seed"])
+    on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
+    evaluated: Sequence[StageModule] = ()
+    if options.validation is not None:
+        evaluated = evaluation_stages(model, stages, options.evaluation_cut, options.validation.forward)
+    run = AgreedRun(place, options, base, stages, find_ties(stages), evaluated, on_meta)
+    if state is not None:
+        # Asynchronous shards have no versions that a replica alone could say what is in them.
+        oldest = None if options.is_asynchronous else state.begun_at
+        run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
+    elif options.continues is not None:
+        run = replace(run, first_minibatch=options.first_minibatch)
+    check_ties(options, tie_pairs(run.ties))
+    options.seed_data(base)
+    if agreed is None:
+        agreed = {
+            "plan": options.plan.to_dict(),
+            "settings": settings,
+            "layers": outline_of(model),
+            "base_seed": base,
+            "continues": None if options.continues is None else list(vars(options.continues).values()),
+            "run_id": place.run_id,
+        }
+        place.rendezvous.publish("agreed", agreed)
+    generators: RngStream | None = None
+    if options.plan.workers_used > 1:
+        # All workers read the data alike, so nothing else that a worker draws may come from their generators.
+        generators = RngStream(data_seed(base))
+        seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
+    if state is not None:
+        state.restore_generators(place.rank, generators)
+    return run, _make_stream(data, options, generators)
+
+
+def segment_key(name: str, segment_index: int) -> str:
+    return f"{name} of segment {segment_index}" if segment_index > 0 else name
+
+
+def wait_for(
+    rendezvous: Rendezvous,
+    keys: list[str],
+    describe: Callable[[list[str]], str],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """The values of the keys, which other ranks publish. Raises what another rank failed of as its kind of
+    error, what `meanwhile` raises, and PeerLost where one does not join within START_TIMEOUT_S, or joined and
+    is lost."""
+    with failures_of_others():
+        return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
+
+
+def _check_world(plan: Plan, world_size: int) -> None:
+    if plan.workers_used > world_size:
+        spares = f", {plan.num_spares} of them spare shards" if plan.num_spares else ""
+        raise ValueError(
+            f"the plan needs {plan.workers_used} workers{spares}, but only {world_size} ranks run:"
+            f" start torchrun with --nproc-per-node {plan.workers_used}, or partition for {world_size}"
+        )
+
+
+def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
+    """The options with rank 0's plan, and where they are to be the plan's with its schedule."""
+    schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
+    return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
+
+
+def _check_settings(options: JobOptions, rank: int, of_rank_0: dict[str, Any]) -> None:
+    differs = difference(settings_of(options), rank, of_rank_0)
+    if differs is not None:
+        raise ValueError(differs)
+
+
+def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
+    for layer, (here, there) in enumerate(itertools.zip_longest(mine, of_rank_0)):
+        if here != there:
+            raise ValueError(
+                f"layer {layer} of the model is {here} at rank {rank}, but {there} at rank 0: make the same"
+                " model at all ranks, in the same mode (train or eval), with data of the same structure"
+            )
+
+
+def _first_stage(plan: Plan, rank: int) -> int:
+    """The first stage of the rank, or a number of its own if it has none."""
+    stages = plan.stages_of(rank) if rank < plan.workers_used else ()
+    return stages[0] if stages else plan.num_stages + rank
+
+
+def _make_stream(
+    data: Iterable[Any] | ForwardedData, options: JobOptions, generators: RngStream | None
+) -> MinibatchStream:
+    if isinstance(data, ForwardedData):
+        return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
+    notes_positions = options.checkpoints is not None
+    return DataStream(data, epochs=options.epochs, generators=generators, notes_positions=notes_positions)

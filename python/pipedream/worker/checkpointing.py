@@ -1,0 +1,99 @@
+"""The checkpoints that one worker writes, for the whole run. On the worker's compute thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipedream.checkpoint.manifest import Header
+from pipedream.checkpoint.stage_files import names_of_stage
+from pipedream.checkpoint.writer import CheckpointWriter
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.links.residuals import Residuals
+from pipedream.stage.saving import StageSaver
+from pipedream.stage.stage_loop import PreparedStage
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.notices import SaveRequests
+
+__all__ = ["Checkpointing"]
+
+
+class Checkpointing:
+    """Made before the stages' modules read versions of their parameters."""
+
+    def __init__(self, run: AgreedRun, record: Mapping[str, list[Any]]) -> None:
+        """record: what was reported before the checkpoint that the run continues from."""
+        checkpoints = run.options.checkpoints
+        assert checkpoints is not None
+        self._run = run
+        self._record = record
+        self._checkpoints = checkpoints
+        self._names = {stage.stage_index: names_of_stage(stage, run.ties) for stage in run.own_stages()}
+        self.losses: list[float] = []
+        """Losses of the segments before, as this worker has reported them."""
+        self.writer: CheckpointWriter | None = None
+        has_replicas = run.plan.stages[0].num_replicas > 1
+        self.saves_now = SaveRequests(checkpoints).saves_now if run.rank == 0 and not has_replicas else None
+        """At rank 0, beside what is planned."""
+
+    def prepare(self, num_bytes: Mapping[int, int]) -> None:
+        """Allocates what copies go into. num_bytes: by stage."""
+        if self.writer is None:
+            memory = {stage: torch.zeros(size, dtype=torch.uint8) for stage, size in num_bytes.items()}
+            self.writer = CheckpointWriter(self._checkpoints.folder, self._checkpoints.keep, memory)
+
+    def make_saver(
+        self,
+        run: AgreedRun,
+        source: MinibatchSource,
+        keep_residuals: Callable[[], Residuals],
+        prepared: Sequence[PreparedStage],
+    ) -> StageSaver:
+        """For a segment. run: as of the segment."""
+        assert self.writer is not None
+        record = self._record
+        return StageSaver(
+            self.writer,
+            _header_of(run),
+            {
+                "settings": run.options.settings_of_state(),
+                "begun_at": run.first_minibatch if run.oldest_minibatch is None else run.oldest_minibatch,
+            },
+            replica=run.plan.replica_of(run.rank),
+            prepared=prepared,
+            names=self._names,
+            schedule=run.schedule(),
+            source=source,
+            before={
+                "losses_before": record.get("losses", []),
+                "losses": list(self.losses),
+                "samples": record.get("samples", []),
+                "epochs": record.get("epochs", []),
+            },
+            keep_residuals=keep_residuals,
+        )
+
+    def close(self) -> None:
+        """Returns when all that was copied is written."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _header_of(run: AgreedRun) -> Header:
+    options, plan = run.options, run.plan
+    return Header(
+        run=f"{run.place.run_id:016x}",
+        minibatch=0,
+        epoch=None,
+        plan=plan.to_dict(),
+        schedule=str(options.schedule),
+        microbatches=options.microbatches,
+        seed=run.base_seed,
+        parts=tuple(
+            (stage, replica)
+            for stage in range(plan.num_stages)
+            for replica in range(plan.stages[stage].num_replicas)
+        ),
+    )

@@ -1,0 +1,230 @@
+"""A run that continues from a checkpoint: what its workers begin with.
+
+    same plan, schedule, microbatches, ...    exactly: all kept versions, as run(state=) goes on
+    another plan or schedule                  from the newest version of each parameter, and its optimizer
+                                              state, put together by names
+
+On the worker's compute thread, but for found_checkpoint, which is rank 0's or the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipedream.checkpoint.checkpoint_folder import remove_incomplete
+from pipedream.checkpoint.checkpoints import Checkpoints
+from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_manifest, read_part
+from pipedream.checkpoint.run_state import RunState, WorkerState
+from pipedream.checkpoint.snapshot import StageSnapshot, decode
+from pipedream.checkpoint.stage_files import NAMES, RECORD, join_pieces, read_kind, read_snapshot
+from pipedream.checkpoint.state import set_buffers
+from pipedream.checkpoint.whole_model import check_fits, read_whole_state
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import DataStream
+from pipedream.model.layers import Model, roots_of
+from pipedream.model.seeding import RngState, base_seed, seed_data
+from pipedream.report.progress import skipping_shown
+from pipedream.report.status import losses_of
+from pipedream.stage.job import Continued, JobOptions
+from pipedream.stage.saving import DATA, PROCESS
+
+if TYPE_CHECKING:
+    from pipedream.worker.agreed_run import AgreedRun
+
+__all__ = ["found_checkpoint", "go_to_position", "read_record", "take_newest", "with_checkpoint"]
+
+_log = logging.getLogger("pipedream")
+
+
+def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) -> Continued | None:
+    """The checkpoint to continue from, which fits the model; None to start from the beginning. Makes the
+    folder, and removes from it what an earlier run left incomplete. group_size: minibatches after which all
+    replicas of the plan have made their updates."""
+    found = checkpoints.find()
+    checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    remove_incomplete(checkpoints.folder)
+    if found is None:
+        return None
+    for line in found.unused:
+        _log.warning("%s: continuing from %s", line, found.checkpoint.name)
+    state = read_whole_state(found.checkpoint, found.manifest)
+    check_fits(found.checkpoint, state.parameters, roots_of(model))
+    reached = found.manifest.header.minibatch
+    minibatch = reached - reached % group_size
+    if minibatch < reached:
+        _log.warning(
+            "%s is at minibatch %d, and this plan's replicas update after every %d: those from %d on are"
+            " trained on again",
+            found.checkpoint,
+            reached,
+            group_size,
+            minibatch,
+        )
+    _log.info("continuing from %s, at minibatch %d", found.checkpoint, minibatch)
+    return Continued(str(found.checkpoint), minibatch)
+
+
+class _CheckpointState(RunState):
+    """A checkpoint of a run with the same plan, as the state that the workers go on from."""
+
+    def __init__(self, checkpoint: Path, options: JobOptions) -> None:
+        manifest = read_manifest(checkpoint)
+        facts = _facts_of(checkpoint, manifest)
+        super().__init__(
+            {
+                "name": checkpoint.name,
+                "minibatch": manifest.header.minibatch,
+                "begun_at": facts["begun_at"],
+                "base_seed": manifest.header.seed,
+                "seed": options.seed,
+                "multiple": 1,
+                "is_gathered": False,
+                "settings": facts["settings"],
+                "data_generators": None,
+                "missing": "",
+            }
+        )
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._options = options
+
+    def of_rank(self, rank: int) -> WorkerState:
+        plan = self._options.plan
+        replica = plan.replica_of(rank)
+        return WorkerState([self._snapshot(stage, replica) for stage in plan.stages_of(rank)], {}, None)
+
+    def _snapshot(self, stage: int, replica: int) -> StageSnapshot:
+        """With the versions of parameters that it shares from the stages that own them."""
+        parts = _parts_by_place(self._manifest)
+        snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
+        _, _, state = read_part(self._checkpoint / f"{part_name(stage, 0)}.json")
+        others = [part for (of_stage, _), part in parts.items() if of_stage == stage]
+        if len(others) > 1:
+            snapshot = self._with_whole_versions(snapshot, others, state[NAMES])
+        names: dict[str, list[Any]] = state[NAMES]["tied"]
+        for owner in sorted({owner for owner, _ in names.values()}):
+            of_owner = read_snapshot(self._checkpoint, parts[owner, 0]).tied[owner]
+            snapshot.tied[owner] = {
+                version: {name: values[known] for name, (its, known) in names.items() if its == owner}
+                for version, values in of_owner.items()
+            }
+        return snapshot
+
+    def _with_whole_versions(
+        self, snapshot: StageSnapshot, parts: list[Part], names: Mapping[str, Any]
+    ) -> StageSnapshot:
+        """The newest version from the pieces of all replicas, and older ones from the first."""
+        if not any("[" in name for name in snapshot.versions[snapshot.newest_version]):
+            return snapshot  # each replica has it whole
+        older = read_snapshot(self._checkpoint, parts[0]).versions
+        files = [file for part in parts for file in part.newest_weights]
+        newest = join_pieces(read_kind(self._checkpoint, files), names)
+        return replace(snapshot, versions={**older, snapshot.newest_version: newest})
+
+    def restore_generators(self, rank: int, stream: Any) -> None:
+        """They are restored at the position (go_to_position)."""
+
+    def seed_data(self) -> None:
+        seed_data(self.base_seed, self._options.seed, self._options.plan.workers_used)
+
+    def __reduce__(self) -> Any:
+        return _CheckpointState, (self._checkpoint, self._options)
+
+
+def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
+    """The options with the checkpoint's state, where the run can go on exactly; and the base seed, if there
+    is a checkpoint. Raises ValueError for another seed than the checkpoint's."""
+    if options.continues is None:
+        return options, None
+    checkpoint = Path(options.continues.path)
+    manifest = read_manifest(checkpoint)
+    seed = manifest.header.seed
+    if options.seed is not None and base_seed(options.seed) != seed:
+        raise ValueError(
+            f"seed is {options.seed}, and {checkpoint} is of a run with another: give the same, or leave seed"
+            " out"
+        )
+    facts = _facts_of(checkpoint, manifest)
+    is_at_boundary = manifest.header.minibatch == options.continues.minibatch
+    if not is_at_boundary or facts["settings"] != options.settings_of_state():
+        return options, seed
+    return replace(options, state=_CheckpointState(checkpoint, options)), seed
+
+
+def read_record(continued: Continued | None) -> dict[str, list[Any]]:
+    """Losses, samples and epochs of the minibatches before the checkpoint."""
+    if continued is None:
+        return {}
+    checkpoint = Path(continued.path)
+    manifest = read_manifest(checkpoint)
+    last = max(part.stage_index for part in manifest.parts)
+    of_last = [_read_record_of(checkpoint, part) for part in manifest.parts if part.stage_index == last]
+    of_first = _read_record_of(checkpoint, manifest.parts[0])
+    losses = losses_of([record["losses"] for record in of_last], manifest.header.microbatches)
+    record = {
+        "losses": [*of_last[0]["losses_before"], *losses],
+        "samples": of_first["samples"],
+        "epochs": of_first["epochs"],
+    }
+    return {name: values[: continued.minibatch] for name, values in record.items()}
+
+
+def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
+    return {name: values.tolist() for name, values in read_kind(checkpoint, part.of_kind(RECORD)).items()}
+
+
+def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
+    """Before a run that continues begins: the data go to their place, and the process's generators."""
+    continued = run.options.continues
+    if continued is None:
+        return
+    checkpoint = Path(continued.path)
+    manifest = read_manifest(checkpoint)
+    if (run.reads_inputs or run.reads_targets) and isinstance(source.stream, DataStream):
+        _, _, state = read_part(checkpoint / f"{part_name(0, 0)}.json")
+        tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
+        is_shown = run.options.progress and run.reads_inputs and run.rank == 0
+        with skipping_shown(continued.minibatch, is_shown=is_shown) as tell:
+            source.stream.go_to(continued.minibatch, decode(state[DATA], tensors), tell)
+    if run.options.state is not None and run.plan.workers_used > 1:
+        stage = run.own_stages()[0].stage_index
+        _, _, state = read_part(checkpoint / f"{part_name(stage, run.plan.replica_of(run.rank))}.json")
+        RngState.from_document(state[PROCESS]).restore()
+
+
+def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str, Any]]]:
+    """Another plan or schedule goes on: this worker's stages get the newest version of their parameters,
+    and their buffers. Returns the optimizers' states of all stages, for StageOptimizer.go_on_from_parts."""
+    continued = run.options.continues
+    if continued is None or run.options.state is not None:
+        return []
+    checkpoint = Path(continued.path)
+    manifest = read_manifest(checkpoint)
+    whole = read_whole_state(checkpoint, manifest)
+    for stage in run.own_stages():
+        with torch.no_grad():
+            for name, parameter in (*stage.trainable_parameters(), *stage.frozen_parameters()):
+                parameter.copy_(whole.parameters[name])
+        own = {name: buffer for name, buffer in whole.buffers.items() if stage.owns(name)}
+        set_buffers(stage, own)
+    snapshots = [read_snapshot(checkpoint, part) for part in manifest.parts]
+    return [
+        ({**snapshot.optimizer, **snapshot.document_tensors}, snapshot.optimizer_document)
+        for snapshot in snapshots
+    ]
+
+
+def _facts_of(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+    first = manifest.parts[0]
+    return read_part(checkpoint / f"{part_name(first.stage_index, first.replica_index)}.json")[2]
+
+
+def _parts_by_place(manifest: Manifest) -> dict[tuple[int, int], Part]:
+    return {(part.stage_index, part.replica_index): part for part in manifest.parts}

@@ -1,0 +1,237 @@
+"""Gather: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
+
+Of a stage with replicas the weights are the first's, and its floating-point buffers (the running statistics
+of batch norm) the means over all: each replica has its own. Local workers write weights into files instead,
+so that none of them has to hold the whole model; so does each worker where the user names a folder.
+
+Nobody closes before everybody has all it needs. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.checkpoint.run_state import RunState, WorkerState
+from pipedream.checkpoint.state import (
+    average_buffers,
+    receive_state,
+    receive_values,
+    relay_state,
+    send_state,
+    send_values,
+)
+from pipedream.common.errors import PipelineError, one_line
+from pipedream.common.rank_tree import children_of, parent_of, subtree_of
+from pipedream.links.channels import RunChannel, tree_name
+from pipedream.links.state_transfer import receive_document, relay_document, send_document
+from pipedream.model.loss_state import LossState, joined_loss_states, set_loss_state
+from pipedream.model.stage_module import StageModule
+from pipedream.report.result import RunResult, combine_reports
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.weight_files import (
+    drop_weights,
+    finish_weights,
+    keep_elsewhere,
+    move_weights,
+    save_weights,
+    write_loss_state,
+)
+
+__all__ = ["gather"]
+
+_UNSAVED = "unsaved"  # in a report and in the result that travels: texts
+_STATE = "state"  # likewise: JSON
+
+
+def gather(
+    run: AgreedRun,
+    core: _core.Worker,
+    channels: Sequence[RunChannel],
+    report: dict[str, Any],
+    loss_state: LossState | None,
+    kept: WorkerState | None,
+    record: Mapping[str, list[Any]],
+) -> RunResult:
+    """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
+    run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. What fails here says
+    where the trained weights are."""
+    of_loss = {} if loss_state is None else loss_state.changed()
+    report[_UNSAVED] = _save(run, of_loss)
+    try:
+        result, unsaved, document = _gather(run, core, channels, report, of_loss, record)
+    except _core.RunFailure as failure:
+        kind, message = failure.args
+        has_saved = run.options.save is not None and run.options.gather == "none"
+        if run.place.folder is not None or has_saved or not run.own_stages():
+            raise
+        raise _core.RunFailure(
+            kind, f"{message}; the training was over here, and {_weights_of(run)}: {keep_elsewhere(run)}"
+        ) from None
+    if unsaved:
+        is_in_model = run.options.gather != "none" and run.place.folder is None
+        where = ["the model of rank 0 has the trained weights"] if is_in_model else []
+        raise PipelineError("; ".join([*unsaved, *where]))
+    result.keep(RunState(document, kept))
+    return result
+
+
+def _gather(
+    run: AgreedRun,
+    core: _core.Worker,
+    channels: Sequence[RunChannel],
+    report: dict[str, Any],
+    of_loss: dict[str, Tensor],
+    record: Mapping[str, list[Any]],
+) -> tuple[RunResult, list[str], dict[str, Any]]:
+    """With what could not be saved, and what all ranks know of the state."""
+    if run.rank != 0:
+        _hand_up(run, core, report, of_loss)
+        return _hear_farewell(run, core)
+    plan, num_ranks = run.plan, run.plan.workers_used
+    reports = {0: report}
+    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, but the first
+    of_losses = {plan.replica_of(0): of_loss} if _sends_loss(run, 0) else {}
+    for child in children_of(0, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for stage in _gathered_stages_of(run, other):
+                if plan.replica_of(other) == 0:
+                    receive_state(core, tree_name(child, 0), stage)
+                else:
+                    of_stage = buffers.setdefault(stage.stage_index, {})
+                    of_stage[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
+            if _sends_loss(run, other):
+                of_losses[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
+            reports[other] = receive_document(core, tree_name(child, 0))
+    for stage_index, by_replica in buffers.items():
+        average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
+    unsaved = [text for rank in range(num_ranks) for text in reports[rank].pop(_UNSAVED)]
+    document = _joined_state([reports[rank].pop(_STATE) for rank in range(num_ranks)])
+    of_loss = joined_loss_states([of_losses[replica] for replica in sorted(of_losses)])
+    set_loss_state(run.options.loss_fn, of_loss)
+    if run.options.save is not None:
+        unsaved += _finish(run, Path(run.options.save), unsaved)
+    between = [channel for channel in channels if channel.stages is not None]
+    in_order = [reports[rank] for rank in range(num_ranks)]
+    schedule = run.options.schedule_options(first_minibatch=run.options.first_minibatch)
+    result = combine_reports(plan, schedule, between, in_order, record)
+    # The farewell: nobody closes before everybody has all it needs.
+    # The trace is rank 0's: it can be large.
+    shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
+    _hand_down(run, core, shared, of_loss)
+    return result, unsaved, document
+
+
+def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's, with why some rank has none."""
+    missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
+    return of_ranks[0] | {"missing": missing[0] if missing else ""}
+
+
+def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss: dict[str, Tensor]) -> None:
+    rank, num_ranks = run.rank, run.plan.workers_used
+    if rank >= num_ranks:
+        return
+    above = tree_name(rank, parent_of(rank))
+    for stage in _gathered_stages_of(run, rank):
+        send_state(core, above, stage, only_buffers=run.plan.replica_of(rank) > 0)
+    if _sends_loss(run, rank):
+        send_values(core, above, of_loss)
+    send_document(core, above, report)
+    for child in children_of(rank, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for _ in _gathered_stages_of(run, other):
+                relay_state(core, tree_name(child, rank), above)
+            if _sends_loss(run, other):
+                relay_state(core, tree_name(child, rank), above)
+            relay_document(core, tree_name(child, rank), above)
+
+
+def _hear_farewell(run: AgreedRun, core: _core.Worker) -> tuple[RunResult, list[str], dict[str, Any]]:
+    above = tree_name(parent_of(run.rank), run.rank)
+    shared: dict[str, Any] = receive_document(core, above)
+    _hand_down(run, core, shared, {}, above)
+    unsaved, document = shared.pop(_UNSAVED), shared.pop(_STATE)
+    return RunResult.from_dict(shared), unsaved, document
+
+
+def _hand_down(
+    run: AgreedRun,
+    core: _core.Worker,
+    shared: dict[str, Any],
+    of_loss: dict[str, Tensor],
+    above: str = "",
+) -> None:
+    """The result, and all weights and the loss's state where all ranks want them. above: whence they come,
+    but at rank 0."""
+    rank = run.rank
+    below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
+    for channel in below:
+        send_document(core, channel, shared)
+    to_all = run.options.gather == "all" and run.place.folder is None
+    for stage in run.stages if to_all else []:
+        if above:
+            receive_state(core, above, stage)
+        for channel in below:
+            send_state(core, channel, stage)
+    if to_all:
+        if above:
+            of_loss = receive_values(core, above)
+            set_loss_state(run.options.loss_fn, of_loss)
+        for channel in below:
+            send_values(core, channel, of_loss)
+
+
+def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
+    by_files = run.options.gather == "none" or run.place.folder is not None
+    return [] if by_files else run.stages_of(rank)
+
+
+def _sends_loss(run: AgreedRun, rank: int) -> bool:
+    by_files = run.options.gather == "none" or run.place.folder is not None
+    return not by_files and run.plan.num_stages - 1 in run.plan.stages_of(rank)
+
+
+def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
+    """Before the report goes up, so that rank 0 finds all files. What could not be saved for the user, and
+    where it is, which ends the run when everybody has what it needs."""
+    if run.place.folder is not None and run.options.gather != "none":
+        if run.reads_targets:
+            write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
+        save_weights(run, run.place.folder, persistent=False)  # where there is room for it
+    if run.options.save is None:
+        return []
+    try:
+        save_weights(run, Path(run.options.save), persistent=True)
+    except OSError as error:
+        text = f"{_weights_of(run)} could not be saved in {run.options.save} ({one_line(error)})"
+        if run.options.gather == "none":
+            return [f"{text}: {keep_elsewhere(run)}"]
+        return [text]
+    return []
+
+
+def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
+    """The user's files get their names, all of them or none. What failed of that, or where the others are."""
+    text = ""
+    if not unsaved:
+        try:
+            finish_weights(run.plan, folder)
+            return []
+        except OSError as error:
+            text = f"the trained weights could not be saved in {folder} ({one_line(error)})"
+    if run.options.gather != "none":
+        drop_weights(run.plan, folder)
+        return [text] if text else []
+    moved = move_weights(run.plan, folder)
+    of_others = [] if moved is None else [f"those of {'all' if text else 'other'} stages are in {moved}"]
+    return [*([text] if text else []), *of_others]
+
+
+def _weights_of(run: AgreedRun) -> str:
+    stages = [stage.stage_index for stage in run.own_stages()]
+    return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"

@@ -1,0 +1,262 @@
+"""Pickles for another process of this machine: from host memory, and large memory in a file that is mapped.
+
+    value -> HostPickler -> name.pickle
+                        `-> MemoryFile, name.memory  <- mapped by each process that unpickles
+
+A process has the pages of a mapped file alone that it touches, so a worker those of its own stages, and all
+readers of the same data have them together. Owned by the thread that writes; unpickling is any thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import mmap
+import os
+import pickle
+import shutil
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pipedream.common import errors
+from pipedream.common.units import format_bytes
+from pipedream.worker.local_functions import reduced_function
+
+__all__ = ["HostPickler", "HostUnpickler", "MemoryFile", "room_told"]
+
+_MAPPED_BYTES_MIN = 1 << 16  # smaller memory is in the pickle
+_ALIGNMENT = 64  # of memory within a file, as allocators align it
+
+
+class _Sink(Protocol):
+    def write(self, content: bytes, /) -> object: ...
+
+
+class HostPickler(pickle.Pickler):
+    """Writes tensors as they are in host memory: an unpickled one lies on no device of the caller's, and
+    tensors that share memory, as a view that a module keeps of a buffer, share it there."""
+
+    def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
+        """memory: for tensors and arrays of mapped_bytes_min and more. None leaves all in the pickle, and
+        functions to those who can import them."""
+        super().__init__(content)
+        self.mapped_bytes_min = _MAPPED_BYTES_MIN
+        self.sends_functions = memory is not None
+        self._memory = memory
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """By address, one object for each: the pickler knows objects again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+            kind = parametrize.type_before_parametrizations(value)
+            # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
+            attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
+            return _bare, (kind,), attributes, None, None, _parametrize_again
+        if isinstance(value, types.FunctionType) and self.sends_functions:
+            return reduced_function(value) or NotImplemented
+        if isinstance(value, (staticmethod, classmethod)):
+            return type(value), (value.__func__,)
+        if isinstance(value, property):
+            return property, (value.fget, value.fset, value.fdel, value.__doc__)
+        if isinstance(value, types.MethodType) and not _is_of_its_class(value):
+            return _bound, (value.__func__, value.__self__)
+        if _is_of_a_kind_of_its_own(value):
+            return _parameter, (type(value), value.data, value.requires_grad, vars(value))
+        if isinstance(value, torch.TypedStorage):
+            storage = value._untyped_storage
+            return _typed, (self._storages.setdefault(storage._cdata, storage), value._dtype)
+        if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
+            return self._reduce(value)
+        if isinstance(value, np.ndarray):
+            return self._reduce_array(value)
+        return NotImplemented
+
+    def _reduce(self, storage: Any) -> Any:
+        on_host = storage if storage.device.type == "cpu" else storage.cpu()
+        content = torch.empty(0, dtype=torch.uint8).set_(on_host).numpy()
+        if self._memory is None or storage.nbytes() < self.mapped_bytes_min:
+            return _storage_of, (content.tobytes(),)
+        return _mapped_storage, self._memory.append(content)
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        if self._memory is None or array.nbytes < self.mapped_bytes_min or array.dtype.hasobject:
+            return NotImplemented
+        order: Literal["C", "F"] = "C" if array.flags.c_contiguous else "F"
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            return NotImplemented
+        if type(array) is np.memmap and order == "C":
+            place = _place_in_file(array)
+            if place is not None:
+                return _users_file, (*place, array.dtype, array.shape)
+        if type(array) not in (np.ndarray, np.memmap):
+            return NotImplemented
+        content = array.reshape(-1, order=order).view(np.uint8)
+        return _mapped_array, (*self._memory.append(content), array.dtype, array.shape, order)
+
+
+def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
+    """(path, mode, offset) of what the user has mapped from a file; None: it may be something else there."""
+    filename, mapping, mode = array.filename, getattr(array, "_mmap", None), str(array.mode)
+    if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
+        return None
+    begin = np.frombuffer(mapping, dtype=np.uint8).__array_interface__["data"][0]
+    # A part of a mapped array says the offset of the whole, at whose page the mapping begins.
+    first = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = first + array.__array_interface__["data"][0] - begin
+    return os.path.abspath(filename), "r" if mode == "r" else "r+", offset
+
+
+def _users_file(path: str, mode: Any, offset: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+    return np.memmap(path, dtype, mode, offset, shape)
+
+
+class MemoryFile:
+    """The memory of large tensors and arrays, one behind the other. Written only where there is any."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self.size = 0
+
+    def append(self, content: np.ndarray[Any, Any]) -> tuple[str, int, int]:
+        """(path, offset, size in bytes)."""
+        with room_told(self._path.parent):
+            if self._file is None:
+                self._file = self._path.open("wb")
+            padding = -self.size % _ALIGNMENT
+            self._file.write(bytes(padding))
+            self._file.write(content.data)  # no copy
+        offset, self.size = self.size + padding, self.size + padding + content.nbytes
+        return os.fspath(self._path), offset, content.nbytes
+
+    def cut(self, size: int) -> None:
+        """Takes back what was appended since."""
+        if self._file is not None:
+            self._file.truncate(size)
+            self._file.seek(size)
+            self.size = size
+
+    def flush(self) -> None:
+        if self._file is not None:
+            with room_told(self._path.parent):
+                self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class HostUnpickler(pickle.Unpickler):
+    """Reads what a HostPickler has written. A page that is written to is this reader's own from then on."""
+
+    def __init__(self, content: BinaryIO) -> None:
+        super().__init__(content)
+        self._mappings: dict[str, mmap.mmap] = {}
+
+    def load(self) -> Any:
+        token = _mappings.set(self._mappings)
+        try:
+            return super().load()
+        finally:
+            _mappings.reset(token)
+
+
+# By path, of the reader at work. What is read from a mapping keeps it.
+_mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
+
+
+def _mapping_of(path: str, num_bytes: int) -> mmap.mmap:
+    """At least so long: the file may have grown since another part of it was read."""
+    mappings = _mappings.get()
+    if path not in mappings or len(mappings[path]) < num_bytes:
+        with open(path, "rb") as file:
+            mappings[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return mappings[path]
+
+
+def _mapped_storage(path: str, offset: int, num_bytes: int) -> torch.UntypedStorage:
+    mapping = _mapping_of(path, offset + num_bytes)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=num_bytes).untyped_storage()
+
+
+def _mapped_array(
+    path: str, offset: int, num_bytes: int, dtype: Any, shape: tuple[int, ...], order: Any
+) -> Any:
+    mapping = _mapping_of(path, offset + num_bytes)
+    return np.ndarray(shape, dtype, mapping, offset, order=order)
+
+
+def _storage_of(content: bytes) -> torch.UntypedStorage:
+    memory = torch.empty(len(content), dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+    return memory.untyped_storage()
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    make: Any = torch.TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _is_of_its_class(method: types.MethodType) -> bool:
+    """Whether the method is found by its name, which is all that pickle sends of it: not where it was made
+    for this one object, or has taken the place of the class's own."""
+    owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
+        return False  # something else has the name there
+    found = inspect.getattr_static(owner, method.__name__, None)
+    return getattr(found, "__func__", found) is method.__func__
+
+
+def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
+    return types.MethodType(function, holder)
+
+
+def _is_of_a_kind_of_its_own(value: Any) -> bool:
+    """Whether it is a parameter of a class that pickle does not send."""
+    kind = type(value)
+    reduce: Any = kind.__reduce_ex__
+    is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
+    return is_special and reduce is nn.Parameter.__reduce_ex__
+
+
+def _parameter(
+    kind: type[nn.Parameter], content: Tensor, requires_grad: bool, marks: dict[str, Any]
+) -> nn.Parameter:
+    made: nn.Parameter = torch.Tensor._make_subclass(kind, content, requires_grad)
+    vars(made).update(marks)
+    return made
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Gives the module the class that torch.nn.utils.parametrize makes for each, which cannot be sent."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in attributes["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
+
+
+@contextlib.contextmanager
+def room_told(folder: Path) -> Iterator[None]:
+    """Around what writes into the folder of the run."""
+    try:
+        yield
+    except OSError as error:
+        temporary = folder.parent
+        free = format_bytes(shutil.disk_usage(temporary).free)
+        raise errors.PipelineError(
+            f"what local workers are told cannot be written into {temporary}, where {free} are free"
+            f" ({errors.one_line(error)}): make room there, or name another folder in TMPDIR"
+        ) from None

@@ -1,0 +1,161 @@
+"""One worker's part of a run's state: kept at its end, and taken up by the run that goes on from there.
+
+Local workers write theirs into the run's folder, as they do with their weights. A run whose state cannot be
+kept ends all the same, and the state says why. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.checkpoint.run_state import RunState, WorkerState
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.checkpoint.state import set_buffers
+from pipedream.common.errors import PipelineError, one_line
+from pipedream.common.units import format_bytes
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import DataStream
+from pipedream.links.residuals import Residuals
+from pipedream.model.stage_module import StageModule
+from pipedream.planning.program import Program
+from pipedream.planning.shapes import Shapes, listed
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.segment import Segment
+
+__all__ = ["STATE_FOLDER", "check_room", "keep_state", "snapshots_of"]
+
+STATE_FOLDER = "state"
+"""In the folder of a run of local workers."""
+
+
+def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
+    """By stage, this worker's. Its stages get their buffers, and their weights where the model has not got
+    them. Raises ValueError where these are others."""
+    snapshots = {snapshot.stage_index: snapshot for snapshot in state.of_rank(run.rank).snapshots}
+    for stage in run.own_stages():
+        snapshot = snapshots[stage.stage_index]
+        if state.is_gathered:
+            _check_unchanged(stage, snapshot)
+        else:
+            _take_weights(stage, snapshot)
+        set_buffers(stage, snapshot.buffers)
+    return snapshots
+
+
+def residuals_of(snapshots: Iterable[StageSnapshot]) -> Residuals:
+    """By channel, what the worker's codecs have left out."""
+    by_index: dict[str, dict[int, Tensor]] = {}
+    for snapshot in snapshots:
+        for name, residual in snapshot.residuals.items():
+            channel, _, index = name.rpartition(" / ")
+            by_index.setdefault(channel, {})[int(index)] = residual
+    return {channel: [found[index] for index in sorted(found)] for channel, found in by_index.items()}
+
+
+def _check_unchanged(stage: StageModule, snapshot: StageSnapshot) -> None:
+    named, before = dict(stage.trainable_parameters()), snapshot.weights
+    if named.keys() != before.keys():
+        name = sorted(named.keys() ^ before.keys())[0]
+        raise ValueError(
+            f"stage {stage.stage_index} trains {'also' if name in named else 'no longer'} {name!r}, other"
+            " than the run that state is of: freeze and thaw between runs without state"
+        )
+    for name, parameter in named.items():
+        if not _is_same(parameter.detach().cpu(), before[name]):
+            raise ValueError(
+                f"parameter {name!r} of stage {stage.stage_index} was changed since the run that state is"
+                " of: go on with the weights as that run left them, or leave state out"
+            )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _take_weights(stage: StageModule, snapshot: StageSnapshot) -> None:
+    before = snapshot.weights
+    with torch.no_grad():
+        for name, parameter in stage.trainable_parameters():
+            parameter.copy_(before[name])
+
+
+def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]) -> WorkerState | None:
+    """Once the run is over: this worker's part. None where it is in the folder, or where there is none and
+    the report says why."""
+    run, place = segment.run, segment.run.place
+    state: dict[str, Any] = {"missing": ""}
+    report["state"] = state
+    if run.rank >= run.plan.workers_used:  # it has nothing
+        return WorkerState.of([], None)
+    end = segment.core.num_minibatches()
+    assert end is not None
+    if run.rank == 0:
+        state |= _document_of(run, end, segment.kinds)
+    try:
+        if isinstance(run.options.schedule, Program):
+            raise ValueError("its schedule is a program, which begins with the version that is there")
+        if segment.was_stopped:
+            raise ValueError("the run was stopped, and its data would go on")
+        if run.reads_inputs or run.reads_targets:
+            source.fetch(end)  # a replica may not have seen the end of the data
+        stream = source.stream.generators if isinstance(source.stream, DataStream) else None
+        kept = WorkerState.of(segment.take_snapshots(), stream)
+        if run.rank == 0:
+            of_process = kept.process if run.plan.workers_used == 1 else kept.data
+            state["data_generators"] = of_process
+        if place.folder is None:
+            return kept
+        folder = place.folder / STATE_FOLDER
+        check_room(place.folder, kept.num_bytes, run.plan.workers_used)
+        kept.save(folder, run.rank)
+    except (_core.RunFailure, PipelineError):
+        raise
+    except Exception as error:  # of an optimizer, of data after the last minibatch, of a full disk
+        state["missing"] = f"{run.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
+    return None
+
+
+def _document_of(
+    run: AgreedRun,
+    minibatch: int,
+    kinds: Sequence[Shapes],
+) -> dict[str, Any]:
+    """The part of the state that all ranks know, but for the generators of whoever reads the data. kinds:
+    those of minibatches that memory is planned for."""
+    options = run.options
+    return {
+        "name": secrets.token_hex(8),
+        "minibatch": minibatch,
+        "begun_at": run.first_minibatch if run.oldest_minibatch is None else run.oldest_minibatch,
+        "base_seed": run.base_seed,
+        "seed": options.seed if options.state is None else options.state.document["seed"],
+        "multiple": _multiple_of(run),
+        "is_gathered": options.gather != "none",
+        "settings": options.settings_of_state(),
+        "kinds": [listed(kind) for kind in kinds],
+        "data_generators": None,
+    }
+
+
+def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
+    """Raises ValueError where as much for each worker would leave less free than it takes: what a user saves
+    goes before the state."""
+    free = shutil.disk_usage(folder).free
+    if 2 * num_workers * num_bytes > free:
+        raise ValueError(
+            f"it takes {format_bytes(num_bytes)}, and {folder.parent}, where {num_workers} workers keep"
+            f" theirs, has {format_bytes(free)} free"
+        )
+
+
+def _multiple_of(run: AgreedRun) -> int:
+    """A run goes on after a multiple of so many minibatches: where rounds are over, and replicas alike."""
+    return _core.minibatches_between_drains(run.schedule()) * run.options.sync_every

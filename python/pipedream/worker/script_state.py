@@ -1,0 +1,94 @@
+"""ScriptState holds the values that a script has set since its modules were imported, and gives them to a
+worker, which has imported the modules anew. script_capture.py finds them, and task_files.py sends them in the
+graph of objects that the model is in. Applied before a worker's model runs, on its main thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.nn.modules.module as hooks_of_all
+from torch import Tensor, nn
+
+from pipedream.worker.local_functions import namespace_of
+
+__all__ = ["ScriptState"]
+
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")
+
+
+@dataclass
+class ScriptState:
+    """Values as they are at the caller."""
+
+    names: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Global names, by module: what was set there, and functions of the user's in modules of others."""
+    attributes: list[tuple[type, str, Any]] = field(default_factory=list)
+    """Attributes of classes: (class, name, value)."""
+    hooks: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Hooks of all modules, by the name of torch's table."""
+
+    def apply(self) -> None:
+        """At a worker."""
+        for module_name, values in self.names.items():
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError:  # whoever needs it says so
+                continue
+            namespace = namespace_of(module)
+            for name, value in values.items():
+                if name not in namespace or not _is_same(namespace[name], value):
+                    namespace[name] = _placed_as(namespace.get(name), value)
+                    setattr(module, name, namespace[name])
+        for kind, name, value in self.attributes:
+            if name not in vars(kind) or not _is_same(vars(kind)[name], value):
+                setattr(kind, name, value)
+        for table, hooks in self.hooks.items():
+            getattr(hooks_of_all, table).update(hooks)
+
+
+def _is_same(own: Any, sent: Any) -> bool:
+    """Whether nothing was set: then the worker keeps its own, which functions may hold as a default. Tensors
+    and modules are never the same, as those of the model come with the model."""
+    try:
+        return _is_equal(own, sent)
+    except Exception:  # whatever a user's object raises, and what holds itself
+        return False
+
+
+def _is_equal(own: Any, sent: Any) -> bool:
+    if own is sent:
+        return True
+    if type(own) is not type(sent) or isinstance(own, (Tensor, nn.Module)):
+        return False
+    if isinstance(own, (list, tuple, deque)):
+        return len(own) == len(sent) and all(map(_is_equal, own, sent))
+    if isinstance(own, dict):
+        return own.keys() == sent.keys() and all(_is_equal(own[key], sent[key]) for key in own)
+    if isinstance(own, types.FunctionType):
+        return all(_is_equal(getattr(own, name), getattr(sent, name)) for name in _OF_FUNCTIONS)
+    if isinstance(own, types.CellType):
+        return _is_equal(own.cell_contents, sent.cell_contents)
+    if isinstance(own, (staticmethod, classmethod)):
+        return _is_equal(own.__func__, sent.__func__)
+    if isinstance(own, property):
+        return all(_is_equal(getattr(own, name), getattr(sent, name)) for name in ("fget", "fset", "fdel"))
+    if isinstance(own, np.ndarray):
+        return bool(own.dtype == sent.dtype and np.array_equal(own, sent))
+    if own != own and sent != sent:  # NaN
+        return True
+    compare: Any = type(own).__eq__
+    if compare is object.__eq__:
+        return _is_equal(own.__reduce_ex__(2), sent.__reduce_ex__(2))
+    same: bool = own == sent
+    return bool(same)
+
+
+def _placed_as(own: Any, sent: Any) -> Any:
+    """A tensor where the worker's own is: it comes in host memory."""
+    return sent.to(own.device) if isinstance(own, Tensor) and isinstance(sent, Tensor) else sent

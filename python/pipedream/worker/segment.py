@@ -1,0 +1,408 @@
+"""A segment of a run: what is trained with one plan of the memory. Most runs are one.
+
+    open     channels and pool as planned, links to the other workers
+    train    until the data are over, or one of them is larger than planned
+    follow   rank 0 tells all ranks which of the two it was, before they finish
+    close    nothing of it is left but what lives on
+
+    F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
+                           3 is larger, rehearsed    planned for it
+
+The pipeline drains in between, and begins again as it began: with the newest version as the only one. What
+lives on are the modules with their weights and buffers, the optimizers with their state, the loss scaling of
+float16, what topk has left out, the data (minibatch_source.py) and what was reported. On the worker's compute
+thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.common.rank_tree import children_of, parent_of
+from pipedream.data.minibatch_source import MinibatchSource, exceeds
+from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.links.channels import (
+    BETWEEN_REPLICAS,
+    INPUTS,
+    TARGETS,
+    RunChannel,
+    channels_of_run,
+    forwarded_name,
+    tree_name,
+)
+from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
+from pipedream.links.rendezvous import Rendezvous
+from pipedream.links.replica_group import ReplicaGroup
+from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals
+from pipedream.links.state_transfer import receive_document, send_document
+from pipedream.model.draws import KeyedDraws, keyed_draws
+from pipedream.model.references import gradients_noticed
+from pipedream.model.seeding import backward_seed, draws_seed, evaluation_seed
+from pipedream.planning.shapes import Shapes, describe_shapes
+from pipedream.stage.decisions import Steered
+from pipedream.stage.evaluation import EvaluationPlan
+from pipedream.stage.saving import StageSaver
+from pipedream.stage.spare_loop import SpareLoop
+from pipedream.stage.stage_loop import PreparedStage, WorkerLoop
+from pipedream.stage.stage_runner import data_mismatch
+from pipedream.worker.agreed_run import AgreedRun, wait_for
+from pipedream.worker.checkpointing import Checkpointing
+from pipedream.worker.set_up import Rehearsed
+from pipedream.worker.spare_pool import SparePool
+from pipedream.worker.stage_pool import StagePool, version_term
+from pipedream.worker.task_files import read_larger
+from pipedream.worker.worker_links import WorkerLinks, no_word
+from pipedream.worker.worker_optimizers import WorkerOptimizers
+
+__all__ = ["Following", "Segment"]
+
+
+@dataclass(frozen=True)
+class Following:
+    """Why there is a segment after this one."""
+
+    first_minibatch: int
+    """The first minibatch of that segment."""
+    minibatch: int
+    """The minibatch that is larger than planned."""
+    shapes: str
+    """Its shapes, for people."""
+
+
+class Segment:
+    """At one worker. Made, it is open."""
+
+    def __init__(
+        self,
+        run: AgreedRun,
+        links: WorkerLinks,
+        core: _core.Worker,
+        device: torch.device,
+        rehearsed: Rehearsed,
+        data: Iterable[Any] | ForwardedData,
+        optimizers: WorkerOptimizers,
+        residuals: Residuals,
+        steered: Steered,
+        snapshots: dict[int, StageSnapshot],
+    ) -> None:
+        """core: as links has made it. residuals: of the segment before. steered: as in all. snapshots: by
+        stage, from which the run goes on where it does; they are given up when it begins. Raises ValueError,
+        term by term, for what does not fit into memory."""
+        self.core = core
+        self._device = device
+        self._rehearsed = rehearsed
+        self._data = data
+        self._steered = steered
+        if steered.asking is not None:
+            steered.asking.check = _check_of_links(run, core)
+        self._loop: WorkerLoop | None = None
+        self._spare_loop: SpareLoop | None = None
+        self._snapshots = snapshots
+        self._heard: tuple[Following | None, ...] = ()  # once
+        self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
+        for channel in self.channels:
+            channel.add_to(core, run.rank, run.plan)
+        self._pool = StagePool(
+            run,
+            core,
+            device,
+            rehearsed.footprints,
+            self.channels,
+            optimizers,
+            snapshots,
+            evaluation_bytes=rehearsed.evaluation.peak_bytes,
+        )
+        served = run.served_stage
+        self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
+        core.seal()
+        restore_residuals(core, residuals)
+        links.connect(run, self.channels, run.key("endpoints"))
+        self._group = _replica_group(run, core, device, run.place.rendezvous)
+        self.run = self._pool.run
+        """The run as agreed, with the stages that recompute to save memory."""
+
+    def close(self) -> None:
+        """Not its links, which are the worker's."""
+        if self._group is not None:
+            self._group.close()
+
+    @property
+    def losses(self) -> list[float]:
+        """So far, as far as this worker knows."""
+        return [] if self._loop is None else self._loop.losses
+
+    @property
+    def minibatch(self) -> int | None:
+        """At which this worker is; None: it has begun none of the segment."""
+        return None if self._loop is None else self._loop.minibatch
+
+    @property
+    def has_updated(self) -> bool:
+        return self._loop is not None and self._loop.has_updated
+
+    def train(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> dict[str, Any]:
+        """Trains the segment and returns this worker's report; a rank beyond the plan has none."""
+        run = self.run
+        group_size = _core.minibatches_between_drains(run.schedule())
+        if isinstance(self._data, ForwardedData):
+            source.go_on(_received_stream(run, self.core, self._data), group_size)
+        if self._spare is not None:
+            self._spare_loop = self._spare.prepare()
+            return self._spare_loop.serve()
+        if not run.own_stages():
+            return {}
+        boundary = self._rehearsed.input_boundary
+        if boundary is not None and not source.stream.looks_ahead:
+            source.look_ahead(functools.partial(exceeds, boundary), group_size)
+        elif boundary is None and group_size > 1:
+            source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
+        self._loop = loop = self._make_loop(source, checkpointing)
+        self._snapshots.clear()  # whose memory nothing needs any more
+        with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
+            report = loop.train(lambda: self.what_follows(source) is not None)
+        _note_codecs(report, self.channels)
+        return report
+
+    def what_follows(self, source: MinibatchSource) -> Following | None:
+        """None: nothing. As rank 0 says, to every rank, once this worker has done its work. Raises
+        DataMismatch where this one has read other data."""
+        if not self._heard:
+            self._heard = (self._hear_what_follows(source),)
+        return self._heard[0]
+
+    def _hear_what_follows(self, source: MinibatchSource) -> Following | None:
+        run, core, rank = self.run, self.core, self.run.rank
+        larger = None if self.was_stopped else source.larger
+        mine = None
+        if larger is not None:
+            mine = Following(larger.first, larger.minibatch, describe_shapes(larger.shapes))
+        word = None if mine is None else asdict(mine)
+        if rank > 0:
+            word = receive_document(core, tree_name(parent_of(rank), rank))
+        for child in children_of(rank, run.place.world_size):
+            send_document(core, tree_name(rank, child), word)
+        following = None if word is None else Following(**word)
+        if (run.reads_inputs or run.reads_targets) and following != mine:
+            raise data_mismatch(source.num_minibatches, run.describe_worker(rank))
+        return following
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the data would go on, as far as this worker trains on them."""
+        return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
+
+    def wait_for_all(self) -> None:
+        """Until no rank needs these links any more: all look for each other in the rendezvous again."""
+        run, rendezvous = self.run, self.run.place.rendezvous
+        key = run.key("drained")
+        rendezvous.publish(f"{key}/{run.rank}", True)
+        keys = [f"{key}/{rank}" for rank in range(run.place.world_size)]
+        wait_for(rendezvous, keys, no_word, meanwhile=_check_of_links(run, self.core))
+
+    @property
+    def kinds(self) -> tuple[Shapes, ...]:
+        """The shapes of minibatches for which it was planned, where data are read."""
+        return self._rehearsed.kinds
+
+    def take_snapshots(self) -> list[StageSnapshot]:
+        """Copies the state of this worker when the run is over. Raises ValueError for what it cannot keep."""
+        loop = self._loop or self._spare_loop
+        if loop is None:
+            return []
+        first, *others = loop.take_snapshots()
+        residuals = {
+            f"{channel} / {index}": residual
+            for channel, of_channel in self.keep_residuals().items()
+            for index, residual in enumerate(of_channel)
+        }
+        return [replace(first, residuals=residuals), *others]
+
+    def keep_residuals(self) -> Residuals:
+        """For the segment after this one."""
+        return keep_residuals(self.core, self.run.rank, self.channels)
+
+    def _make_loop(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> WorkerLoop:
+        make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None
+        if checkpointing is not None:
+            checkpointing.prepare(self._pool.copy_bytes)
+            make_saver = functools.partial(checkpointing.make_saver, self.run, source, self.keep_residuals)
+        run, pool, rehearsed = self.run, self._pool, self._rehearsed
+        own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
+        return WorkerLoop(
+            self.core,
+            run.options,
+            run.place,
+            schedule=run.schedule(),
+            prepared=pool.prepare(self._group),
+            source=source,
+            device=self._device,
+            draws=_draws_of(run, rehearsed, self._device),
+            backward_seeds=_backward_seeds(run, rehearsed),
+            input_boundary=rehearsed.input_boundary if len(run.stages) > 1 else None,
+            boundaries=rehearsed.boundaries,
+            edges=[
+                (channel.edge, channel.name)
+                for channel in own
+                if channel.edge is not None and channel.edge.kind not in BETWEEN_REPLICAS
+            ],
+            predicted=pool.predicted,
+            torch_pool=pool.make_torch_pool(),
+            steered=self._steered,
+            evaluation=EvaluationPlan(
+                run.own_evaluated_stages(), rehearsed.evaluation.boundaries, evaluation_seed(run.base_seed)
+            ),
+            make_saver=make_saver,
+            saves_now=None if checkpointing is None else checkpointing.saves_now,
+        )
+
+
+def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
+    """The keyed draws of this worker's stages. One worker draws as a plain loop does."""
+    stages = run.own_stages()
+    if run.plan.workers_used == 1 or not stages:
+        return None
+    seen = [rehearsed.footprints[stage.stage_index].draws for stage in stages]
+    return keyed_draws(draws_seed(run.base_seed), stages, seen, device)
+
+
+def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
+    """By stage, of those whose backward draws."""
+    footprints = rehearsed.footprints if run.plan.workers_used > 1 else {}
+    return {
+        stage: backward_seed(run.base_seed, stage)
+        for stage, footprint in footprints.items()
+        if footprint.draws.in_backward
+    }
+
+
+def _channels_of(
+    run: AgreedRun,
+    core: _core.Worker,
+    device: torch.device,
+    rehearsed: Rehearsed,
+    data: Iterable[Any] | ForwardedData,
+    optimizers: WorkerOptimizers,
+) -> list[RunChannel]:
+    options = run.options
+    channels = channels_of_run(
+        run.plan,
+        run.schedule(),
+        run.place.world_size,
+        rehearsed.boundaries,
+        optimizers.tie_specs(),
+        data if isinstance(data, ForwardedData) else None,
+        codec=options.links.codec,
+        shards=optimizers.shards(),
+        evaluated=rehearsed.evaluation.boundaries,
+    )
+    if device.type != "cuda" and not options.is_asynchronous:
+        channels = _posted_into_versions(run, channels, optimizers)
+    return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
+
+
+def _posted_into_versions(
+    run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
+) -> list[RunChannel]:
+    """The channels, of which those by which this worker pulls have no slots: what comes lands in the next
+    weight version. Not of a stage that owns tied parameters, whose versions are two terms."""
+
+    def posted(channel: RunChannel) -> RunChannel:
+        edge = channel.edge
+        if edge is None or edge.kind != "pull" or channel.receiver != run.rank:
+            return channel
+        if any(chunk.is_tied for chunk in optimizers.layouts[edge.to_stage].chunks):
+            return channel
+        return replace(channel, posted_into=version_term(edge.to_stage))
+
+    return [posted(channel) for channel in channels]
+
+
+def _placed_on_devices(
+    run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
+) -> list[RunChannel]:
+    """The channels, with those between devices of one host that need no staging."""
+    rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
+    on_host = device.type != "cuda"
+    reach = agree_on_device_memory(
+        core,
+        rank,
+        channels,
+        on_host=on_host,
+        publish=lambda key, value: rendezvous.publish(run.key(key), value),
+        wait_for=lambda keys: wait_for(rendezvous, [*map(run.key, keys)], no_word) if keys else [],
+    )
+    between = [c for c in channels if c.stages is not None and rank in (c.sender, c.receiver)]
+    for channel in between if links.transport == "ipc" or not on_host else []:
+        why = reach[channel.sender, channel.receiver]
+        if not why and channel.is_encoded:
+            why = f"they travel encoded (codec {channel.codec})"
+        links.check_reach(run.describe_ends(channel.sender, channel.receiver), why)
+    return place_on_devices(channels, reach)
+
+
+def _replica_group(
+    run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
+) -> ReplicaGroup | None:
+    """Makes the group of this worker's stage, if its replicas reduce together."""
+    stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
+    num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
+    if num_replicas == 1:
+        return None
+    return ReplicaGroup(
+        rendezvous.store_for(run.key(f"replicas of stage {stages[0]}")),
+        run.plan.replica_of(run.rank),
+        num_replicas,
+        device,
+        bind_host=run.options.links.bind_host,
+        check_links=_check_of_links(run, core),
+    )
+
+
+def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
+    """Waits for nothing, and raises what the links know."""
+    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
+
+    def check() -> None:
+        if run.place.world_size > 1:
+            core.wait_until_sent(tree_name(run.rank, neighbour), 1 << 20)
+
+    return check
+
+
+def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
+    def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
+        def receive() -> tuple[list[Tensor], int] | None:
+            # Reading data is the user's time, wherever they come from.
+            item = core.receive_item(channel, counts_as_wait=False)
+            assert item is not None  # there is no time-out
+            if item.is_end:
+                return None
+            tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
+            return tensors, item.fields.data_fingerprint
+
+        return receive
+
+    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+    inputs, targets = (forwarded_name(channel, replica) for channel in (INPUTS, TARGETS))
+    return ReceivedStream(
+        data,
+        receiver(inputs) if run.reads_inputs else None,
+        receiver(targets) if run.reads_targets else None,
+        functools.partial(read_larger, run.place.folder, run.segment_index + 1),
+    )
+
+
+def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
+    """Beside the figures of its channels: by which codec tensors really travel."""
+    for channel in channels:
+        if channel.name in report["channels"]:
+            report["channels"][channel.name]["codec"] = channel.codec_used

@@ -1,0 +1,338 @@
+"""Read, share, rehearse: what a worker must know of its stages before its pool and its channels are planned.
+
+    read      the first minibatch, by those that read data, before any link is open
+    share     rank 0's initial weights become everybody's
+    rehearse  each worker runs its stages once, on the first microbatch
+
+By links of their own, as the channels of the training depend on what crosses the cuts, and its pool on what
+optimizers make of the weights. Where a minibatch is larger than planned they rehearse again, with that one.
+On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.evaluation_rehearsal import RehearsedEvaluation, rehearse_evaluation
+from pipedream.budget.footprint import Footprint
+from pipedream.budget.offload import forced_offload
+from pipedream.budget.rehearsal import Handover, Rehearsal
+from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.common.rank_tree import children_of, parent_of, subtree_of
+from pipedream.data.first_minibatch import first_of
+from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
+from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import Boundary
+from pipedream.model.enlarged import enlarged, shaped
+from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
+from pipedream.model.seeding import evaluation_seed, generators_kept, seed_all
+from pipedream.planning.codec_choice import pushes_factors
+from pipedream.planning.shapes import (
+    Shapes,
+    cover,
+    describe_shapes,
+    largest_of,
+    next_kind,
+    shapes_of_parts,
+)
+from pipedream.report.first_figures import FirstFigures
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.own_part import OwnPart
+from pipedream.worker.worker_links import WorkerLinks
+
+__all__ = ["Rehearsed", "rehearse_again", "set_up"]
+
+_log = logging.getLogger("pipedream")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The knowledge that this worker has of its stages before it trains."""
+
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    """By the stage upstream, at both sides of its stages."""
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    """By stage."""
+    input_boundary: Boundary | None = None
+    """The boundary of a whole minibatch's inputs. None: their sizes need no plan."""
+    kinds: tuple[Shapes, ...] = ()
+    """For which it was, where data are read: one, but of a plan that fits shapes apart."""
+    evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
+    """The rehearsal of the eval-mode forward."""
+
+    def or_as(self, other: Rehearsed) -> Rehearsed:
+        """For minibatches of the other's kind, too."""
+        boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
+        footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
+        inputs = self.input_boundary
+        if inputs is not None and other.input_boundary is not None:
+            inputs = inputs.or_as(other.input_boundary)
+        kinds = [kind for kind in self.kinds if not cover(other.kinds, kind)]
+        return Rehearsed(boundaries, footprints, inputs, (*kinds, *other.kinds), self.evaluation)
+
+
+def set_up(
+    run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream, part: OwnPart
+) -> Rehearsed:
+    """Afterwards the run's own stages have rank 0's weights, those of others are left out of the worker's
+    part, and the links are closed."""
+    rendezvous = run.place.rendezvous
+    rendezvous.enter("reading the first minibatch")
+    kinds = _read_first_microbatches(run, stream)
+    held_out = _read_first_validation(run)
+    rendezvous.enter("sharing the initial weights")
+    core = _open_links(run, links, device)
+    with links.explained():
+        _share_initial_weights(run, core)
+        part.leave_out_others()
+        rendezvous.enter("rehearsing")
+        each = [_rehearse(run, core, device, first) for first in kinds]
+        rehearsed = functools.reduce(Rehearsed.or_as, each)
+        if run.options.validation is not None:
+            evaluation = _rehearse_evaluation(run, core, device, *held_out)
+            rehearsed = replace(rehearsed, evaluation=evaluation)
+        if core is not None:
+            links.wait_until_sent()
+    links.close()
+    _tell_of_draws(run, rehearsed)
+    return rehearsed
+
+
+def _tell_of_draws(run: AgreedRun, rehearsed: Rehearsed) -> None:
+    for stage, footprint in rehearsed.footprints.items():
+        if footprint.foreign_draws and run.plan.workers_used > 1:
+            _log.warning(
+                "%s draws from %s in its forward, which belongs to the data: all stages draw the same numbers"
+                " from it, and not those of a run on one worker; draw from torch, as torch.rand() does",
+                run.plan.describe_worker(run.rank, stage),
+                " and ".join(footprint.foreign_draws),
+            )
+
+
+def rehearse_again(
+    run: AgreedRun,
+    links: WorkerLinks,
+    device: torch.device,
+    before: Rehearsed,
+    minibatch: int,
+    larger: LargerMinibatch | None,
+) -> Rehearsed:
+    """With the stages as trained so far, for what was rehearsed before and this minibatch, which is larger.
+    larger: where data are read, what is known of it."""
+    first = _FirstMicrobatch(name=f"minibatch {minibatch}")
+    are_apart = bool(run.plan.shapes_apart)
+    if larger is not None:
+        shapes = next_kind(before.kinds, larger.shapes, are_apart=are_apart)
+        first = _first_microbatch(run, larger.inputs, larger.targets, shapes, minibatch)
+    core = _open_links(run, links, device)
+    with links.explained():
+        rehearsed = _rehearse(run, core, device, first)
+        if core is not None:
+            links.wait_until_sent()
+    links.close()
+    return before.or_as(rehearsed) if are_apart else replace(rehearsed, evaluation=before.evaluation)
+
+
+@dataclass(frozen=True)
+class _FirstMicrobatch:
+    """The first microbatch of a minibatch as large as any that the plan is for, at the ranks that read
+    data."""
+
+    inputs: Any = None
+    targets: Any = None
+    input_boundary: Boundary | None = None
+    """The same as in Rehearsed, and so are the kinds."""
+    kinds: tuple[Shapes, ...] = ()
+    name: str = "the first minibatch"
+
+
+def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
+    """One, or where the plan fits shapes apart one of each kind, besides the minibatch as it is."""
+    # Before any link is open: the processes of a DataLoader, which start now, would inherit its sockets, and
+    # a peer that closes the link would wait for them to close it, too.
+    kinds = run.plan.shapes_apart
+    if not (run.reads_inputs or run.reads_targets):
+        return [_FirstMicrobatch()] * (1 + len(kinds))
+    first = stream.peek()
+    if run.place.folder is not None and run.reads_targets and run.plan.replica_of(run.rank) == 0:
+        FirstFigures(run.place.folder).write_fingerprint(fingerprint(*first))
+    of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
+    return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
+
+
+def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
+    """(inputs, targets) where data are read, as large as any of a list."""
+    validation = run.options.validation
+    if validation is None or not (run.reads_inputs or run.reads_targets):
+        return None, None
+    with generators_kept():
+        seed_all(evaluation_seed(run.base_seed))
+        first = parts_of(first_of(validation.data), 0)
+    if isinstance(validation.data, (list, tuple)):
+        return enlarged(*first, largest_of(validation.data, {}))
+    return first
+
+
+def _rehearse_evaluation(
+    run: AgreedRun, core: _core.Worker | None, device: torch.device, inputs: Any, targets: Any
+) -> RehearsedEvaluation:
+    options = run.options
+    assert options.validation is not None
+    return rehearse_evaluation(
+        _handover(run, core),
+        run.own_evaluated_stages(),
+        inputs,
+        targets,
+        device=device,
+        loss_fn=options.loss_fn,
+        metrics={} if options.validation.outputs else options.validation.metrics,
+        autocast=options.autocast,
+        describe=functools.partial(run.plan.describe_worker, run.rank),
+    )
+
+
+def _handover(run: AgreedRun, core: _core.Worker | None) -> Handover:
+    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+    return Handover(core, run.options.plan.placement, replica)
+
+
+def _first_microbatch(
+    run: AgreedRun,
+    inputs: Any,
+    targets: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    minibatch: int,
+    *,
+    is_kind: bool = False,
+) -> _FirstMicrobatch:
+    """Makes the first microbatch of the minibatch, at least as large as the shapes say; as a kind, of just
+    these."""
+    m = run.options.microbatches
+    own_shapes = shapes_of_parts(inputs, targets)
+    inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)
+    made_shapes = shapes_of_parts(inputs, targets)
+    at_sizes = ""
+    if made_shapes != own_shapes:
+        what = "the sizes of one of shapes_apart" if is_kind else "the largest sizes of any"
+        largest = "" if is_kind else _largest_of(run.options.largest_in)
+        at_sizes = f" at {what} ({describe_shapes(made_shapes)}{largest})"
+    which = f"{minibatch}{at_sizes}"
+    boundary: Boundary | None = None
+    count = samples_of(inputs, targets)
+    with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
+        # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
+        is_limited = run.options.memory_bytes is not None or bool(_stages_with_factors(run))
+        # A list of samples has other entries in every minibatch.
+        if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
+            boundary = Boundary.of(inputs, name="the inputs")
+    first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]
+    first_targets = chunk(targets, m, name="the targets", minibatch=which, num_samples=count)[0]
+    check_alike(inputs, targets, m, minibatch=which)
+    name = f"minibatch {which}" if minibatch > 0 else f"{_FirstMicrobatch.name}{at_sizes}"
+    return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name)
+
+
+def _largest_of(largest_in: Mapping[str, int]) -> str:
+    """ "; minibatch 3 has the largest inputs, targets"."""
+    named = {
+        place: [name for name in largest_in if largest_in[name] == place] for place in largest_in.values()
+    }
+    return "".join(
+        f"; minibatch {place} has the largest {', '.join(named[place])}" for place in sorted(named)
+    )
+
+
+def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
+    """None where this worker has nobody to share with."""
+    num_workers = run.plan.workers_used
+    if num_workers == 1 or run.rank >= num_workers:
+        return None
+    core = links.make_core(run, device)
+    channels = set_up_channels(run.plan)
+    for channel in channels:
+        channel.add_to(core, run.rank, run.plan)
+    core.seal()
+    if run.links.ports is not None:  # told once: the training may need more
+        codec = run.links.codec
+        of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
+        links.check_ports(run, channels, of_run)
+    links.connect(run, channels, run.key("endpoints for the set-up"))
+    return core
+
+
+def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
+    """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they come
+    before the pool is planned. Local workers have all read the caller's; what was on the meta device each
+    makes for itself."""
+    if core is None or not run.place.returns_model:
+        return
+    rank, num_ranks = run.rank, run.plan.workers_used
+    above = "" if rank == 0 else tree_name(parent_of(rank), rank)
+    for stage in run.held_stages_of(rank) if above else []:
+        receive_state(core, above, stage)
+    for child in children_of(rank, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for stage in run.held_stages_of(other):
+                if above:
+                    relay_state(core, above, tree_name(rank, child))
+                else:
+                    send_state(core, tree_name(rank, child), stage)
+
+
+def _rehearse(
+    run: AgreedRun, core: _core.Worker | None, device: torch.device, first: _FirstMicrobatch
+) -> Rehearsed:
+    """Boundaries and footprints of this worker's stages, from the first microbatch."""
+    options = run.options
+    rehearsal = Rehearsal(
+        _handover(run, core),
+        device,
+        describe=functools.partial(run.plan.describe_worker, run.rank),
+        name=first.name,
+        loss_fn=options.loss_fn,
+        autocast=options.autocast,
+        repeats=options.microbatches > 1 or _adds_minibatches(run),
+        scales_loss=_scales_loss(run),
+        for_offload=options.memory_bytes is not None or forced_offload().activations,
+        for_factors=_stages_with_factors(run),
+        for_recompute=_stages_that_may_recompute(run),
+    )
+    rehearsal.run(run.own_stages(), first.inputs, first.targets)
+    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.kinds)
+
+
+def _stages_with_factors(run: AgreedRun) -> list[int]:
+    """Whose replicas push what they can as factors."""
+    stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
+    return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
+
+
+def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
+    recompute = run.options.recompute
+    if recompute is None:
+        return list(range(run.plan.num_stages)) if run.options.memory_bytes is not None else []
+    return [stage for stage in range(run.plan.num_stages) if recompute[stage]]
+
+
+def _scales_loss(run: AgreedRun) -> bool:
+    """Whether every backward is of a share of the minibatch's loss, or of a multiple. By the user's weights
+    one microbatch may have all of it."""
+    options = run.options
+    has_shares = options.microbatches > 1 and options.weight_fn is None
+    return has_shares or options.autocast is torch.float16
+
+
+def _adds_minibatches(run: AgreedRun) -> bool:
+    """Whether one replica of a stage here has several minibatches of a round, whose gradients add up."""
+    schedule, stages = run.schedule(), run.plan.stages
+    own = run.plan.stages_of(run.rank)
+    return any(_core.rounds_of(schedule, s).minibatches_per_round > stages[s].num_replicas for s in own)

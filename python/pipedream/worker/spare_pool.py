@@ -1,0 +1,164 @@
+"""The pool of a spare: the versions of its shard, and its optimizer's state; planned, added as terms, and
+handed out again as its end of the parameter server.
+
+Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.budget.memory import (
+    MASTERS,
+    MODEL,
+    OPTIMIZER_STATE,
+    TORCH_OPTIMIZER_STATE,
+    TRANSIENT,
+    WEIGHT_VERSIONS,
+    channel_terms,
+    list_terms,
+    model_bytes,
+)
+from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
+from pipedream.common.units import format_bytes
+from pipedream.links.channels import RunChannel
+from pipedream.links.exchange_names import exchange_names
+from pipedream.model.stage_module import StageModule
+from pipedream.planning.codec_choice import codec_of_pushes
+from pipedream.stage.gradients import updated_parameters
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import ReplicaChannels
+from pipedream.stage.shards import piece_of
+from pipedream.stage.spare_loop import SpareLoop
+from pipedream.stage.stage_state import StageStart
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageWeights, WeightVersions
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.worker_optimizers import WorkerOptimizers
+
+__all__ = ["SparePool"]
+
+
+class SparePool:
+    """The memory of this spare in the pool of its core."""
+
+    def __init__(
+        self,
+        run: AgreedRun,
+        core: _core.Worker,
+        stage: StageModule,
+        channels: Sequence[RunChannel],
+        optimizers: WorkerOptimizers,
+    ) -> None:
+        """stage: whose shard it has. Raises ValueError where that does not fit into run's memory."""
+        self._run = run
+        self._core = core
+        self._stage = stage
+        index = stage.stage_index
+        self._owner = run.plan.replica_of(run.rank)
+        self._optimizer = optimizers.by_stage[index]
+        self._layout = optimizers.layouts[index]
+        self._num_versions = _core.num_versions_kept(run.schedule(), index)
+        self._version_bytes = sum(chunk.num_bytes for chunk in self._layout.chunks_of(self._owner))
+        self.predicted = self._terms(channels)
+        _check_fits(run, self.predicted)
+        core.add_term(_term(WEIGHT_VERSIONS, index), self._version_bytes, self._num_versions)
+        if self._optimizer.num_placed_states:
+            state_bytes = self._optimizer.state_slot_bytes
+            core.add_term(_term(OPTIMIZER_STATE, index), state_bytes, self._optimizer.num_placed_states)
+        if self._optimizer.num_placed_masters:
+            core.add_term(_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
+
+    def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
+        """By term of RunResult.memory."""
+        run, optimizer = self._run, self._optimizer
+        terms: dict[str, int] = {}
+        for channel in channels:
+            terms |= channel_terms(channel, run.rank, "cpu")
+        if optimizer.is_native:
+            state_bytes, step_bytes = 0, native_step_bytes(self._stage, optimizer.num_parameters)
+        else:
+            state_bytes = predict_state_bytes(optimizer.optimizer)
+            step_bytes = predict_step_bytes(optimizer.optimizer, "cpu")
+        is_whole = run.place.returns_model and not run.is_made_by_stages
+        terms |= {
+            WEIGHT_VERSIONS: self._num_versions * _core.slot_stride_bytes(self._version_bytes),
+            OPTIMIZER_STATE: optimizer.num_placed_states
+            * _core.slot_stride_bytes(optimizer.state_slot_bytes),
+            MASTERS: optimizer.num_placed_masters * _core.slot_stride_bytes(optimizer.masters_slot_bytes),
+            TORCH_OPTIMIZER_STATE: state_bytes,
+            # Means have memory of their own where the optimizer may keep them.
+            TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
+            MODEL: model_bytes(run.stages if is_whole else [self._stage]),
+        }
+        return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
+
+    def prepare(self) -> SpareLoop:
+        """The spare's loop, with its shard of the initial weights in the pool."""
+        run, index, layout = self._run, self._stage.stage_index, self._layout.alone(self._owner)
+        named = updated_parameters(self._stage, run.ties)
+        pieces = [
+            (name, nn.Parameter(piece_of(parameter, piece)))
+            for piece in self._layout.pieces_of(self._owner)
+            for name, parameter in [named[piece.parameter]]
+        ]
+        holder = nn.ParameterList([parameter for _, parameter in pieces])
+        start = StageStart.of(run.schedule(), index, None)  # nobody reads an older version of its shard here
+        slots = self._slots(WEIGHT_VERSIONS, self._num_versions)
+        versions = WeightVersions(holder, pieces, slots, newest_slot=start.newest_slot)
+        optimizer = self._optimizer
+        optimizer.place_state(
+            self._slots(OPTIMIZER_STATE, optimizer.num_placed_states),
+            self._slots(MASTERS, optimizer.num_placed_masters),
+        )
+        schedule = run.schedule()
+        names = exchange_names(schedule, index, self._owner)
+        server = ParameterServer(
+            StageWeights.of(versions),
+            optimizer,
+            TiedParameters(schedule, index, [], {}),
+            core=self._core,
+            layout=layout,
+            rounds=_core.rounds_of(schedule, index),
+            replica=self._owner,
+            channels=ReplicaChannels(
+                push_to=names["push", True],
+                push_from=names["push", False],
+                pull_to=names["pull", True],
+                pull_from=names["pull", False],
+            ),
+            push_codec=codec_of_pushes(run.options.links.codec),
+            slot_of={_core.rounds_of(schedule, index).first_version: start.newest_slot},
+        )
+        return SpareLoop(
+            self._core,
+            run.options,
+            run.place,
+            schedule=schedule,
+            server=server,
+            optimizer=optimizer,
+            predicted=self.predicted,
+            newest_slot=start.newest_slot,
+        )
+
+    def _slots(self, term: str, count: int) -> list[Tensor]:
+        name = _term(term, self._stage.stage_index)
+        return [from_dlpack(self._core.hold_slot(name)) for _ in range(count)]
+
+
+def _check_fits(run: AgreedRun, terms: dict[str, int]) -> None:
+    limit_bytes, total = run.options.memory_bytes, sum(terms.values())
+    if limit_bytes is not None and total > limit_bytes:
+        raise ValueError(
+            f"memory is {format_bytes(limit_bytes)}, but {run.plan.describe_worker(run.rank)} needs"
+            f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more ({list_terms(terms)}): give"
+            " more memory, or a plan with more or no num_spare_shards"
+        )
+
+
+def _term(name: str, stage_index: int) -> str:
+    return f"{name} of stage {stage_index}"

@@ -1,0 +1,521 @@
+"""The pool of one worker's stages: planned, added as terms, and handed out again as versions, optimizer state
+and homes of what is offloaded.
+
+Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.budget.copy_streams import make_copy_streams
+from pipedream.budget.footprint import Footprint
+from pipedream.budget.memory import (
+    GRADIENTS,
+    MASTERS,
+    OFFLOADED_ACTIVATIONS,
+    OFFLOADED_VERSIONS,
+    OPTIMIZER_STATE,
+    SHARD,
+    SHARD_ANSWERS,
+    STASH,
+    TIED_VERSIONS,
+    TRANSIENT,
+    WEIGHT_VERSIONS,
+    MemoryPlan,
+    PushedFactors,
+    PushedGradients,
+    choose_savings,
+    model_bytes,
+    num_activation_homes,
+)
+from pipedream.budget.offload import Offload, StageOffload, forced_offload
+from pipedream.budget.optimizer_memory import (
+    native_step_bytes,
+    predict_state_bytes,
+    predict_step_bytes,
+    sparse_bytes,
+)
+from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
+from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.checkpoint.writer import CopyMemory
+from pipedream.links.channels import RunChannel, edge_name
+from pipedream.links.exchange_names import FACTORS, exchange_names
+from pipedream.links.replica_group import ReplicaGroup
+from pipedream.model.factored import factorable
+from pipedream.model.stage_module import StageModule
+from pipedream.planning.codec_choice import codec_of_pushes
+from pipedream.stage.asynchronous_server import AsynchronousServer
+from pipedream.stage.factor_exchange import FactorExchange
+from pipedream.stage.factors import FactorLayer
+from pipedream.stage.gradients import StageGradients
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.pushes import copied_bytes
+from pipedream.stage.reduced import LocalSteps, ReducedGradients
+from pipedream.stage.shard_client import ReplicaChannels, ShardClient
+from pipedream.stage.stage_loop import PreparedStage
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.stage_state import StageStart
+from pipedream.stage.tied import TiedParameters, ties_by_owner
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import StageWeights, split_tied
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.worker_optimizers import WorkerOptimizers
+
+__all__ = ["StagePool", "version_term"]
+
+
+class StagePool:
+    """The memory of this worker's stages in the pool of its core."""
+
+    def __init__(
+        self,
+        run: AgreedRun,
+        core: _core.Worker,
+        device: torch.device,
+        footprints: Mapping[int, Footprint],
+        channels: Sequence[RunChannel],
+        optimizers: WorkerOptimizers,
+        snapshots: Mapping[int, StageSnapshot],
+        *,
+        evaluation_bytes: int = 0,
+    ) -> None:
+        """Decides where to recompute and to offload. footprints: by stage, of this worker's. snapshots: by
+        stage, from which they go on; none where the pipeline begins anew."""
+        self.run = run
+        """The run as agreed, with the stages that recompute to save memory."""
+        self.predicted: dict[str, int] = {}
+        """By term of RunResult.memory."""
+        self.copy_bytes: dict[int, int] = {}
+        """By stage, of what it is copied into for a checkpoint."""
+        self._core = core
+        self._device = device
+        self._worker_optimizers = optimizers
+        self._optimizers = optimizers.by_stage
+        self._offload: dict[int, Offload] = {}  # by stage, what is done
+        self._torch_pool_bytes = 0
+        self._channels = channels
+        self._snapshots = snapshots
+        self._evaluation_bytes = evaluation_bytes
+        if run.own_stages():
+            self._plan(footprints, channels)
+
+    def _plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> None:
+        options = self.run.options
+        self._check_recompute(footprints)
+        memory = choose_savings(
+            self._memory_plan(footprints, channels), options.recompute, options.memory_bytes
+        )
+        self.run = replace(self.run, options=replace(options, recompute=tuple(memory.schedule.recompute)))
+        self.predicted = memory.terms()
+        self.copy_bytes = dict(memory.copy_bytes)
+        self._add_terms(memory)
+        if wants_torch_pool(self._device):
+            self._pool_torch_terms()
+            self.predicted[TRANSIENT] = max(memory.step_bytes.values())  # updates are not in the pool
+        if not all(footprints[stage.stage_index].is_measured for stage in self.run.own_stages()):
+            for term in (STASH, TRANSIENT, GRADIENTS):
+                self.predicted.pop(term, None)
+
+    def _check_recompute(self, footprints: Mapping[int, Footprint]) -> None:
+        """Raises ValueError for a stage whose second forward would be another than its first."""
+        recompute = self.run.options.recompute
+        for stage, footprint in footprints.items():
+            if recompute is not None and recompute[stage] and not footprint.is_repeatable:
+                raise ValueError(
+                    f"recompute names {self.run.plan.describe_worker(self.run.rank, stage)}, whose forward"
+                    " gives something else when it is done again with the same input: it remembers"
+                    " something in attributes or draws from random or numpy; keep that in buffers and draw"
+                    " from torch, or leave the stage out of recompute"
+                )
+
+    def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
+        """The stages, with weights and optimizer state in the pool. group: where the only one's replicas
+        reduce together."""
+        return [self._prepare(stage, group) for stage in self.run.own_stages()]
+
+    def make_torch_pool(self) -> TorchPool | None:
+        if self._torch_pool_bytes == 0:
+            return None
+        return TorchPool(from_dlpack(self._core.hold_slot(TORCH_TENSORS)))
+
+    def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
+        """Returns the plan of this worker without any saving."""
+        own_bytes: dict[int, int] = {}
+        tied_bytes: dict[int, dict[int, int]] = {}
+        placed_bytes: dict[int, int] = {}
+        masters_bytes: dict[int, int] = {}
+        torch_bytes: dict[int, int] = {}
+        step_bytes: dict[int, int] = {}
+        shard_bytes: dict[int, int] = {}
+        served_step_bytes: dict[int, int] = {}
+        for stage in self.run.own_stages():
+            index = stage.stage_index
+            own, _ = split_tied(stage, self.run.tied_parameters_of(index))
+            optimizer = self._optimizers[index]
+            own_bytes[index] = _core.slot_stride_bytes(weight_layout(own)[0])
+            tied_bytes[index] = {
+                owner: _core.slot_stride_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
+                for owner, parameters in self._tied_parameters(index).items()
+            }
+            slot_bytes = _core.slot_stride_bytes(optimizer.state_slot_bytes)
+            placed_bytes[index] = optimizer.num_placed_states * slot_bytes
+            if optimizer.num_placed_masters:
+                masters_bytes[index] = _core.slot_stride_bytes(optimizer.masters_slot_bytes)
+            if optimizer.is_native:
+                torch_bytes[index] = 0
+                step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
+            else:
+                torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
+                step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
+            if self._is_asynchronous(index):
+                layout = self._worker_optimizers.layouts[index]
+                content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
+                shard_bytes[index] = _core.slot_stride_bytes(content_bytes)
+                served_step_bytes[index] = step_bytes[index] + layout.whole_tensors * content_bytes
+        return MemoryPlan(
+            self.run.options.plan,
+            self.run.rank,
+            self.run.schedule(),
+            footprints,
+            channels,
+            own_bytes,
+            tied_bytes,
+            placed_bytes,
+            torch_bytes,
+            model_bytes(self._held_stages()),
+            self._device.type,
+            dict.fromkeys(own_bytes, forced_offload()),
+            step_bytes,
+            {
+                stage: self._pushed_factors(stage, layers)
+                for stage, layers in self._worker_optimizers.factored.items()
+                if stage in own_bytes
+            },
+            {stage: self._pushed_gradients(stage) for stage in own_bytes if self._has_shards(stage)},
+            shard_bytes,
+            evaluation_bytes=self._evaluation_bytes,
+            served_step_bytes=served_step_bytes,
+            masters_bytes=masters_bytes,
+            copy_bytes={}
+            if self.run.options.checkpoints is None
+            else self._copy_bytes(own_bytes, tied_bytes, placed_bytes, torch_bytes),
+        )
+
+    def _copy_bytes(
+        self,
+        own_bytes: Mapping[int, int],
+        tied_bytes: Mapping[int, Mapping[int, int]],
+        placed_bytes: Mapping[int, int],
+        torch_bytes: Mapping[int, int],
+    ) -> dict[int, int]:
+        """By stage, of all that a checkpoint has of it."""
+        found: dict[int, int] = {}
+        schedule = self.run.schedule()
+        for stage in self.run.own_stages():
+            index = stage.stage_index
+            # A stage that does not stash holds what its first microbatches after a boundary read.
+            stashes = _core.stashes_versions(schedule, index)
+            num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
+            versions = num_versions * own_bytes[index] + sum(
+                _core.num_tied_versions_kept(schedule, owner) * num_bytes
+                for owner, num_bytes in tied_bytes[index].items()
+            )
+            buffers = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
+            num_tensors = (num_versions + 4) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
+            found[index] = (
+                versions
+                + placed_bytes[index]
+                + torch_bytes[index]
+                + buffers
+                + CopyMemory.bytes_beside(num_tensors)
+            )
+        return found
+
+    def _pushed_gradients(self, stage: int) -> PushedGradients:
+        layout, num_replicas = (
+            self._worker_optimizers.layouts[stage],
+            self.run.plan.stages[stage].num_replicas,
+        )
+        own_chunks = layout.chunks_of(self._replica)
+        others = [chunk for chunk in layout.chunks if chunk.shard != self._replica]
+        own_sizes = [sum(piece.num_bytes for piece in chunk.pieces) for chunk in own_chunks]
+        mean_bytes = 0
+        if layout.whole_tensors or self.run.options.measures_gradients:
+            mean_bytes = sum(own_sizes)
+        elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
+            mean_bytes = max(own_sizes, default=0)  # where nobody else has a minibatch of the last round
+        return PushedGradients(
+            copied_bytes(others) + sparse_bytes(self.run.stages[stage]),
+            mean_bytes,
+            self._num_rounds_kept(stage),
+        )
+
+    def _num_rounds_kept(self, stage: int) -> int:
+        """Returns the rounds of which a replica may have gradients. One more may wait for spares, which take
+        chunks as they can use them, if the next round's forwards do without the version that is made of
+        it."""
+        schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
+        waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
+        return _core.num_gradients_kept(schedule, stage) + waits
+
+    def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
+        at_once = self.run.options.measures_gradients or self._worker_optimizers.layouts[stage].whole_tensors
+        num_replicas = self.run.plan.stages[stage].num_replicas
+        weights = [layer.weight_bytes for layer in layers]
+        factors = [layer.factor_bytes for layer in layers]
+        stacked_bytes = num_replicas * max(factors, default=0)
+        product_bytes = sum(weights) if at_once else max(weights, default=0)
+        return PushedFactors(sum(weights), sum(factors), product_bytes + stacked_bytes)
+
+    def _held_stages(self) -> list[StageModule]:
+        """Whose weights lie in the device's memory: on the host also what the user made of other stages'."""
+        is_whole = self.run.place.returns_model and not self.run.is_made_by_stages
+        return self.run.stages if is_whole and self._device.type == "cpu" else self.run.own_stages()
+
+    def _pool_torch_terms(self) -> None:
+        """Puts torch's tensors into one term of the pool."""
+        parts = [self.predicted.pop(term, 0) for term in (STASH, TRANSIENT, GRADIENTS)]
+        self._torch_pool_bytes = sum(parts) + SEGMENT_SLACK_BYTES
+        self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
+
+    def _add_terms(self, memory: MemoryPlan) -> None:
+        """The pool's terms of the stages, as they are planned."""
+        for stage, own_bytes in memory.weight_bytes.items():
+            offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
+            self._offload[stage] = offload
+            num_versions = _core.num_versions_kept(memory.schedule, stage)
+            if offload.versions:
+                self._core.add_term(_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True)
+                num_versions = num_resident_versions(num_versions)
+            term = version_term(stage)
+            is_posted_into = any(channel.posted_into == term for channel in memory.channels)
+            self._core.add_term(term, own_bytes, num_versions, is_posted_into=is_posted_into)
+            if offload.activations:
+                self._core.add_term(
+                    _term(OFFLOADED_ACTIVATIONS, stage),
+                    memory.footprints[stage].offloadable_bytes,
+                    num_activation_homes(memory.schedule, stage),
+                    staging=True,
+                )
+            for owner, tied_bytes in memory.tied_bytes[stage].items():
+                num_tied = _core.num_tied_versions_kept(memory.schedule, owner)
+                self._core.add_term(_term(_tied_name(owner), stage), tied_bytes, num_tied)
+            if memory.shard_bytes.get(stage):
+                num_others = self.run.plan.stages[stage].num_replicas - 1
+                self._core.add_term(_term(SHARD, stage), memory.shard_bytes[stage], 1)
+                self._core.add_term(_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
+            num_states = self._optimizers[stage].num_placed_states
+            if num_states:
+                slot_bytes = memory.placed_state_bytes[stage] // num_states
+                self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
+            if memory.masters_bytes.get(stage):
+                self._core.add_term(_term(MASTERS, stage), memory.masters_bytes[stage], 1)
+
+    def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
+        """Puts the stage's weights and its optimizer's state into the pool."""
+        index, schedule = stage.stage_index, self.run.schedule()
+
+        def slots(term: str, num_slots: int) -> list[Tensor]:
+            # The pool hands slots out in any order; only that each is one version's matters.
+            return [from_dlpack(self._core.hold_slot(_term(term, index))) for _ in range(num_slots)]
+
+        num_versions = _core.num_versions_kept(schedule, index)
+        offload = self._offload[index]
+        copies = make_copy_streams(self._device)
+        own_slots = slots(
+            WEIGHT_VERSIONS, num_resident_versions(num_versions) if offload.versions else num_versions
+        )
+        resident: ResidentVersions | None = None
+        if offload.versions:
+            resident = ResidentVersions(own_slots, slots(OFFLOADED_VERSIONS, num_versions), copies)
+        of_ties = {
+            owner: (parameters, slots(_tied_name(owner), _core.num_tied_versions_kept(schedule, owner)))
+            for owner, parameters in self._tied_parameters(index).items()
+        }
+        start = StageStart.of(schedule, index, self._snapshots.get(index))
+        weights = StageWeights(
+            stage,
+            own_slots,
+            of_ties,
+            resident,
+            newest_slot=start.newest_slot,
+            older=start.older,
+            older_tied=start.older_tied,
+        )
+        optimizer = self._optimizers[index]
+        optimizer.place_state(
+            slots(OPTIMIZER_STATE, optimizer.num_placed_states), slots(MASTERS, optimizer.num_placed_masters)
+        )
+        tied = TiedParameters(
+            schedule,
+            index,
+            self.run.ties,
+            weights.tied,
+            replica=self._replica,
+            pieces=self._worker_optimizers.tied_pieces(index),
+            wait_until_sent=self._wait_for_users(index),
+        )
+        stage_offload: StageOffload | None = None
+        if offload.names():
+            frozen = [parameter for _, parameter in stage.frozen_parameters()]
+            num_homes = num_activation_homes(schedule, index) if offload.activations else 0
+            homes = slots(OFFLOADED_ACTIVATIONS, num_homes)
+            stage_offload = StageOffload(
+                self._device,
+                copies,
+                homes,
+                resident,
+                [*own_slots, *itertools.chain(*(held for _, held in of_ties.values())), *frozen],
+            )
+        if self.run.plan.stages[index].num_replicas > 1 and group is None:
+            gradients: StageGradients = self._make_server(index, weights, optimizer, tied, start.slot_of)
+        elif group is not None:
+            gradients = self._make_reduced(index, weights, optimizer, tied, group)
+        else:
+            gradients = StageGradients(weights, optimizer, tied)
+        loss_scaling = self._worker_optimizers.loss_scaling.get(index)
+        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
+
+    def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
+        """By owner, those of the stage."""
+        by_owner = ties_by_owner(stage, self.run.ties)
+        return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
+
+    def _wait_for_users(self, stage: int) -> Callable[[int, int], None]:
+        """wait_until_sent of TiedParameters."""
+        schedule, replica = self.run.schedule(), self._replica
+        names: dict[int, list[str]] = {}
+        for edge in _core.edges_of(schedule):
+            is_mine = edge.kind == "tied_version" and (edge.from_stage, edge.from_replica) == (stage, replica)
+            if is_mine and schedule.placement.rank_of(edge.to_stage, edge.to_replica) != self.run.rank:
+                names.setdefault(edge.to_stage, []).append(edge_name(edge, schedule.placement))
+
+        def wait(user: int, num_left_max: int) -> None:
+            for name in names.get(user, ()):
+                self._core.wait_until_sent(name, num_left_max)
+
+        return wait
+
+    @property
+    def _replica(self) -> int:
+        """The replica of its stage that this worker is."""
+        return self.run.plan.replica_of(self.run.rank)
+
+    def _has_shards(self, stage: int) -> bool:
+        return self.run.plan.stages[stage].num_replicas > 1 and not self.run.options.reduces_together
+
+    def _is_asynchronous(self, stage: int) -> bool:
+        return self.run.options.is_asynchronous and self.run.plan.stages[stage].num_replicas > 1
+
+    def _make_server(
+        self,
+        stage: int,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        slot_of: Mapping[int, int],
+    ) -> ShardClient:
+        schedule, replica = self.run.schedule(), self._replica
+        names = exchange_names(schedule, stage, replica)
+        factors = self._worker_optimizers.factored[stage]
+        make: Callable[..., ShardClient] = ParameterServer
+        if self._is_asynchronous(stage):
+            make = self._asynchronous_server(stage, weights)
+        return make(
+            weights,
+            optimizer,
+            tied,
+            core=self._core,
+            layout=self._worker_optimizers.layouts[stage],
+            rounds=_core.rounds_of(schedule, stage),
+            replica=replica,
+            channels=ReplicaChannels(
+                push_to=names["push", True],
+                push_from=names["push", False],
+                pull_to=names["pull", True],
+                pull_from=names["pull", False],
+                posted_from=self._posted_from(stage),
+            ),
+            push_codec=codec_of_pushes(self.run.options.links.codec),
+            num_rounds_kept=self._num_rounds_kept(stage),
+            slot_of=slot_of,
+            factors=None
+            if not factors
+            else FactorExchange(
+                self._core,
+                factors,
+                self._layers_of(stage, factors),
+                channels_to=names[FACTORS, True],
+                channels_from=names[FACTORS, False],
+                replica=replica,
+                device=self._device,
+            ),
+        )
+
+    def _posted_from(self, stage: int) -> frozenset[int]:
+        """The owners of shards whose versions land where they are for."""
+        edges = [channel.edge for channel in self._channels if channel.posted_into == version_term(stage)]
+        return frozenset(edge.from_replica for edge in edges if edge is not None)
+
+    def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
+        """By name, who has these weights."""
+        found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
+        return {weight.name: found[weight.name] for weight in weights}
+
+    def _asynchronous_server(self, stage: int, weights: StageWeights) -> Callable[..., ShardClient]:
+        others = [o for o in range(self.run.plan.stages[stage].num_replicas) if o != self._replica]
+        has_chunks = bool(self._worker_optimizers.layouts[stage].chunks_of(self._replica))
+
+        def memory(term: str) -> Tensor:
+            return from_dlpack(self._core.hold_slot(_term(term, stage))) if has_chunks else torch.empty(0)
+
+        return functools.partial(
+            AsynchronousServer,
+            master=memory(SHARD),
+            answers={other: memory(SHARD_ANSWERS) for other in others},
+            names=weights.own.names,
+            where=self.run.plan.describe_worker(self.run.rank),
+        )
+
+    def _make_reduced(
+        self,
+        stage: int,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        group: ReplicaGroup,
+    ) -> StageGradients:
+        sync_every = self.run.options.sync_every
+        make = ReducedGradients if sync_every == 1 else functools.partial(LocalSteps, sync_every=sync_every)
+        return make(
+            weights,
+            optimizer,
+            tied,
+            group=group,
+            rounds=_core.rounds_of(self.run.schedule(), stage),
+            replica=self._replica,
+            num_minibatches=self._core.num_minibatches,
+        )
+
+
+def _tied_name(owner: int) -> str:
+    return f"{TIED_VERSIONS} from stage {owner}"
+
+
+def version_term(stage_index: int) -> str:
+    """The pool's, that has the stage's own weight versions."""
+    return _term(WEIGHT_VERSIONS, stage_index)
+
+
+def _term(name: str, stage_index: int) -> str:
+    return f"{name} of stage {stage_index}"

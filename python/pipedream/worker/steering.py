@@ -1,0 +1,252 @@
+"""The way from the first stage to the callbacks of a run and back.
+
+    rank 0         asks: a line in a file of the run's folder          caller   looks, calls the callbacks
+    stage 0        waits, where its schedule says, for the answer  <-- caller   writes it
+    every stage    reads it where the learning rate changes
+
+Questions and answers are few, and nothing of this is on the way of a minibatch. Answers are named by the
+boundary at which they are due. Under torchrun rank 0 calls the callbacks, and the rendezvous has the answers.
+The workers' part runs on their compute thread, the other one on the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipedream import _core
+from pipedream.callbacks.callback import Decision
+from pipedream.callbacks.steering import Question, Steering
+from pipedream.common.errors import failures_of_others
+from pipedream.common.guard import write_record
+from pipedream.planning.plan import Plan
+from pipedream.report.status import LOOK_S, StatusBoard
+from pipedream.stage.boundaries import EVALUATE, RATE, SNAPSHOT, STOP
+from pipedream.stage.decisions import (
+    AnswerWay,
+    Asking,
+    RateChanges,
+    Steered,
+    Stopping,
+    answer_lead,
+    stop_lead,
+)
+from pipedream.stage.evaluation import evaluation_name
+from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.worker_optimizers import WorkerOptimizers
+
+__all__ = ["LocalSteering", "steered"]
+
+_QUESTIONS = "questions"
+_POLL_S = 0.001
+_ANSWER_S = 0.005
+
+
+def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
+    """Returns the steering of this worker, in all segments of the run. steering: at rank 0 of torchrun."""
+    schedule, place, points = run.schedule(), run.place, run.options.call_points
+    stopping: Stopping | None = None
+    if place.stop_order is not None:
+        lead = stop_lead(schedule, sync_every=run.options.sync_every)
+        stopping = Stopping(place.stop_order, decides=place.rank == 0, lead=lead)
+    if not points.at_epochs:
+        return Steered(stopping)
+    way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder)
+    asking: Asking | None = None
+    if 0 in optimizers.by_stage:
+        asking = Asking(
+            way,
+            points,
+            asks=place.rank == 0,
+            lead=answer_lead(schedule),
+            group_size=_core.minibatches_between_drains(schedule),
+            rates=optimizers.by_stage[0].rates,
+        )
+    changes = RateChanges(
+        way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor), run.options.first_minibatch
+    )
+    return Steered(stopping, asking, changes)
+
+
+class FolderWay:
+    """At a local worker."""
+
+    waits = False  # the caller looks by itself, and knows the losses
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def ask(self, question: Question) -> None:
+        with (self._folder / _QUESTIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(question)) + "\n")
+
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
+        path = _answer_path(self._folder, boundary)
+        while not path.exists():
+            check()
+            time.sleep(_POLL_S)
+        return int(_read_answer(path)["events"])
+
+    def rate_factor(self, boundary: int) -> float:
+        return float(_read_answer(_answer_path(self._folder, boundary))["rate_factor"])
+
+
+class StoreWay:
+    """At a rank of torchrun, by the rendezvous. Rank 0 calls the callbacks itself, when the answer is due: by
+    then the losses have come back to stage 0 with the gradients."""
+
+    waits = True
+
+    def __init__(self, run: AgreedRun, steering: Steering | None) -> None:
+        self._rendezvous = run.place.rendezvous
+        self._replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+        self._num_replicas = run.plan.stages[0].num_replicas
+        self._steering = steering
+        if steering is not None:
+            fix_rates_of_spares(steering, run.plan)
+            steering.begin()
+        self._open: dict[int, Question] = {}
+        """By the boundaries of their answers."""
+        self._losses: list[float] = []
+        self._check: Callable[[], None] = lambda: None
+
+    def ask(self, question: Question) -> None:
+        if question.takes_effect is not None:
+            self._open[question.takes_effect] = question
+        elif self._steering is not None:
+            self._steering.note_last(question)
+
+    def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
+        self._check = check
+        if self._num_replicas > 1:
+            self._rendezvous.publish(_losses_key(boundary, self._replica), losses)
+        if self._steering is not None:
+            if self._num_replicas > 1:
+                keys = [_losses_key(boundary, replica) for replica in range(self._num_replicas)]
+                losses = [sum(parts) for parts in zip(*self._wait_for(keys), strict=True)]
+            self._losses += losses
+            question, metrics = self._open.pop(boundary), {}
+            if question.evaluated_at >= 0:
+                (metrics,) = self._wait_for([evaluation_name(question.evaluated_at)])
+            decision = self._steering.tell(question, self._losses, metrics)
+            self._rendezvous.publish(_answer_key(boundary), _answer_of(decision))
+        return int(self._answer(boundary)["events"])
+
+    def rate_factor(self, boundary: int) -> float:
+        return float(self._answer(boundary)["rate_factor"])
+
+    def _answer(self, boundary: int) -> dict[str, Any]:
+        answer: dict[str, Any]
+        (answer,) = self._wait_for([_answer_key(boundary)])
+        return answer
+
+    def _wait_for(self, keys: list[str]) -> list[Any]:
+        with failures_of_others():
+            return self._rendezvous.wait_for(
+                keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=self._check
+            )
+
+
+class LocalSteering:
+    """At the caller of local workers."""
+
+    def __init__(
+        self, steering: Steering, plan: Plan, num_microbatches: int, board: StatusBoard, folder: Path
+    ) -> None:
+        self._steering = steering
+        self._plan = plan
+        self._num_microbatches = num_microbatches
+        self._board = board
+        self._folder = folder
+        fix_rates_of_spares(steering, plan)
+        self.is_needed = steering.points.at_epochs
+        """Whether look() has anything to do."""
+        # Where the pipeline waits for an answer, soon.
+        self.period_s = _ANSWER_S if steering.points.decides else LOOK_S
+        self._num_read = 0  # bytes of the questions
+        self._open: list[Question] = []
+
+    def look(self) -> None:
+        """Answers what has been asked and is known."""
+        if not self.is_needed:
+            return
+        if self._board.newest() >= 0:
+            self._steering.begin()
+        self._read_questions()
+        while self._open:
+            losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
+            question = self._open[0]
+            metrics = self._metrics_of(question)
+            if len(losses) < question.boundary or metrics is None:
+                return
+            del self._open[0]
+            if question.takes_effect is None:
+                self._steering.note_last(question)
+                continue
+            decision = self._steering.tell(question, losses, metrics)
+            if self._steering.error is not None:
+                self._board.ask_for_stop()  # where nobody waits for the answer
+            write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))
+
+    def _metrics_of(self, question: Question) -> dict[str, float] | None:
+        """None: they are not there yet."""
+        if question.evaluated_at < 0 or question.takes_effect is None:
+            return {}
+        path = self._folder / f"{evaluation_name(question.evaluated_at)}.json"
+        if not path.exists():
+            return None
+        metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return metrics
+
+    def _read_questions(self) -> None:
+        path = self._folder / _QUESTIONS
+        if not path.exists() or path.stat().st_size == self._num_read:
+            return
+        with path.open("rb") as file:
+            file.seek(self._num_read)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._num_read += len(whole)
+        self._open += [Question.from_dict(json.loads(line)) for line in whole.splitlines()]
+
+
+def fix_rates_of_spares(steering: Steering, plan: Plan) -> None:
+    if plan.num_spares:
+        steering.why_rates_are_fixed = (
+            "the plan has spare shards, which hear of no boundary: use a plan without num_spare_shards"
+        )
+
+
+def _losses_key(boundary: int, replica: int) -> str:
+    return f"losses before {boundary}/{replica}"
+
+
+def _answer_key(boundary: int) -> str:
+    return f"answer at {boundary}"
+
+
+def _answer_path(folder: Path, boundary: int) -> Path:
+    return folder / f"answer-{boundary}.json"
+
+
+def _read_answer(path: Path) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return answer
+
+
+def _answer_of(decision: Decision) -> dict[str, Any]:
+    wanted = {
+        STOP: decision.stop,
+        RATE: decision.rate_factor != 1.0,
+        EVALUATE: decision.evaluate,
+        SNAPSHOT: decision.checkpoint,
+    }
+    return {
+        "events": sum(event for event, is_wanted in wanted.items() if is_wanted),
+        "rate_factor": decision.rate_factor,
+    }

@@ -1,0 +1,242 @@
+"""The task of local workers: files in a folder that only this user can read, and a message by a pipe.
+
+    task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
+                  buffer of the model holds it in each worker, too
+    task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
+
+Written by the caller from host memory, read by every worker. Each has objects of its own. Any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipedream.common import errors
+from pipedream.data.first_minibatch import PeekedData
+from pipedream.data.stream import ForwardedData
+from pipedream.links.keys import CurveKeys
+from pipedream.model.data_copies import without_processes
+from pipedream.model.layers import CutForward, Model, model_name
+from pipedream.model.seeding import RngState, base_seed
+from pipedream.model.validation import Validation
+from pipedream.stage.job import JobOptions
+from pipedream.worker.forwarded import describe_forwarded
+from pipedream.worker.host_pickler import HostPickler, HostUnpickler, MemoryFile, room_told
+
+__all__ = [
+    "GraphReader",
+    "GraphWriter",
+    "WorkerTask",
+    "read_data",
+    "read_larger",
+    "read_part",
+    "read_validation_data",
+    "write_data",
+    "write_larger",
+    "write_part",
+    "write_task",
+    "write_validation_data",
+]
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """The message that a local worker gets by a pipe, besides the files in the folder."""
+
+    folder: str
+    store_port: int
+    run_id: int
+    keys: CurveKeys | None
+    """Not in a file: a caller that is killed cannot remove it."""
+
+
+_GRAPH = "task"
+_FORWARDED = "forwarded data"
+# In this order in the file of the run, so that whoever needs the first alone makes no others.
+_OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
+_VALIDATION_DATA = "validation data"
+_IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
+# All samples of data may be tensors of their own, as small as this.
+_MAPPED_BYTES_MIN_OF_DATA = 1 << 10
+
+
+class GraphWriter:
+    """Writes values into one file and one of their large memory: an object that several of them hold is one
+    object for the reader, too. Owned by the thread that calls run()."""
+
+    def __init__(self, folder: Path, name: str = _GRAPH) -> None:
+        self._folder = folder
+        self._path = folder / f"{name}.pickle"
+        self._memory = MemoryFile(folder / f"{name}.memory")
+        with room_told(folder):
+            self._file = self._path.open("wb")
+        self._pickler = HostPickler(_Output(folder, self._file), self._memory)
+
+    def add(self, name: str, value: Any, remedy: str) -> None:
+        try:
+            self._pickler.dump(value)
+        except errors.PipelineError:  # of room_told
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)};"
+                f" {remedy}"
+            ) from None
+
+    def add_data(self, data: Any) -> bool:
+        """At last. False: it cannot be sent, and nothing of it is in the files."""
+        size, memory_size = self._file.tell(), self._memory.size
+        self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
+        self._pickler.sends_functions = False  # whoever iterates at the caller has them as they are
+        try:
+            self._pickler.dump(data)
+        except errors.PipelineError:
+            raise
+        except Exception:  # whatever a user's object raises
+            self._file.truncate(size)
+            self._file.seek(size)
+            self._memory.cut(memory_size)
+            return False
+        return True
+
+    def flush(self) -> None:
+        with room_told(self._folder):
+            self._file.flush()
+        self._memory.flush()
+
+    def __enter__(self) -> GraphWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with room_told(self._folder):
+            self._file.close()
+            self._memory.close()
+
+
+class _Output:
+    """The file, whose errors are told from those of what is pickled."""
+
+    def __init__(self, folder: Path, file: BinaryIO) -> None:
+        self._folder = folder
+        self._file = file
+
+    def write(self, content: bytes, /) -> None:
+        with room_told(self._folder):
+            self._file.write(content)
+
+
+class GraphReader:
+    """Reads what a GraphWriter has written, in order and no further than is asked for."""
+
+    def __init__(self, folder: Path, names: Sequence[str] = _IN_GRAPH, file_name: str = _GRAPH) -> None:
+        self._names = list(names)
+        self._file = (folder / f"{file_name}.pickle").open("rb")
+        self._unpickler = HostUnpickler(self._file)
+        self._values: dict[str, Any] = {}
+
+    def read(self, name: str) -> Any:
+        while name not in self._values:
+            upcoming = self._names[len(self._values)]
+            try:
+                self._values[upcoming] = self._unpickler.load()
+            except Exception as error:
+                raise ValueError(
+                    f"{upcoming} cannot be rebuilt in a worker process: {errors.one_line(error)}; define its"
+                    " classes and functions in a module or script file that can be imported"
+                ) from error
+        return self._values[name]
+
+    def __enter__(self) -> GraphReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
+    """Writes a value that has nothing in common with others."""
+    with GraphWriter(folder, name) as graph:
+        graph.add(name, value, remedy)
+
+
+def read_part(folder: Path, name: str) -> Any:
+    with GraphReader(folder, [name], name) as graph:
+        return graph.read(name)
+
+
+def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
+    """All but the data."""
+    of_functions = "use a function or class that is defined at the top level of a module"
+    validation = options.validation and replace(options.validation, data=())
+    without_secret = replace(options, links=replace(options.links, keys=None), validation=validation)
+    for name in _OF_TASK:
+        if name == "model":
+            graph.add(name, model, "define its classes at the top level of a module")
+        elif name == "options":
+            graph.add(name, without_secret, "")
+        else:
+            graph.add(name, getattr(without_secret, name), of_functions)
+
+
+def write_validation_data(graph: GraphWriter, validation: Validation | None) -> None:
+    """Raises ValueError for data that cannot be sent: only the training's are forwarded."""
+    data = () if validation is None else without_processes(validation.data)
+    graph.add(_VALIDATION_DATA, data, "give a list, or a DataLoader of a dataset that can be pickled")
+
+
+def read_validation_data(graph: GraphReader) -> Any:
+    return graph.read(_VALIDATION_DATA)
+
+
+def write_data(
+    graph: GraphWriter, folder: Path, data: Iterable[Any], options: JobOptions
+) -> ForwardedData | None:
+    """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
+    if graph.add_data(without_processes(data)):
+        return None
+    options.seed_data(base_seed(options.seed))
+    begin = RngState.capture()
+    forwarded = describe_forwarded(data, options.plan, options.epochs)
+    if not isinstance(data, PeekedData):
+        begin.restore()  # it will be iterated anew
+    write_part(folder, _FORWARDED, forwarded, "")
+    return forwarded
+
+
+def read_data(graph: GraphReader, folder: Path) -> Any:
+    """Its iterable, or what stands for it."""
+    if (folder / f"{_FORWARDED}.pickle").exists():
+        return read_part(folder, _FORWARDED)
+    return graph.read("data")
+
+
+def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
+    """With what a segment of the run (segment.py) begins, before the one before it is told of its end."""
+    content = io.BytesIO()
+    HostPickler(content, None).dump(forwarded)
+    (folder / _larger_name(segment_index)).write_bytes(content.getvalue())
+
+
+def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:
+    """Once the segment before has been told of its end. None: that is the end of the data."""
+    path = None if folder is None else folder / _larger_name(segment_index)
+    if path is None or not path.exists():
+        return None
+    forwarded: ForwardedData = pickle.loads(path.read_bytes())
+    return forwarded
+
+
+def _larger_name(segment_index: int) -> str:
+    return f"data of segment {segment_index}.pickle"
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, CutForward):
+        return model_name(value)
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else type(value).__name__

@@ -1,0 +1,296 @@
+"""One worker of a run: its stage, its data, its channels, its loop.
+
+    agree      rank 0's plan and seed are everybody's                         agreed_run.py
+    read       the first minibatch, where data are read                       set_up.py
+    share      rank 0's initial weights are everybody's                       set_up.py
+    rehearse   each worker's stages, once: what crosses, and what it takes    set_up.py
+    open       pool sealed, channels open to neighbours, in line and tree     segment.py, stage_pool.py
+    train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
+    again      where a minibatch is larger than planned: rehearse, open, train
+    gather     final weights and results to rank 0, then a common farewell    gathering.py
+
+Runs on the main thread of its process, which is the core's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.callbacks.steering import Steering
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.links.residuals import Residuals
+from pipedream.model.layers import Model
+from pipedream.model.loss_placement import loss_on
+from pipedream.model.loss_state import LossState
+from pipedream.report.result import RunResult
+from pipedream.report.segments import join_reports
+from pipedream.stage.decisions import Steered
+from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.worker.agreed_run import AgreedRun, agree
+from pipedream.worker.cautions import warn_if_coarse, warn_if_late
+from pipedream.worker.checkpointing import Checkpointing
+from pipedream.worker.continuing import go_to_position, read_record, take_newest
+from pipedream.worker.devices import choose_device
+from pipedream.worker.factor_choice import FactorChoice
+from pipedream.worker.gathering import gather
+from pipedream.worker.interrupts import interrupts_stop
+from pipedream.worker.kept_state import keep_state, residuals_of, snapshots_of
+from pipedream.worker.own_part import OwnPart
+from pipedream.worker.segment import Following, Segment
+from pipedream.worker.set_up import Rehearsed, rehearse_again, set_up
+from pipedream.worker.steering import steered
+from pipedream.worker.weight_files import keep_newest
+from pipedream.worker.worker_links import WorkerLinks
+from pipedream.worker.worker_optimizers import WorkerOptimizers
+
+__all__ = ["run_worker"]
+
+_log = logging.getLogger("pipedream")
+
+# Between two segments: nobody waits for anything by these links any more. A peer takes a link for open as
+# long as a process of a DataLoader has its socket, which it has inherited.
+_LAST_WORDS_S = 1.0
+
+
+def run_worker(
+    place: WorkerPlace,
+    options: JobOptions,
+    model: Model,
+    data: Iterable[Any] | ForwardedData,
+    *,
+    steering: Steering | None = None,
+    note_error: Callable[[Exception], None] = lambda error: None,
+) -> RunResult:
+    """This rank's part of the run; returns the whole run's result at every rank, what its trace shows at
+    rank 0 only.
+
+    steering: calls the callbacks, at rank 0 of torchrun.
+
+    Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
+    ranks as options.gather says. Any failure is told to the other workers, and to note_error, before it is
+    raised here, and before what a local worker has trained is kept for the caller.
+    """
+    worker = _Worker(place, steering)
+    with afterwards(worker.close):
+        try:
+            with position_kept(worker.losses, worker.minibatch):
+                return worker.run(options, model, data)
+        except BaseException as error:
+            worker.links.say_why(describe_error(error))
+            if isinstance(error, Exception):
+                note_error(error)
+            worker.keep_newest()
+            raise
+
+
+class _Worker:
+    """The phases, in the order of the module's docstring."""
+
+    def __init__(self, place: WorkerPlace, steering: Steering | None) -> None:
+        self.links = WorkerLinks(place.rendezvous)
+        self._steering = steering
+        self._place = place
+        self._segment: Segment | None = None
+        self._optimizers: WorkerOptimizers | None = None
+        self._steered: Steered | None = None
+        self._losses_before: list[float] = []  # the segment
+        self._residuals: Residuals = {}  # likewise
+        self._loss_state: LossState | None = None  # at the last stage
+        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the program has begun from them
+        self._parts_before: list[Any] = []  # the optimizers' states of another plan's stages
+        self._record: dict[str, list[Any]] = {}  # of the minibatches before the checkpoint it continues from
+        self._checkpointing: Checkpointing | None = None
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+        self.links.close()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
+
+    def losses(self) -> list[float]:
+        """Returns the losses of the minibatches that are done, as far as this worker knows."""
+        before = [*self._record.get("losses", []), *self._losses_before]
+        return [*before, *([] if self._segment is None else self._segment.losses)]
+
+    def minibatch(self) -> int | None:
+        """At which this worker is; None: it has begun none."""
+        return None if self._segment is None else self._segment.minibatch
+
+    def keep_newest(self) -> None:
+        """For the caller of local workers, when the run has failed: the newest versions, if they are not the
+        initial ones. Without a word where there is no room, or the device does not answer."""
+        segment = self._segment
+        if segment is None or segment.run.place.folder is None or segment.run.options.gather == "none":
+            return
+        if segment.has_updated or self._losses_before:
+            with contextlib.suppress(Exception):
+                keep_newest(segment.run)
+
+    def run(self, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData) -> RunResult:
+        torch.set_num_threads(options.num_threads)
+        _core.keep_freed_memory()
+        rendezvous = self._place.rendezvous
+        # Before join(): it keeps the GIL, which signs of life need.
+        is_spare = options.plan.spare_stage_of(self._place.rank) is not None
+        device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
+        rendezvous.join(options.links.peer_timeout_s)
+        rendezvous.enter("agreeing on the plan")
+        run, stream = agree(self._place, options, model, data)
+        part = OwnPart(run, device)
+        loss_placed = contextlib.ExitStack()
+        if run.reads_targets:
+            loss_placed.enter_context(loss_on(options.loss_fn, device))
+            self._loss_state = LossState(options.loss_fn, run.stages)
+        with afterwards(part.give_back), afterwards(loss_placed.close):
+            try:
+                part.place()
+                rehearsed = set_up(run, self.links, device, stream, part)
+                if run.options.state is not None:
+                    self._snapshots = snapshots_of(run, run.options.state)
+                    self._residuals = residuals_of(self._snapshots.values())
+                self._parts_before = take_newest(run)
+                self._record = read_record(run.options.continues)
+                if run.options.checkpoints is not None:
+                    self._checkpointing = Checkpointing(run, self._record)
+                with self._interrupts_stop():
+                    return self._train(run, device, rehearsed, data, stream, part)
+            except _core.RunFailure as failure:
+                raise_failure(*failure.args)
+
+    def _interrupts_stop(self) -> AbstractContextManager[None]:
+        """Lets interrupts stop the run if no caller hears of them."""
+        order = self._place.stop_order
+        if order is None or self._place.board is not None:
+            return contextlib.nullcontext()
+        return interrupts_stop(order.ask_for_stop, lambda: True, speaks=self._place.rank == 0)
+
+    def _train(
+        self,
+        run: AgreedRun,
+        device: torch.device,
+        rehearsed: Rehearsed,
+        data: Iterable[Any] | ForwardedData,
+        stream: MinibatchStream,
+        part: OwnPart,
+    ) -> RunResult:
+        """Segment after segment."""
+        source = MinibatchSource(stream, run.first_minibatch)
+        reports: list[dict[str, Any]] = []
+        drained_at: list[int] = []
+        self._segment = segment = self._open(run, device, rehearsed, data)
+        go_to_position(run, source)
+        while True:
+            reports.append(segment.train(source, self._checkpointing))
+            if self._checkpointing is not None:
+                self._checkpointing.losses += reports[-1].get("losses", [])
+            following = segment.what_follows(source)
+            if following is None:
+                break
+            began_s = time.monotonic()
+            drained_at.append(following.first_minibatch)
+            self._leave(segment, following)
+            del segment
+            if isinstance(source.stream, ReceivedStream) and source.stream.following is not None:
+                data = source.stream.following
+            run = replace(
+                run,
+                segment_index=run.segment_index + 1,
+                first_minibatch=following.first_minibatch,
+                oldest_minibatch=None,
+            )
+            with _told_for(following):
+                rehearsed = rehearse_again(
+                    run, self.links, device, rehearsed, following.minibatch, source.larger
+                )
+                self._segment = segment = self._open(run, device, rehearsed, data)
+            if run.rank == 0:
+                _log.warning(
+                    "minibatch %d is larger than planned (%s): the memory was planned again in %.2f s; name"
+                    " the largest before the run, plan = plan.fitting(batch), to spare that",
+                    following.minibatch,
+                    following.shapes,
+                    time.monotonic() - began_s,
+                )
+        part.take_back_others()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
+        report = join_reports(reports, drained_at)
+        kept = keep_state(segment, source, report)
+        return gather(
+            segment.run, segment.core, segment.channels, report, self._loss_state, kept, self._record
+        )
+
+    def _open(
+        self,
+        run: AgreedRun,
+        device: torch.device,
+        rehearsed: Rehearsed,
+        data: Iterable[Any] | ForwardedData,
+    ) -> Segment:
+        rendezvous = run.place.rendezvous
+        rendezvous.enter("opening links")
+        core = self.links.make_core(run, device)
+        if self._optimizers is None:
+            self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
+            for stage, snapshot in self._snapshots.items():
+                self._optimizers.go_on(stage, snapshot)
+            for optimizer in self._optimizers.by_stage.values() if self._parts_before else ():
+                optimizer.go_on_from_parts(self._parts_before)
+            self._parts_before = []
+            if run.rank == 0 and run.place.returns_model:  # else the caller has said it
+                made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
+                warn_if_late(run.plan, run.schedule(), made)
+                warn_if_coarse(made)
+        else:
+            self._optimizers.plan_again(run, device, rehearsed.footprints)
+        if self._steered is None:
+            self._steered = steered(run, self._optimizers, self._steering)
+        segment = Segment(
+            *(run, self.links, core, device, rehearsed, data),
+            *(self._optimizers, self._residuals, self._steered, self._snapshots),
+        )
+        rendezvous.leave()
+        return segment
+
+    def _leave(self, segment: Segment, following: Following) -> None:
+        """Afterwards nothing lies in the segment's pool, and no link is open."""
+        rendezvous = segment.run.place.rendezvous
+        if segment.run.place.board is not None:
+            segment.run.place.board.write(segment.run.rank, following.minibatch)
+        rendezvous.join(segment.run.links.peer_timeout_s)
+        rendezvous.enter(f"planning again for minibatch {following.minibatch}")
+        segment.wait_for_all()
+        self._losses_before += segment.losses
+        self._residuals = segment.keep_residuals()
+        segment.close()
+        self._segment = None
+        assert self._optimizers is not None
+        self._optimizers.leave_slots()
+        self.links.close(_LAST_WORDS_S)
+
+
+@contextlib.contextmanager
+def _told_for(following: Following) -> Iterator[None]:
+    """Adds to an error of planning again what was planned for."""
+    what = (
+        f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
+    )
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(what):  # another worker has said it
+            raise
+        raise ValueError(f"{what} for it: {error}") from error

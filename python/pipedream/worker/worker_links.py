@@ -1,0 +1,183 @@
+"""The links of one worker: a core with its pulse, from the first channel to the last word.
+
+A worker has two in turn: one for the initial weights and the rehearsal, whose channels are known at once, and
+one for the training. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from pipedream import _core
+from pipedream.common.errors import PeerLost, failures_of_others
+from pipedream.links.addresses import check_ports
+from pipedream.links.channels import CALLER, RunChannel
+from pipedream.links.descriptors import check_descriptors
+from pipedream.links.liveness import sign_period_s
+from pipedream.links.options import LinkOptions
+from pipedream.links.pulse import Pulse
+from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.stage.job import WorkerPlace
+from pipedream.worker.agreed_run import wait_for
+from pipedream.worker.own_cpus import own_cpus
+
+__all__ = ["LinkedRun", "WorkerLinks", "no_word"]
+
+_OPEN_POLL_S = 0.5
+_LOOK_PERIOD_S = 0.02
+_LINGER_S = 10.0
+_FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
+
+
+def no_word(keys: list[str]) -> str:
+    return "no word from rank " + ", ".join(key.rpartition("/")[2] for key in keys)
+
+
+class LinkedRun(Protocol):
+    """The parts of a run that its links need."""
+
+    @property
+    def place(self) -> WorkerPlace: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def links(self) -> LinkOptions: ...
+    @property
+    def plan_hash(self) -> int:
+        """Equal at all ranks, or no channel opens."""
+        ...
+
+    def describe_worker(self, rank: int) -> str: ...
+    def describe_ends(self, *ranks: int) -> str: ...
+
+
+class WorkerLinks:
+    """The core that a worker has at the moment. The rendezvous opens its channels, and explains failures."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._core: _core.Worker | None = None
+        self._pulse: Pulse | None = None
+        self._peer_timeout_s = 0.0
+
+    def make_core(self, run: LinkedRun, device: torch.device) -> _core.Worker:
+        """The core until close(), and its pulse."""
+        on_cuda = device.type == "cuda"
+        self._peer_timeout_s = run.links.peer_timeout_s
+        core = self._core = _core.Worker(
+            device=f"cuda:{device.index}" if on_cuda else "host",
+            **run.links.core_arguments(),
+            run_id=run.place.run_id,
+            incarnation=run.place.incarnation,
+            plan_hash=run.plan_hash,
+            compute_stream=torch.cuda.current_stream().cuda_stream if on_cuda else 0,
+            own_cpus=[] if on_cuda else own_cpus(run.place.local_rank),
+        )
+        self._pulse = Pulse(core, self._peer_timeout_s)
+        return core
+
+    def check_ports(self, run: LinkedRun, *phases: Sequence[RunChannel]) -> None:
+        """Raises ValueError where the range has too few ports for the channels of one of these phases."""
+        here = run.place.ranks_of_machine
+        num_needed = max(sum(channel.receiver in here for channel in phase) for phase in phases)
+        check_ports(run.links.ports, num_needed, len(here))
+
+    def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
+        """Opens the links of the sealed core. key: where the ranks publish their endpoints."""
+        core, rank, links = self._core, run.rank, run.links
+        assert core is not None
+        check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
+        self.check_ports(run, channels)
+        self._rendezvous.publish(f"{key}/{rank}", core.listen())
+        self._check_peers(run, channels, key)
+        receivers = sorted({c.receiver for c in channels if c.sender == rank})
+        published = wait_for(self._rendezvous, [f"{key}/{receiver}" for receiver in receivers], no_word)
+        core.connect({name: address for endpoints in published for name, address in endpoints.items()})
+        between = [c for c in channels if c.stages is not None and c.sender == rank]
+        links.check_transports(
+            {c.name: run.describe_ends(c.sender, c.receiver) for c in between}, core.channel_transports()
+        )
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        with self.explained():
+            while not core.wait_open(_OPEN_POLL_S):
+                self._raise_if_others_failed()
+                if time.monotonic() > deadline_s:
+                    missing = core.channels_not_open()
+                    raise PeerLost(f"channels not open within {START_TIMEOUT_S:g} s: {missing}")
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around waits on links: why one failed, where it knows only that its peer is silent or gone."""
+        try:
+            yield
+        except _core.RunFailure as failure:
+            if failure.args[0] != "Aborted":  # which says why itself: the store may not answer
+                self._raise_if_others_failed()
+            if failure.args[0] == "Timeout":
+                self._look_for_the_lost()
+            raise
+
+    def wait_until_sent(self) -> None:
+        """A worker downstream may still be at the backward of another stage, for as long as that takes."""
+        assert self._core is not None
+        while not self._core.wait_for_transfers(_OPEN_POLL_S):
+            self._raise_if_others_failed()
+            time.sleep(_LOOK_PERIOD_S)  # after a failure there is no wait above
+
+    def say_why(self, text: str) -> None:
+        """Best effort: the others may be gone too. By the links at first: the store may not answer for as
+        long as the peer timeout, and meanwhile nobody beyond the lost one would know."""
+        core = self._core
+        if core is not None:
+            with contextlib.suppress(Exception):
+                core.abort(text)
+        with contextlib.suppress(Exception):
+            self._rendezvous.fail(text)
+        if core is not None:
+            with contextlib.suppress(Exception):
+                core.close(_FAREWELL_S)
+
+    def close(self, linger_s: float = _LINGER_S) -> None:
+        """linger_s: for what has not left, and for the peers' last word."""
+        if self._core is not None:
+            self._core.close(linger_s)
+            self._core = None
+        if self._pulse is not None:
+            self._pulse.stop()
+            self._pulse = None
+
+    def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
+        """Checks by what this worker's peers publish that they may talk to it, and share memory where they
+        must. Returns when all of them have done so, too: a mistake is then said at once, and everywhere
+        alike."""
+        rank, links = run.rank, run.links
+        if not links.checks_peers:
+            return
+        self._rendezvous.publish(f"{key}/peer/{rank}", links.introduction())
+        ends = {end for c in channels if rank in (c.sender, c.receiver) for end in (c.sender, c.receiver)}
+        peers = sorted(ends - {rank, CALLER})  # the caller has this worker's own keys, on its machine
+        neighbours = {c.sender for c in channels if c.stages is not None and c.receiver == rank}
+        introductions = wait_for(self._rendezvous, [f"{key}/peer/{peer}" for peer in peers], no_word)
+        for peer, introduction in zip(peers, introductions, strict=True):
+            ends_text = run.describe_ends(rank, peer)
+            name = run.describe_worker(peer)
+            links.check_peer(name, introduction, shares_memory=peer in neighbours, ends=ends_text)
+        self._rendezvous.publish(f"{key}/checked/{rank}", True)
+        wait_for(self._rendezvous, [f"{key}/checked/{peer}" for peer in peers], no_word)
+
+    def _look_for_the_lost(self) -> None:
+        """A peer that is silent on its link gives no sign of life either, which is known a little later."""
+        deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
+        # No key comes that could be waited for: that signs of life do not is what it looks for.
+        while time.monotonic() < deadline_s:
+            self._raise_if_others_failed()
+            time.sleep(_LOOK_PERIOD_S)
+
+    def _raise_if_others_failed(self) -> None:
+        with failures_of_others():
+            self._rendezvous.raise_if_failed()

@@ -1,0 +1,261 @@
+"""The optimizers of one worker's stages, and what replicas and ties make of them: which replica updates which
+pieces of a stage's parameters, and sends which of a tied parameter.
+
+On the worker's compute thread, before the pool is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipedream.budget.footprint import Footprint
+from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.common.units import format_bytes
+from pipedream.links.channels import ShardSpec, TieSpec
+from pipedream.model.factories import with_delay
+from pipedream.model.stage_module import Tie
+from pipedream.model.tensor_spec import TensorSpec
+from pipedream.optim import Muon
+from pipedream.optim.master_weights import unwrapped
+from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
+from pipedream.planning.plan_schedule import mean_delays
+from pipedream.stage.factors import FactorLayer
+from pipedream.stage.gradients import updated_parameters
+from pipedream.stage.loss_scale import LossScaling
+from pipedream.stage.shards import Piece, ShardLayout, works_by_element
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.tied import ties_by_owner
+from pipedream.worker.agreed_run import AgreedRun, wait_for
+from pipedream.worker.factor_choice import FactorChoice
+
+__all__ = ["WorkerOptimizers"]
+
+_log = logging.getLogger("pipedream")
+
+
+class WorkerOptimizers:
+    """The optimizers of this worker's stages, by stage, of a spare that of its stage, and where a stage has
+    replicas which shard of its parameters each owner updates. Made of rank 0's initial weights."""
+
+    def __init__(self, run: AgreedRun, choice: FactorChoice) -> None:
+        """choice: of what is pushed as factors."""
+        self.by_stage: dict[int, StageOptimizer] = {}
+        self.layouts: dict[int, ShardLayout] = {}
+        """Layouts of these stages, and of those that own parameters that these use too."""
+        self.factored: dict[int, list[FactorLayer]] = {}
+        """Weights of the same stages whose gradients are pushed as factors."""
+        self.loss_scaling: dict[int, LossScaling] = {}
+        """Loss scaling of this worker's stages, in float16."""
+        self._run = run
+        self._choice = choice
+        delays = mean_delays(run.schedule())
+        for stage in run.held_stages_of(run.rank):
+            index = stage.stage_index
+            named = updated_parameters(stage, run.ties)
+            factory = with_delay(run.options.optimizer, delays[index])
+            optimizer = StageOptimizer(factory, named, run.options.lr_scheduler, f"stage {index}")
+            self.by_stage[index] = optimizer
+            kind = None if optimizer.optimizer is None else unwrapped(optimizer.optimizer)
+            if isinstance(kind, Muon) and run.options.progress:
+                print(f"{run.plan.describe_worker(run.rank)}: {kind.describe()}", file=sys.stderr)
+            _check_sparse(run, index, optimizer)
+            _check_local_steps(run, index, optimizer)
+            if self._has_shards(index):
+                whole = not works_by_element(optimizer.optimizer)
+                if ties_by_owner(index, run.ties).get(index):
+                    run.place.rendezvous.publish(_whole_key(index), whole)
+                layout = self.layouts[index] = self._layout_of(index, whole_tensors=whole)
+                optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
+                told = _describe(layout, optimizer, codec_of_pushes(run.options.links.codec))
+                told += choice.describe(index, self.factored[index])
+                if optimizer.optimizer is not None:  # else nothing is trained here
+                    _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
+            if run.plan.workers_used > 1:
+                optimizer.draw_by_name(run.base_seed, index)
+        if run.options.autocast is torch.float16:
+            schedule, stages = run.schedule(), run.plan.stages_of(run.rank)
+            self.loss_scaling = {stage: LossScaling(schedule, stage) for stage in stages}
+        self._learn_layouts_of_owners()
+
+    def _has_shards(self, stage: int) -> bool:
+        return self._run.plan.stages[stage].num_replicas > 1 and not self._run.options.reduces_together
+
+    def _layout_of(self, stage: int, *, whole_tensors: bool) -> ShardLayout:
+        named = updated_parameters(self._run.stages[stage], self._run.ties)
+        num_tied = len(ties_by_owner(stage, self._run.ties).get(stage, []))
+        planned = self._run.plan.stages[stage]
+        self.factored[stage] = self._choice.of_stage(stage)
+        layout = ShardLayout(
+            named,
+            planned.num_replicas,
+            whole_tensors=whole_tensors,
+            num_tied=num_tied,
+            shared=[layer.parameter for layer in self.factored[stage]],
+            num_spares=planned.num_spare_shards,
+        )
+        _check_spares(stage, layout, planned.num_spare_shards)
+        return layout
+
+    def _learn_layouts_of_owners(self) -> None:
+        """Only its own workers know what a stage's optimizer can work on."""
+        used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
+        owners = [owner for owner in sorted(used - self.by_stage.keys()) if self._has_shards(owner)]
+        keys = [_whole_key(owner) for owner in owners]
+        known = wait_for(self._run.place.rendezvous, keys, _no_optimizer) if keys else []
+        for owner, whole in zip(owners, known, strict=True):
+            self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
+
+    def plan_again(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
+        """For larger minibatches, as rehearsed. What is pushed as factors stays so, of more rows."""
+        for stage, layers in self.factored.items():
+            if stage in self.by_stage:
+                self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
+
+    def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
+        """From there, before anything has a place in a pool. Raises ValueError for another optimizer's."""
+        tensors = {**snapshot.optimizer, **snapshot.document_tensors}
+        self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
+        if stage in self.loss_scaling:
+            self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
+
+    def leave_slots(self) -> None:
+        """Before the pool goes in which their state lies: another takes it up again."""
+        for optimizer in self.by_stage.values():
+            optimizer.leave_slots()
+
+    def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
+        """By owner with shards, and its replica: its pieces of the parameters that the stage has of it, which
+        are counted as there."""
+        found = {}
+        for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
+            layout = self.layouts.get(owner)
+            if layout is None:
+                continue
+            position = {self._index_at_owner(tie): index for index, tie in enumerate(of_stage)}
+            found[owner] = [
+                [
+                    replace(piece, parameter=position[piece.parameter])
+                    for piece in layout.tied_pieces_of(shard)
+                    if piece.parameter in position
+                ]
+                for shard in range(layout.num_shards)
+            ]
+        return found
+
+    def _index_at_owner(self, tie: Tie) -> int:
+        """Among the tied parameters that its owner has."""
+        owned = ties_by_owner(tie.stages[0], self._run.ties)[tie.stages[0]]
+        return next(index for index, other in enumerate(owned) if other is tie)
+
+    def tie_specs(self) -> list[TieSpec]:
+        """Returns the ties that this worker's stages have."""
+        specs = []
+        for tie in self._run.ties:
+            owner = tie.stages[0]
+            index = self._index_at_owner(tie)
+            layout = self.layouts.get(owner)
+            shards = range(0 if layout is None else layout.num_shards)
+            pieces = tuple(
+                tuple(
+                    _spec_of(tie.parameter, piece)
+                    for piece in layout.tied_pieces_of(shard)
+                    if piece.parameter == index
+                )
+                for shard in shards
+                if layout is not None
+            )
+            specs.append(TieSpec(tie.stages, _spec_of(tie.parameter), pieces))
+        return specs
+
+    def shards(self) -> dict[tuple[int, int], ShardSpec]:
+        """By stage and replica."""
+        return {
+            (stage, shard): ShardSpec(
+                len(chunks),
+                max((chunk.num_bytes for chunk in chunks), default=1),
+                max((len(chunk.pieces) for chunk in chunks), default=1),
+                layout.dtype_of(shard),
+                sum(chunk.num_bytes for chunk in chunks) if layout.whole_tensors else 0,
+                tuple(spec for layer in self.factored[stage] for spec in _factor_specs(layer)),
+            )
+            for stage, layout in self.layouts.items()
+            if stage in self.by_stage
+            for shard in range(layout.num_shards)
+            for chunks in [layout.chunks_of(shard)]
+        }
+
+
+def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
+    """Raises ValueError for a spare that would have nothing to own, and so nothing to wait for."""
+    shards = range(layout.num_shards - num_spares, layout.num_shards)
+    num_with_chunks = sum(bool(layout.chunks_of(shard)) for shard in shards)
+    if num_with_chunks < num_spares:
+        why = "whose optimizer needs whole tensors" if layout.whole_tensors else "which are too few"
+        raise ValueError(
+            f"stage {stage} has {num_spares} spare shards, and its parameters, {why}, give only"
+            f" {num_with_chunks} of them a part: use a plan with no more num_spare_shards than that"
+        )
+
+
+def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
+    """Raises ValueError for an optimizer of sparse gradients where replicas exchange dense ones."""
+    num_replicas = run.plan.stages[stage].num_replicas
+    if (
+        num_replicas > 1
+        and run.options.sync_every == 1
+        and optimizer.optimizer is not None
+        and isinstance(unwrapped(optimizer.optimizer), torch.optim.SparseAdam)
+    ):
+        raise ValueError(
+            f"optimizer is SparseAdam, and stage {stage} has {num_replicas} replicas, which exchange"
+            " dense gradients: use Adam, or a straight plan (partition(..., straight=True))"
+        )
+
+
+def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
+    """Raises ValueError for masters where replicas take the mean of their weights: each would go on from a
+    master that is not in the mean."""
+    is_local = run.options.sync_every > 1 and run.plan.stages[stage].num_replicas > 1
+    if is_local and optimizer.keeps_masters:
+        raise ValueError(
+            f"sync_every is {run.options.sync_every}, and stage {stage} has bfloat16 parameters whose"
+            " optimizer keeps float32 masters, which replicas do not average: leave sync_every out, or use"
+            " model.float()"
+        )
+
+
+def _whole_key(stage: int) -> str:
+    return f"shards of whole tensors/{stage}"
+
+
+def _no_optimizer(keys: list[str]) -> str:
+    return "no word of the optimizers of stages " + ", ".join(key.rpartition("/")[2] for key in keys)
+
+
+def _spec_of(parameter: Tensor, piece: Piece | None = None) -> TensorSpec:
+    shape = tuple(parameter.shape) if piece is None or piece.is_whole else (piece.count,)
+    return TensorSpec(parameter.dtype, shape, requires_grad=piece is None)
+
+
+def _factor_specs(layer: FactorLayer) -> list[TensorSpec]:
+    widths = (layer.num_outputs, layer.num_inputs)
+    return [TensorSpec(layer.dtype, (layer.num_rows_max, width), requires_grad=False) for width in widths]
+
+
+def _describe(layout: ShardLayout, optimizer: StageOptimizer, codec: str) -> str:
+    sizes = [sum(c.num_bytes for c in layout.chunks_of(shard)) for shard in range(layout.num_shards)]
+    name = type(optimizer.optimizer).__name__
+    why = "whole tensors, as not known to work element by element" if layout.whole_tensors else "equal parts"
+    pushed = ""
+    if codec != NO_CODEC:
+        exact = [shard for shard in range(layout.num_shards) if layout.dtype_of(shard) == torch.uint8]
+        pushed = f"; gradients are pushed as {codec}"
+        if exact:
+            pushed += f", but those of shards {exact}, which have several dtypes, as they are"
+    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}{pushed}"

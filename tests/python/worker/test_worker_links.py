@@ -1,0 +1,44 @@
+"""What a worker that fails tells the others, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipedream import PeerLost
+from pipedream.worker.worker_links import WorkerLinks
+
+
+class Noting:
+    """Notes what it was called for, in one list for all; some of it raises."""
+
+    def __init__(self, calls: list[str], fails: str = "") -> None:
+        self._calls = calls
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: object) -> None:
+            self._calls.append(name)
+            if name == self._fails:
+                raise PeerLost("it is gone, too")
+
+        return call
+
+
+@pytest.mark.parametrize("fails", ["", "abort", "fail", "close"])
+def test_the_links_are_told_before_a_store_that_may_not_answer(fails: str) -> None:
+    # A store that is gone is waited for as long as the peer timeout, and the neighbours used to wait with it.
+    calls: list[str] = []
+    rendezvous: Any = Noting(calls, fails)
+    core: Any = Noting(calls, fails)
+    failed = WorkerLinks(rendezvous)
+    failed._core = core
+    failed.say_why("the layer gave up")
+    assert calls == ["abort", "fail", "close"]
+
+
+def test_before_there_are_links_the_store_is_told() -> None:
+    calls: list[str] = []
+    rendezvous: Any = Noting(calls)
+    WorkerLinks(rendezvous).say_why("the layer gave up")
+    assert calls == ["fail"]
