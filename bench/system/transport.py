@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from links import Link, can_make_links
-from pipedream.links.libzmq import find_libzmq
+from pipedream.links.keys import find_libzmq
 
 PROGRAM = Path(__file__).parents[2] / "build/release/bench/micro/pd_transport_bench"
 # One message of the largest size takes half a second at 1 Gbit/s.

@@ -285,7 +285,7 @@ def run_command(
         start_server()  # it imports torch while this process does
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
-        from pipedream.launch.shared_out import share_out
+        from pipedream.launch.target import share_out
 
         check_arguments(**options)
         if plan_file is None:

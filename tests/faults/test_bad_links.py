@@ -12,8 +12,8 @@ import pytest
 import torch
 from bad_link import Mischief, Proxy, corrupt_at, cut_after, delay, stall_after
 from pipedream import _core
-from pipedream.links.libzmq import find_libzmq
-from pipedream.links.pulse import Pulse
+from pipedream.links.keys import find_libzmq
+from pipedream.links.liveness import Pulse
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 CHANNEL = "activations of stage 0 to stage 1"

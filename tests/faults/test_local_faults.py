@@ -36,7 +36,7 @@ from mishaps import (
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
 from pipedream.launch.fork_server import start_server
-from pipedream.launch.run_folder import run_folder
+from pipedream.launch.launcher import run_folder
 from pipedream.planning.plan import Plan, Stage
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream import _core
-from pipedream.links.libzmq import find_libzmq
+from pipedream.links.keys import find_libzmq
 from pipedream.model.boundary import exportable
 from pipedream.model.exchange import TENSORS
 from torch import Tensor

@@ -1,18 +1,35 @@
-"""Minibatch 0, looked at before the run takes it. Owned by the thread that calls run()."""
+"""Minibatch 0, looked at before the run takes it; and the stand-in, at the workers, for data that the caller
+forwards: that minibatch, and the sizes for which the channels from the caller are planned.
+
+Owned by the thread that calls run().
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from pipedream.data.stream import (
+    NUM_COUNT_TENSORS,
+    ForwardedData,
+    LargerMinibatch,
+    describe_source,
+    num_minibatches_of,
+)
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import Boundary
 from pipedream.model.data_copies import copy_of, has_indices
+from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.seeding import RngState
+from pipedream.planning.plan import Plan
+from pipedream.planning.shapes import Shapes, next_kind, shapes_of_parts
 
-__all__ = ["KeptMinibatch", "PeekedData", "first_of", "looked_at"]
+__all__ = ["KeptMinibatch", "PeekedData", "describe_forwarded", "enlarge_forwarded", "first_of", "looked_at"]
 
 
 class PeekedData:
@@ -97,3 +114,40 @@ def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     return first
+
+
+def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int) -> ForwardedData:
+    first = parts_of(first_of(data), 0)
+    made = [enlarged(*first, plan.max_shapes), *(shaped(*first, shapes) for shapes in plan.shapes_apart)]
+    boundaries = [_boundaries_of(*parts) for parts in made]
+    inputs, targets = (functools.reduce(Boundary.or_as, parts) for parts in zip(*boundaries, strict=True))
+    return ForwardedData(
+        first,
+        inputs,
+        targets,
+        num_minibatches_of(data, epochs),
+        describe_source(data.data if isinstance(data, PeekedData) else data),
+        tuple(shapes_of_parts(*parts) for parts in made),
+    )
+
+
+def enlarge_forwarded(forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch) -> ForwardedData:
+    """From that minibatch on."""
+    are_apart = bool(plan.shapes_apart)
+    shapes = next_kind(forwarded.kinds, larger.shapes, are_apart=are_apart)
+    made = enlarged(larger.inputs, larger.targets, shapes)
+    inputs, targets = _boundaries_of(*made)
+    before: tuple[Shapes, ...] = ()
+    if are_apart:
+        inputs, targets = forwarded.inputs.or_as(inputs), forwarded.targets.or_as(targets)
+        before = forwarded.kinds
+    kinds = (*before, shapes_of_parts(*made))
+    return replace(forwarded, inputs=inputs, targets=targets, kinds=kinds, larger=larger)
+
+
+def _boundaries_of(inputs: Any, targets: Any) -> tuple[Boundary, Boundary]:
+    return (
+        Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
+        # A loss may need none.
+        Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
+    )

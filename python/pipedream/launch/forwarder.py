@@ -24,16 +24,16 @@ from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
 from pipedream.common import errors
+from pipedream.data.first_minibatch import enlarge_forwarded
 from pipedream.data.minibatch_source import exceeds, in_own_memory, larger_in
 from pipedream.data.stream import ForwardedData, Minibatch, epochs_of, fingerprint, forwarded_counts
 from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, forwarded_name
-from pipedream.links.pulse import Pulse
+from pipedream.links.liveness import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.microbatch import check_alike, samples_of
 from pipedream.model.seeding import RngState
 from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import segment_key
-from pipedream.worker.forwarded import enlarge_forwarded
 from pipedream.worker.task_files import WorkerTask, write_larger
 
 __all__ = ["forwarding"]

@@ -1,7 +1,8 @@
 """TARGET of the command line: "path/to/file.py:function" or "package.module:function".
 
 The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` unless the
-model's output has the loss, and, to run, `optimizer`; and with any other argument of pipedream.run. Runs on
+model's output has the loss, and, to run, `optimizer`; and with any other argument of pipedream.run. Where a
+plan is given as replicas, "2-1", share_out() finds the layers that each stage gets. Runs on
 the main thread of the command; what the user's function imports, it imports.
 """
 
@@ -11,15 +12,22 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipedream.data.first_minibatch import PeekedData, first_of, looked_at
 from pipedream.launch.run_options import RUN_OPTIONS
+from pipedream.model.batches import own_loss, parts_of
+from pipedream.model.cut_model import cut_model, needs_cutting
+from pipedream.model.layers import layers_of
+from pipedream.model.precision import autocast_dtype
+from pipedream.model.seeding import generators_kept
+from pipedream.planning.plan import Plan
 
-__all__ = ["Job", "load_job"]
+__all__ = ["Job", "load_job", "share_out"]
 
 
 _NEEDED = ("model", "data")
@@ -115,3 +123,37 @@ def _check_names(target: str, given: Mapping[Any, Any]) -> None:
 def _known() -> list[str]:
     """Returns the names that a job may have: the arguments of run() but the plan, which the command has."""
     return ["model", *(option.name for option in RUN_OPTIONS)]
+
+
+def share_out(job: Job, counts: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Plan:
+    """counts: replicas and spare shards of every stage. options: further arguments of run, as it will be
+    given them. A module that is no list of layers runs once with the first minibatch, as in run."""
+    plan = Plan.replicated(_num_layers(job, options), [replicas for replicas, _ in counts])
+    return plan.with_spare_shards([spares for _, spares in counts])
+
+
+def _num_layers(job: Job, options: Mapping[str, Any]) -> int:
+    if not needs_cutting(job.model):
+        return len(layers_of(job.model))
+    if isinstance(looked_at(job.data), PeekedData):
+        raise ValueError(
+            f"data is {_named(job.data)}, which can be read once, and the model's layers are counted with its"
+            " first minibatch: give --plan FILE, or let the target return a list or a DataLoader"
+        )
+    with generators_kept():
+        inputs, targets = parts_of(first_of(job.data), 0)
+        cut = cut_model(
+            job.model,
+            inputs,
+            targets,
+            own_loss if job.loss_fn is None else job.loss_fn,
+            autocast=autocast_dtype(options.get("autocast")),
+            weights=options.get("weights"),
+        )
+    return len(cut.layer_names)
+
+
+def _named(data: Iterable[Any]) -> str:
+    return (
+        "an iterator" if isinstance(data, Iterator) else f"a {type(data).__name__} that no other process has"
+    )

@@ -19,10 +19,10 @@ from pipedream import _core
 from pipedream.common.agreement import OWN
 from pipedream.common.document import check_list, read_document, require
 from pipedream.common.errors import FileFormatError
-from pipedream.links.libzmq import find_libzmq
 
 __all__ = [
     "CurveKeys",
+    "find_libzmq",
     "keys_of",
     "load_keys",
     "make_keys",
@@ -160,3 +160,12 @@ def _allow_each_other(made: Sequence[CurveKeys]) -> list[CurveKeys]:
 
 def _is_there(path: Path) -> str:
     return f"{path}: is there already, and keys are never overwritten: give another path, or remove it first"
+
+
+def find_libzmq() -> str:
+    """The libzmq inside the pyzmq wheel; empty leaves the search to the core."""
+    import zmq
+
+    bundled = Path(zmq.__file__).parent.parent / "pyzmq.libs"
+    found = sorted(bundled.glob("libzmq*.so*")) if bundled.is_dir() else []
+    return str(found[0]) if found else ""

@@ -1,16 +1,25 @@
-"""Signs of life while a run is set up: how long each rank has given none. Pure; owned by one thread.
+"""Signs of life: while a run is set up by the rendezvous, afterwards by the pulse of the core.
 
 Until its links are open a rank says in the rendezvous, again and again, that it lives and what it does; once
 they are, they tell of its end. A rank that has not joined yet says nothing, and nothing follows from that.
+
+Then the core's transport thread says BEAT to the peers. It needs no interpreter, so a beat proves the process
+alone. The pulse is a thread that tells the core, again and again, that the interpreter runs: where some code
+holds the GIL for good the pulse stops, beats go on without one, and the peers give the worker up after
+peer_timeout. Each object is owned by one thread, the pulse by the one that owns the core.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
-__all__ = ["LivenessMonitor", "Sign", "sign_period_s"]
+from pipedream import _core
+
+__all__ = ["LivenessMonitor", "Pulse", "Sign", "sign_period_s"]
 
 _SIGNS_PER_TIMEOUT = 8  # so that a few may be late
 
@@ -68,3 +77,40 @@ class LivenessMonitor:
             if not sign.is_done and self._silent_s[rank] > patience_s:
                 return f"rank {rank} gave no sign of life for {patience_s:g} s while {sign.phase}"
         return None
+
+
+# The core wants one in peer_timeout / 8 at least; twice as many, as the thread may have to wait for the GIL.
+_PULSES_PER_TIMEOUT = 16
+
+
+class Pulse:
+    """Beats from its making to stop(). Use as a context manager around the core's life, close() included:
+    the peers wait for what lingers."""
+
+    def __init__(self, core: _core.Worker, peer_timeout_s: float) -> None:
+        self._core = core
+        self._period_s = peer_timeout_s / _PULSES_PER_TIMEOUT
+        self._stopping = threading.Event()
+        core.pulse()
+        self._thread = threading.Thread(target=self._beat, name="pipedream-pulse", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Pulse:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Idempotent. Afterwards the core is not called any more."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._stopping.wait(self._period_s):
+            self._core.pulse()

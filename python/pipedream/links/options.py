@@ -21,8 +21,7 @@ from pipedream.links.addresses import (
     resolve_bind,
     route_address,
 )
-from pipedream.links.keys import CurveKeys, keys_of
-from pipedream.links.libzmq import find_libzmq
+from pipedream.links.keys import CurveKeys, find_libzmq, keys_of
 from pipedream.planning.codec_choice import CodecChoice, parse_codec
 from pipedream.planning.trace import read_clock
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.model.boundary import check_loss, map_tensors, to_device
-from pipedream.reference.cuts import cross
+from pipedream.reference.stages import cross
 from pipedream.reference.trainer import Trainer, cut
 from pipedream.reference.updates import Updater
 from pipedream.reference.versions import Versions

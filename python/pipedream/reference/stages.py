@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipedream import _core
 from pipedream.model.boundary import map_tensors, tensors_of
@@ -16,10 +19,18 @@ from pipedream.model.loss_placement import call_loss
 from pipedream.model.references import frozen_meanwhile
 from pipedream.model.seeding import RngState, generators_kept, seed_torch
 from pipedream.model.stage_module import StageModule
-from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.updates import Updater
 
-__all__ = ["At", "LossFunction", "Recomputed", "ReplicaBuffers", "Stage"]
+__all__ = [
+    "At",
+    "CutFunction",
+    "LossFunction",
+    "MinibatchStatistics",
+    "Recomputed",
+    "ReplicaBuffers",
+    "Stage",
+    "cross",
+]
 
 LossFunction = Callable[[Any, Any], Tensor]
 At = tuple[int, int]
@@ -211,3 +222,86 @@ class Recomputed:
         ]
         self._stage.seed_backward(self._at)
         torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+CutFunction = Callable[[int, int, int, Tensor], Tensor]
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor between two stages, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, sender: int, receiver: int, tensor_index: int, across_cut: CutFunction
+    ) -> Tensor:
+        ctx.back = (receiver, sender, tensor_index, across_cut)
+        return across_cut(sender, receiver, tensor_index, tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        receiver, sender, tensor_index, across_cut = ctx.back
+        return across_cut(receiver, sender, tensor_index, gradients[0]), None, None, None, None
+
+
+def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> Any:
+    """The value with what its floating-point tensors become. All tensors count, in the structure's order."""
+    indices = itertools.count()
+
+    def cross(tensor: Tensor) -> Tensor:
+        tensor_index = next(indices)
+        if not tensor.is_floating_point():
+            return tensor
+        crossed: Tensor = _Cut.apply(tensor, sender, receiver, tensor_index, across_cut)  # type: ignore[no-untyped-call]
+        return crossed
+
+    return map_tensors(cross, value)
+
+
+class MinibatchStatistics:
+    """Batch norms of a stage under microbatches: each microbatch is normalised by its own statistics, and the
+    running ones take one step per minibatch, by the mean and variance over all its microbatches.
+
+    Source: GPipe (NeurIPS'19), section 2.2.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
+        self._inputs: dict[_BatchNorm, list[Tensor]] = {}
+
+    @contextlib.contextmanager
+    def microbatch(self, *, collect: bool) -> Iterator[None]:
+        """Around a forward; collect: its inputs count."""
+        tracking = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [norm.register_forward_pre_hook(self._collect) for norm in tracking if collect]
+        for norm in tracking:
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in tracking:
+                norm.track_running_stats = True
+            for hook in hooks:
+                hook.remove()
+
+    def _collect(self, norm: Any, arguments: tuple[Any, ...]) -> None:
+        self._inputs.setdefault(norm, []).append(arguments[0].detach().clone())
+
+    def update(self) -> None:
+        for norm, inputs in self._inputs.items():
+            assert norm.running_mean is not None
+            momentum = norm.momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked += 1
+                if momentum is None:
+                    momentum = 1 / float(norm.num_batches_tracked)
+            # (samples, channels): positions of an image count as samples too.
+            values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], dim=1).t()
+            with torch.no_grad():
+                F.batch_norm(
+                    values.to(norm.running_mean.dtype),
+                    norm.running_mean,
+                    norm.running_var,
+                    training=True,
+                    momentum=momentum or 0.0,
+                )
+        self._inputs.clear()

@@ -18,8 +18,7 @@ from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_size
 from pipedream.model.precision import LossScaler
 from pipedream.model.references import places_of
 from pipedream.model.untouched import untouched
-from pipedream.reference.cuts import CutFunction, cross
-from pipedream.reference.stages import At, Recomputed, Stage
+from pipedream.reference.stages import At, CutFunction, Recomputed, Stage, cross
 from pipedream.reference.updates import History
 from pipedream.reference.versions import Versions
 

@@ -37,8 +37,6 @@ from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.model.validation import Validation
 from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
-from pipedream.reference.batch_norms import MinibatchStatistics
-from pipedream.reference.cuts import CutFunction
 from pipedream.reference.evaluation import evaluate, evaluated_boundaries, is_due
 from pipedream.reference.refusals import (
     check_asynchronous,
@@ -51,7 +49,7 @@ from pipedream.reference.refusals import (
     check_ties,
     of_plan,
 )
-from pipedream.reference.stages import LossFunction, ReplicaBuffers, Stage
+from pipedream.reference.stages import CutFunction, LossFunction, MinibatchStatistics, ReplicaBuffers, Stage
 from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
 from pipedream.reference.versions import Versions, WrittenVersions

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.common.errors import DataMismatch
-from pipedream.data.validation_reader import ValidationReader
+from pipedream.data.batch_reader import ValidationReader
 from pipedream.model.boundary import Boundary, map_tensors, tensors_of, to_device
 from pipedream.model.evaluation_cut import in_eval_mode
 from pipedream.model.microbatch import samples_of

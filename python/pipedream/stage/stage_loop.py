@@ -33,9 +33,8 @@ from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
 from pipedream.common.guard import write_record
-from pipedream.data.batch_reader import BatchReader
+from pipedream.data.batch_reader import BatchReader, ValidationReader
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.data.validation_reader import ValidationReader
 from pipedream.model.boundary import Boundary
 from pipedream.model.draws import KeyedDraws
 from pipedream.model.exchange import TENSORS

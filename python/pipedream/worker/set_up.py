@@ -6,7 +6,8 @@
 
 By links of their own, as the channels of the training depend on what crosses the cuts, and its pool on what
 optimizers make of the weights. Where a minibatch is larger than planned they rehearse again, with that one.
-On the worker's compute thread.
+OwnPart is the part of the model that the worker has in memory meanwhile and later. On the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from pipedream.data.first_minibatch import first_of
 from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
 from pipedream.model.batches import parts_of
-from pipedream.model.boundary import Boundary
+from pipedream.model.boundary import Boundary, device_of
 from pipedream.model.enlarged import enlarged, shaped
+from pipedream.model.initial_weights import materialise_some
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
 from pipedream.model.seeding import evaluation_seed, generators_kept, seed_all
+from pipedream.model.stand_ins import poisoned
 from pipedream.planning.codec_choice import pushes_factors
 from pipedream.planning.shapes import (
     Shapes,
@@ -46,10 +49,9 @@ from pipedream.planning.shapes import (
 )
 from pipedream.report.first_figures import FirstFigures
 from pipedream.worker.agreed_run import AgreedRun
-from pipedream.worker.own_part import OwnPart
 from pipedream.worker.worker_links import WorkerLinks
 
-__all__ = ["Rehearsed", "rehearse_again", "set_up"]
+__all__ = ["OwnPart", "Rehearsed", "rehearse_again", "set_up"]
 
 _log = logging.getLogger("pipedream")
 
@@ -336,3 +338,47 @@ def _adds_minibatches(run: AgreedRun) -> bool:
     schedule, stages = run.schedule(), run.plan.stages
     own = run.plan.stages_of(run.rank)
     return any(_core.rounds_of(schedule, s).minibatches_per_round > stages[s].num_replicas for s in own)
+
+
+class OwnPart:
+    """The part of the model that a worker has in memory on its device: its own stages', of a spare the one
+    that it has a shard of.
+
+        place()              what is on meta gets its initial values, tensor by tensor; all goes to the device
+        leave_out_others()   from here on parameters of other stages, which only code outside module calls can
+                             reach, are stand-ins of NaN: what reads one shows in the loss, and nobody trains
+                             with a value that is never updated
+        take_back_others()   the user's again; those on meta still are
+        give_back()          to where the user has the model
+    """
+
+    def __init__(self, run: AgreedRun, device: torch.device) -> None:
+        self._stages = run.held_stages_of(run.rank)
+        self._run = run
+        self._device = device
+        self._returns = run.place.returns_model
+        self._given_on = torch.device("cpu")
+        self._others = contextlib.ExitStack()
+
+    def place(self) -> None:
+        roots = list({id(root): (name, root) for s in self._stages for name, root in s.roots()}.values())
+        names = {name for stage in self._stages for name in stage.held_names()}
+        materialise_some(roots, names, self._run.options.weights, self._run.base_seed)
+        given_on = device_of(self._stages)
+        self._given_on = torch.device("cpu") if given_on.type == "meta" else given_on
+        for stage in self._stages:
+            stage.place(self._device)
+
+    def leave_out_others(self) -> None:
+        own = {id(p) for s in self._stages for _, p in (*s.trainable_parameters(), *s.frozen_parameters())}
+        others = {id(p): p for stage in self._stages for p in stage.others_parameters() if id(p) not in own}
+        strays = [tensor for stage in self._stages for tensor in stage.strays()]
+        self._others.enter_context(poisoned(others.values(), self._device, strays))
+
+    def take_back_others(self) -> None:
+        self._others.close()
+
+    def give_back(self) -> None:
+        self.take_back_others()
+        for stage in self._stages if self._returns else ():
+            stage.place(self._given_on)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipedream.common import errors
-from pipedream.data.first_minibatch import PeekedData
+from pipedream.data.first_minibatch import PeekedData, describe_forwarded
 from pipedream.data.stream import ForwardedData
 from pipedream.links.keys import CurveKeys
 from pipedream.model.data_copies import without_processes
@@ -25,7 +25,6 @@ from pipedream.model.layers import CutForward, Model, model_name
 from pipedream.model.seeding import RngState, base_seed
 from pipedream.model.validation import Validation
 from pipedream.stage.job import JobOptions
-from pipedream.worker.forwarded import describe_forwarded
 from pipedream.worker.host_pickler import HostPickler, HostUnpickler, MemoryFile, room_told
 
 __all__ = [

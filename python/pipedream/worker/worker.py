@@ -35,7 +35,6 @@ from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.loss_state import LossState
 from pipedream.report.result import RunResult
-from pipedream.report.segments import join_reports
 from pipedream.stage.decisions import Steered
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.worker.agreed_run import AgreedRun, agree
@@ -44,12 +43,11 @@ from pipedream.worker.checkpointing import Checkpointing
 from pipedream.worker.continuing import go_to_position, read_record, take_newest
 from pipedream.worker.devices import choose_device
 from pipedream.worker.factor_choice import FactorChoice
-from pipedream.worker.gathering import gather
+from pipedream.worker.gathering import gather, join_reports
 from pipedream.worker.interrupts import interrupts_stop
 from pipedream.worker.kept_state import keep_state, residuals_of, snapshots_of
-from pipedream.worker.own_part import OwnPart
 from pipedream.worker.segment import Following, Segment
-from pipedream.worker.set_up import Rehearsed, rehearse_again, set_up
+from pipedream.worker.set_up import OwnPart, Rehearsed, rehearse_again, set_up
 from pipedream.worker.steering import steered
 from pipedream.worker.weight_files import keep_newest
 from pipedream.worker.worker_links import WorkerLinks

@@ -14,17 +14,16 @@ from typing import Protocol
 import torch
 
 from pipedream import _core
+from pipedream.common.cpus import own_cpus
 from pipedream.common.errors import PeerLost, failures_of_others
 from pipedream.links.addresses import check_ports
 from pipedream.links.channels import CALLER, RunChannel
 from pipedream.links.descriptors import check_descriptors
-from pipedream.links.liveness import sign_period_s
+from pipedream.links.liveness import Pulse, sign_period_s
 from pipedream.links.options import LinkOptions
-from pipedream.links.pulse import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.stage.job import WorkerPlace
 from pipedream.worker.agreed_run import wait_for
-from pipedream.worker.own_cpus import own_cpus
 
 __all__ = ["LinkedRun", "WorkerLinks", "no_word"]
 

@@ -1,4 +1,4 @@
-"""How many cores a run may use: the mask's, or the quota of a control group or of one around it."""
+"""CPUs that a run may use, and an equal part of them for each worker of a machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pipedream.common.cpus import usable_cpus
+from pipedream.common.cpus import own_cpus, share_of, usable_cpus
 
 
 @pytest.fixture
@@ -46,3 +46,34 @@ def test_a_quota_of_a_group_around_it_counts(group: Path) -> None:
 
 def test_a_system_without_control_groups_has_its_mask(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path, tmp_path / "missing") == len(os.sched_getaffinity(0))
+
+
+def test_each_worker_has_an_equal_part_and_every_cpu_is_somebodys() -> None:
+    cpus = [0, 4, 1, 5, 2, 6, 3, 7]
+    assert [share_of(cpus, rank, 4) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [share_of(cpus, rank, 3) for rank in range(3)] == [[0, 4], [1, 5, 2], [6, 3, 7]]
+
+
+def test_where_there_are_more_workers_than_cpus_nobody_has_any() -> None:
+    assert [share_of([0, 1], rank, 3) for rank in range(3)] == [[], [], []]
+
+
+def test_the_workers_of_a_machine_share_what_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = {3: (1, 0), 5: (0, 1), 7: (0, 1)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(allowed))
+    monkeypatch.setattr(
+        "pipedream.common.cpus._topology",
+        lambda cpu, name: allowed[cpu][name == "core_id"],
+    )
+    monkeypatch.delenv("PIPEDREAM_OWN_CPUS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [own_cpus(rank) for rank in range(2)] == [[5], [7, 3]]
+    monkeypatch.setenv("PIPEDREAM_OWN_CPUS", "0")
+    assert own_cpus(0) == []
+
+
+def test_a_machine_with_one_worker_leaves_it_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert own_cpus(0) == []
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert own_cpus(0) == []

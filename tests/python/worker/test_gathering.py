@@ -1,12 +1,12 @@
-"""segments.py: one worker's reports of several segments as one."""
+"""gathering.py: one worker's reports of several segments are joined to one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from pipedream.report import segments
-from pipedream.report.segments import join_reports
+from pipedream.worker import gathering
+from pipedream.worker.gathering import join_reports
 
 
 def _report(index: int) -> dict[str, Any]:
@@ -78,6 +78,6 @@ def test_a_rank_beyond_the_plan_reports_nothing() -> None:
 
 
 def test_of_more_spans_than_are_kept_the_newest_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_NUM_SPANS_MAX", 2)
+    monkeypatch.setattr(gathering, "_NUM_SPANS_MAX", 2)
     joined = join_reports([_report(index) for index in range(3)], [2, 4])
     assert [span[2] for span in joined["spans"]] == [2, 4]
