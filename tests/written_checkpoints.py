@@ -8,9 +8,9 @@ from pathlib import Path
 from pipedream.checkpoint.checkpoint_folder import folder_of
 from pipedream.checkpoint.manifest import Header, write_manifest
 from pipedream.checkpoint.stage_files import NAMES, Content, names_of_stage, write_stage
-from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.planning.plan import Plan
+from pipedream.splitting.splitter import split
 from torch import nn
 
 __all__ = ["header_of", "write_checkpoint"]

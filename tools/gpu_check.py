@@ -139,7 +139,7 @@ def training_steps() -> list[Step]:
         step(
             "kernels",
             "tests/python/optim",
-            "tests/python/model/test_profiler.py",
+            "tests/python/profiling/test_profiler.py",
             "-k",
             "gpu or cuda",
         ),

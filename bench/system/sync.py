@@ -11,7 +11,7 @@ the least and the most; "beyond" is what is more than the model alone takes. The
 of a host's link must carry, 2 (m - 1) / m of the parameters.
 
 With k spares there are as many hosts more, whose part in all else is to wait, and pipedream's plan is
-measured without and with them, each beside its own limit (planning/shard_shares.py).
+measured without and with them, each beside its own limit (planning/synced_bytes.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from gloo import join_ranks
 from links import RUN_OPTIONS, Link, run_ranks
 from pipedream.planning.plan import Stage
-from pipedream.planning.shard_shares import round_ms
+from pipedream.planning.synced_bytes import round_ms
 from torch import nn
 
 _WIDTH = 1024  # of layers of 4 MiB

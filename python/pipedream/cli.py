@@ -135,7 +135,7 @@ def profile_command(
         )
     with _clean_stdout(as_json):
         job = load_job(target, needs_optimizer=calibrated_for is not None)
-        from pipedream.model.profiler import profile
+        from pipedream.profiling.profiler import profile
 
         how = _given(job, "autocast", "weights") | {"minibatches": minibatches, "seconds": seconds}
         measured = profile(job.model, job.data, job.loss_fn, **how)
@@ -192,7 +192,7 @@ def explain_command(
     with _clean_stdout(as_json):
         job = load_job(target, needs_optimizer=False)
         from pipedream.data.first_minibatch import first_of
-        from pipedream.model.explanation import explain
+        from pipedream.splitting.explanation import explain
 
         explained = explain(job.model, first_of(job.data), job.loss_fn, **_given(job, "weights"))
     if plan is not None and plan.num_layers != len(explained.layers):

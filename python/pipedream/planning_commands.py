@@ -20,8 +20,8 @@ from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
     from pipedream.planning.simulator import Simulation
-    from pipedream.planning.trace import Counter
-    from pipedream.planning.traced_schedule import TracedSchedule
+    from pipedream.simulate.trace import Counter
+    from pipedream.simulate.traced_schedule import TracedSchedule
 
 __all__ = ["add_planning_commands"]
 
@@ -240,11 +240,11 @@ def simulate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
-    from pipedream.planning.measured_trace import compare_with_trace
-    from pipedream.planning.plan_simulation import simulate_plan
-    from pipedream.planning.schedule_picture import check_picture_path, is_drawn
-    from pipedream.planning.trace import Counter
-    from pipedream.planning.traced_schedule import minibatches_to_draw
+    from pipedream.simulate.measured_trace import compare_with_trace
+    from pipedream.simulate.plan_simulation import simulate_plan
+    from pipedream.simulate.schedule_picture import check_picture_path, is_drawn
+    from pipedream.simulate.trace import Counter
+    from pipedream.simulate.traced_schedule import minibatches_to_draw
 
     check_output(output)
     make = functools.partial(
@@ -337,10 +337,10 @@ def trace_command(
 ) -> None:
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
     from pipedream.planning.plan_schedule import minibatches_per_body
-    from pipedream.planning.schedule_picture import check_picture_path
     from pipedream.planning.simulator import simulate
-    from pipedream.planning.text_picture import draw_text
-    from pipedream.planning.traced_schedule import (
+    from pipedream.simulate.schedule_picture import check_picture_path
+    from pipedream.simulate.text_picture import draw_text
+    from pipedream.simulate.traced_schedule import (
         TraceRequest,
         describe_bubble,
         make_traced,
@@ -396,8 +396,8 @@ def _draw(
     show_versions: bool | None = None,
     counters: Sequence[Counter] = (),
 ) -> None:
-    from pipedream.planning.schedule_picture import write_picture
-    from pipedream.planning.traced_schedule import describe_bubble, input_phases
+    from pipedream.simulate.schedule_picture import write_picture
+    from pipedream.simulate.traced_schedule import describe_bubble, input_phases
 
     write_picture(
         output,

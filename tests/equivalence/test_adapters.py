@@ -17,7 +17,7 @@ from oracle import assert_memory_as_predicted
 from pipedream import Plan, RunResult
 from pipedream.budget.memory import GRADIENTS, OPTIMIZER_STATE, TORCH_OPTIMIZER_STATE, WEIGHT_VERSIONS
 from pipedream.model.batches import parts_of
-from pipedream.model.cut_model import cut_model
+from pipedream.splitting.cut_model import cut_model
 from torch import Tensor, nn
 from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of
 from twins import TWINS, cross_entropy

@@ -16,9 +16,9 @@ from models import straight_plan
 from oracle import assert_memory_as_predicted
 from pipedream import RunResult, reference
 from pipedream.model.batches import call_model, own_loss, parts_of
-from pipedream.model.cut_model import cut_model
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
+from pipedream.splitting.cut_model import cut_model
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of, tolerance
 from twins import TWINS, Batch, Output, Padded, Skipping, cross_entropy, padded_vectors

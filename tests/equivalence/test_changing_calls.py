@@ -14,9 +14,9 @@ from farm import Farm
 from networks import bart_with_layer_drop
 from pipedream import RunResult, reference
 from pipedream.model.batches import call_model, own_loss, parts_of
-from pipedream.model.cut_model import CutModel, cut_model
-from pipedream.model.timed_passes import LossFunction
 from pipedream.planning.plan import Plan
+from pipedream.profiling.timed_passes import LossFunction
+from pipedream.splitting.cut_model import CutModel, cut_model
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, state_of
 from twins import CHANGING, cross_entropy

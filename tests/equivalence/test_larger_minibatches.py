@@ -23,7 +23,8 @@ from oracle import assert_memory_as_predicted, assert_same_numbers
 from pipedream import RunResult, reference
 from pipedream.common.errors import DataMismatch
 from pipedream.planning import shapes as planning_shapes
-from pipedream.stage import stage_loop, weights
+from pipedream.stage import stage_loop
+from pipedream.update import weights
 from torch import nn
 from training import (
     OPTIMIZERS,

@@ -16,7 +16,7 @@ from farm import Farm
 from models import straight_plan
 from pipedream import Plan, RunResult, Stage
 from pipedream.model.batches import call_model, own_loss, parts_of
-from pipedream.model.cut_model import cut_model
+from pipedream.splitting.cut_model import cut_model
 from safetensors.torch import load_file
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, state_of

@@ -15,9 +15,9 @@ import torch
 from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import NonFiniteLoss, RunResult
-from pipedream.stage.gradients import RunStep, StageGradients
 from pipedream.stage.stage_runner import StageRunner
-from pipedream.stage.weights import StageWeights
+from pipedream.update.gradients import RunStep, StageGradients
+from pipedream.update.weights import StageWeights
 from torch import Tensor
 from training import State, Training, train_in_pipeline
 

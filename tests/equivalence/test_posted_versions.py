@@ -16,9 +16,9 @@ from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import NonFiniteLoss, RunResult, _core
 from pipedream.planning.plan import Stage
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.stage_runner import StageRunner
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.shard_client import ShardClient
 from training import OPTIMIZERS, State, Training, is_on_cuda, train_in_pipeline
 
 _ON_HOST = pytest.mark.skipif(is_on_cuda(), reason="versions of a device have slots of their own")

@@ -16,7 +16,7 @@ import torch
 from farm import Farm
 from pipedream import Plan, RunResult, reference
 from pipedream.common import rank_tree
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from pipedream.stage.job import WorkerPlace
 from rehearsing import boundaries_of
 from torch import nn

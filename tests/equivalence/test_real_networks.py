@@ -13,7 +13,7 @@ from farm import Farm
 from networks import NETWORKS, needed
 from pipedream import Plan
 from pipedream.model.batches import call_model, own_loss, parts_of
-from pipedream.model.cut_model import cut_model
+from pipedream.splitting.cut_model import cut_model
 from training import assert_close_losses
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import Plan
-from pipedream.stage import spare_loop, stage_loop, stage_optimizer, stage_runner, weights
+from pipedream.stage import spare_loop, stage_loop, stage_runner
+from pipedream.update import stage_optimizer, weights
 from pipedream.worker.worker_links import WorkerLinks
 from torch import Tensor, nn
 

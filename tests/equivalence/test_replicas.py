@@ -15,7 +15,7 @@ from codec_oracle import CodecOracle
 from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import reference
-from pipedream.stage.shards import ShardLayout
+from pipedream.update.shards import ShardLayout
 from torch import nn
 from training import (
     OPTIMIZERS,

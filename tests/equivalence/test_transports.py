@@ -23,8 +23,8 @@ from pipedream import RunResult, reference
 from pipedream.links.addresses import is_loopback, resolve_bind
 from pipedream.links.keys import write_key_file, write_key_folder
 from pipedream.links.rendezvous import Rendezvous
-from pipedream.model.splitter import split
 from pipedream.planning.codec_choice import codec_between, parse_codec
+from pipedream.splitting.splitter import split
 from ports import free_ports
 from rehearsing import boundaries_of
 from training import (

@@ -25,11 +25,11 @@ import torch
 from pipedream import RunResult, _core
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.planning.plan import Stage
-from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.stage_runner import StageRunner
-from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import WeightVersions
+from pipedream.update.asynchronous_server import AsynchronousServer
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import WeightVersions
 
 NUM_MINIBATCHES = 12
 BOUND_S = 15.0  # the contract's: from the loss of a worker to the end of the run

@@ -125,7 +125,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     # With its own import of the profiler, which another test may have had it make before.
     monkeypatch.setattr(importlib.import_module("pipedream.launch.profiling"), "profile", profile)
-    module = ModuleType("pipedream.model.profiler")
+    module = ModuleType("pipedream.profiling.profiler")
     module.profile = profile  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(run))
@@ -570,7 +570,9 @@ def test_run_takes_the_fastest_plan(
     num_replicas: int,
 ) -> None:
     layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
-    monkeypatch.setattr(sys.modules["pipedream.model.profiler"], "profile", lambda *_, **__: Profile(layers))
+    monkeypatch.setattr(
+        sys.modules["pipedream.profiling.profiler"], "profile", lambda *_, **__: Profile(layers)
+    )
     outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbps", *options)
     assert outcome.status == 0
     assert max(stage.num_replicas for stage in calls["run"][1].stages) == num_replicas
@@ -579,7 +581,7 @@ def test_run_takes_the_fastest_plan(
 def test_run_without_a_plan_chooses_the_schedule_where_it_is_auto(
     call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["pipedream.model.profiler"], "profile", lambda *_, **__: PROFILE)
+    monkeypatch.setattr(sys.modules["pipedream.profiling.profiler"], "profile", lambda *_, **__: PROFILE)
     arguments = ("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "1Gbit/s", "--straight")
     assert call(*arguments).status == 0
     assert calls["run"][1].schedule is None

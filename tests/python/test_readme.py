@@ -17,8 +17,8 @@ import pytest
 import torch
 from pipedream import Plan, Profile, RunResult, cli
 from pipedream.launch import runner
-from pipedream.model import profiler
 from pipedream.model.factories import try_factories
+from pipedream.profiling import profiler
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]

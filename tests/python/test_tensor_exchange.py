@@ -11,8 +11,7 @@ import pytest
 import torch
 from pipedream import _core
 from pipedream.links.keys import find_libzmq
-from pipedream.model.boundary import exportable
-from pipedream.model.exchange import TENSORS
+from pipedream.model.boundary import TENSORS, exportable
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 

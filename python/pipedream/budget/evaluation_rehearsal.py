@@ -21,12 +21,12 @@ from pipedream.budget.rehearsal import Handover
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.calls import is_compiled
-from pipedream.model.evaluation_cut import in_eval_mode
 from pipedream.model.loss_placement import spare_loss
 from pipedream.model.stage_calls import StageCalls
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
 from pipedream.model.validation import Metric
+from pipedream.splitting.evaluation_cut import in_eval_mode
 
 __all__ = ["RehearsedEvaluation", "rehearse_evaluation"]
 

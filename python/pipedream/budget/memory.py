@@ -83,7 +83,7 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class PushedFactors:
-    """Bytes that a stage's gradients take at one replica if they are pushed as factors (stage/factors.py)."""
+    """Bytes that a stage's gradients take at one replica if they are pushed as factors."""
 
     weight_bytes: int = 0
     """Bytes of the weights, whose gradients no backward makes."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from pipedream.data.enlarged import enlarged, shaped
 from pipedream.data.stream import (
     NUM_COUNT_TENSORS,
     ForwardedData,
@@ -22,9 +23,7 @@ from pipedream.data.stream import (
 )
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
-from pipedream.model.data_copies import copy_of, has_indices
-from pipedream.model.enlarged import enlarged, shaped
-from pipedream.model.loader_generators import generators_of_loader_kept
+from pipedream.model.data_copies import copy_of, generators_of_loader_kept, has_indices
 from pipedream.model.seeding import RngState
 from pipedream.planning.plan import Plan
 from pipedream.planning.shapes import Shapes, next_kind, shapes_of_parts

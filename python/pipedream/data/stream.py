@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pipedream.model.batches import parts_of
-from pipedream.model.boundary import Boundary, exportable, tensors_of
-from pipedream.model.exchange import TENSORS
-from pipedream.model.loader_generators import generator_states, set_generators
+from pipedream.model.boundary import TENSORS, Boundary, exportable, tensors_of
+from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import RngState, RngStream
 from pipedream.planning.shapes import Shapes

@@ -30,7 +30,6 @@ from pipedream.data.stream import DataStream, fingerprint
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
 from pipedream.model.calls import is_compiled
-from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
@@ -41,9 +40,10 @@ from pipedream.model.untouched import untouched
 from pipedream.planning.codec_choice import NO_CODEC, codec_between
 from pipedream.report.first_figures import FirstFigures, compares_gradients, compares_losses
 from pipedream.report.status import StatusBoard
-from pipedream.stage.gradients import figures_of
+from pipedream.splitting.cut_model import CutModel
 from pipedream.stage.job import JobOptions
-from pipedream.stage.weights import split_tied
+from pipedream.update.gradients import figures_of
+from pipedream.update.weights import split_tied
 from pipedream.worker.devices import choose_device_type
 
 __all__ = ["FirstLoss"]

@@ -47,19 +47,19 @@ from pipedream.launch.script_capture import CapturedScript, capture_script
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.batches import parts_of
+from pipedream.model.data_copies import set_generators
 from pipedream.model.factories import try_factories
 from pipedream.model.layers import Model, roots_of
-from pipedream.model.loader_generators import set_generators
 from pipedream.model.loss_state import check_loss_buffers, set_loss_state
 from pipedream.model.seeding import base_seed, generators_kept
-from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
 from pipedream.planning.plan_schedule import mean_delays
 from pipedream.report.result import RunResult
 from pipedream.report.status import StatusBoard
-from pipedream.stage.gradients import updated_parameters
+from pipedream.splitting.splitter import split
 from pipedream.stage.job import CallerSettings, JobOptions
+from pipedream.update.gradients import updated_parameters
 from pipedream.worker.cautions import warn_if_coarse, warn_if_late
 from pipedream.worker.devices import choose_device_type
 from pipedream.worker.failure import cause_of, is_explained, traceback_of

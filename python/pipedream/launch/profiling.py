@@ -19,7 +19,7 @@ import torch
 from pipedream.common.own_rank import under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.fork_server import start_server
-from pipedream.model import profiler
+from pipedream.profiling import profiler
 
 __all__ = ["profile"]
 

@@ -38,9 +38,8 @@ from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
 from pipedream.planning.codec_choice import parse_codec, parse_codec_text
 from pipedream.planning.partition_arguments import AUTO, SYNCS
-from pipedream.planning.program import Program
-from pipedream.planning.schedule_rules import schedule_name
-from pipedream.planning.trace import check_trace_path
+from pipedream.planning.program import Program, schedule_name
+from pipedream.simulate.trace import check_trace_path
 
 __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
 

@@ -45,8 +45,6 @@ from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_ran
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
-from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
-from pipedream.model.evaluation_cut import cut_for_evaluation
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model, layers_of
 from pipedream.model.meta_device import is_on_meta
@@ -62,6 +60,8 @@ from pipedream.planning.program import Program
 from pipedream.planning.shapes import Shapes, larger_of, largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
+from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.splitting.evaluation_cut import cut_for_evaluation
 from pipedream.stage.decisions import answer_lead
 from pipedream.stage.job import Continued, JobOptions, check_replicas
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller

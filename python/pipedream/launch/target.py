@@ -21,11 +21,11 @@ from typing import Any
 from pipedream.data.first_minibatch import PeekedData, first_of, looked_at
 from pipedream.launch.run_options import RUN_OPTIONS
 from pipedream.model.batches import own_loss, parts_of
-from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.layers import layers_of
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.seeding import generators_kept
 from pipedream.planning.plan import Plan
+from pipedream.splitting.cut_model import cut_model, needs_cutting
 
 __all__ = ["Job", "load_job", "share_out"]
 

@@ -23,7 +23,7 @@ from pipedream.links.addresses import (
 )
 from pipedream.links.keys import CurveKeys, find_libzmq, keys_of
 from pipedream.planning.codec_choice import CodecChoice, parse_codec
-from pipedream.planning.trace import read_clock
+from pipedream.simulate.trace import read_clock
 
 __all__ = ["TRANSPORTS", "LinkOptions", "make_link_options"]
 

@@ -1,1 +1,1 @@
-"""A user's model as layers: splitting, boundaries, microbatches, precision, recomputation, the profiler."""
+"""A user's model and data as a run sees them: stage modules, boundaries, microbatches, precision, seeds."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _from_dlpack  # the public one takes several us to get there
+from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
 from pipedream.model.batches import Keywords
@@ -24,6 +26,7 @@ from pipedream.model.layers import dtype_name
 from pipedream.model.tensor_spec import DimOrder, TensorSpec, as_sent, as_used, whole
 
 __all__ = [
+    "TENSORS",
     "Boundary",
     "boundary_input",
     "check_loss",
@@ -477,3 +480,6 @@ def _where(stage: int | None, minibatch: int | None) -> str:
 
 def _brief(value: Any) -> str:
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+TENSORS = _core.TensorExchange(torch.Tensor, to_dlpack, _from_dlpack, exportable)

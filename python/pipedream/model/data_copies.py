@@ -1,5 +1,6 @@
-"""Copies of data, to look at while the run's own stay as they are: what a dataset or a sampler counts, what a
-queue gives once, and generators. Stateless; the thread that looks.
+"""Copies of data, to look at while the run's own stay as they are: what a dataset or a sampler counts, what
+a queue gives once, and generators. A DataLoader's generators stay as they are while it is looked at, and
+after a run they are as if the caller had iterated it. Stateless; the thread that looks.
 """
 
 from __future__ import annotations
@@ -8,14 +9,24 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-__all__ = ["copy_of", "has_indices", "without_processes"]
+from pipedream.common.errors import afterwards
+
+__all__ = [
+    "copy_of",
+    "generator_states",
+    "generators_of_loader_kept",
+    "has_indices",
+    "set_generators",
+    "without_processes",
+]
 
 _ORDER_BYTES_MAX = 256 << 20
 _INDICES = {torch.int64, torch.int32}
@@ -130,3 +141,31 @@ class _SharingUnpickler(pickle.Unpickler):
 
 def _shared(index: int) -> Any:
     raise NotImplementedError(f"{index} is known to the unpickler alone")
+
+
+def generator_states(data: Iterable[Any]) -> list[Tensor]:
+    """Returns the state of each generator; empty if the data are no DataLoader."""
+    return [generator.get_state() for generator in _generators_of(data)]
+
+
+def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
+    """states: generator_states() of these data, or of a copy; none where others have iterated them."""
+    for generator, state in zip(_generators_of(data), states, strict=False):
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
+def generators_of_loader_kept(data: Iterable[Any]) -> Iterator[None]:
+    """Inside the data may be iterated."""
+    states = generator_states(data)
+    with afterwards(lambda: set_generators(data, states)):
+        yield
+
+
+def _generators_of(data: Iterable[Any]) -> list[torch.Generator]:
+    """Each once: a loader hands its own on to the sampler that it makes."""
+    if not isinstance(data, torch.utils.data.DataLoader):
+        return []
+    parts = [data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

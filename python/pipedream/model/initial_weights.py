@@ -7,9 +7,11 @@ has to hold the whole of it.
     a checkpoint       safetensors, a file or a folder of them, by name; what it does not have of buffers the
                        modules make
 
-Every draw of random numbers has a stream of its own, known by the seed, the module and how many draws it has
-made before. What has no memory here draws all the same. So each tensor gets the same values whatever else is
-made with it, and a model starts alike in one process and in many stages. Owned by the calling thread.
+Every draw of random numbers has a stream of its own, known by the seed, the module and how many draws it
+has made before. What has no memory here draws all the same. So each tensor gets the same values whatever
+else is made with it, and a model starts alike in one process and in many stages. whole_for_a_check() holds
+the whole model in host memory for as long as its cuts are checked, where it fits. Owned by the calling
+thread.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.common.errors import describe_error
+from pipedream.common.units import format_bytes
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, generators_kept
@@ -40,10 +44,12 @@ __all__ = [
     "WEIGHT_INDEX",
     "WeightSource",
     "check_weights",
+    "free_host_bytes",
     "materialise",
     "materialise_some",
     "materialised",
     "traceable",
+    "whole_for_a_check",
 ]
 
 WeightSource = Callable[[nn.Module], Any] | str | os.PathLike[str] | None
@@ -384,3 +390,45 @@ class _Checkpoint:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             return sorted({self._path / name for name in names})
         return sorted(self._path.glob("*.safetensors"))
+
+
+_log = logging.getLogger("pipedream")
+
+# Of parameters and buffers: the values, gradients of the whole model and of the cut one, what both are
+# compared by, and as much again for activations.
+_NUM_COPIES = 8
+_SEED = 0
+
+
+@contextlib.contextmanager
+def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]:
+    """Whether the model has values inside; else the log says why not."""
+    roots = roots_of(model)
+    tensors = dict(_named_tensors(model))
+    needed_bytes = _NUM_COPIES * sum({id(t): t.nbytes for t in tensors.values()}.values())
+    free_bytes = free_host_bytes()
+    if needed_bytes > free_bytes:
+        _log.warning(
+            "the cuts of the model are not checked: it is on the meta device, and whole it would take some"
+            " %s, of which %s are free; check a smaller one of the same kind",
+            format_bytes(needed_bytes),
+            format_bytes(free_bytes),
+        )
+        yield False
+        return
+    with generators_kept(), materialised(roots, list(tensors), weights, _SEED):
+        yield True
+
+
+def free_host_bytes() -> int:
+    """With what the system keeps of files, as far as it says so."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()  # type: ignore[misc]

@@ -8,16 +8,28 @@ wrote.
 
 A tensor is known by its storage, so views are nothing of their own, and by the version of that storage: how
 often it had been written. The data flow is then exact, whatever Python carries a tensor from one place to
-another (attributes, hooks, tuples). Operations outside all module calls belong to the model itself; they and
-the loss are its call ROOT. Recording takes one forward's time and about 20 us per operation, keeps no tensor
-alive, and leaves the model as it was if the caller keeps it `untouched`. Owned by the thread that runs it.
+another (attributes, hooks, tuples). Operations outside all module calls belong to the model itself; they
+and the loss are its call ROOT. Recording takes one forward's time and about 20 us per operation, keeps no
+tensor alive, and leaves the model as it was if the caller keeps it `untouched`. Owned by the thread that
+runs it.
+
+Data sizes say which dimensions of tensors are as long as the contents of others, as after `x[mask]`:
+
+    mask = x > 0             (6, 5)      no dimension
+    rows = x[mask]           (17,)       17, which nonzero, unique, packed sequences and the like make, too
+    relu(rows), rows[:, None] * w        17, wherever an operation reads one and makes one as long
+    out.index_put_(mask, rows)           none: out is as long as before
+
+They are followed by length, so a dimension that happens to be as long counts as well; a slice by a number
+that Python got from a tensor (`x[:n.item()]`) is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,10 +40,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
 from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
-from pipedream.model.data_sizes import AS_LONG_AS_FIRST, Sizes, data_sizes
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
 __all__ = [
+    "AS_LONG_AS_FIRST",
     "INPUTS",
     "ROOT",
     "Call",
@@ -40,8 +52,10 @@ __all__ = [
     "Leaf",
     "Opaque",
     "Operation",
+    "Sizes",
     "Trace",
     "Version",
+    "data_sizes",
     "record",
     "uncompiled",
 ]
@@ -419,3 +433,40 @@ def _generators(args: tuple[Any, ...]) -> list[Tensor]:
 
 def _same(before: list[Tensor] | None, after: list[Tensor]) -> bool:
     return before is not None and all(map(torch.equal, before, after))
+
+
+AS_LONG_AS_FIRST = {
+    "aten::index_add",
+    "aten::index_copy",
+    "aten::index_fill",
+    "aten::index_put",
+    "aten::masked_scatter",
+    "aten::scatter",
+    "aten::scatter_add",
+}
+"""Operations whose result is as long as their first argument, whatever the others are."""
+
+_JOINING = {"aten::cat", "aten::concat", "aten::_cat"}
+_PACKING = {"aten::_pack_padded_sequence"}
+_MASKS = (torch.bool, torch.uint8)
+
+Sizes = frozenset[int]
+
+
+def data_sizes(func: Any, args: Sequence[Any], output: Tensor, known: Sizes) -> Sizes:
+    """Those of the output of one of torch's operations. known: those of all that it is given."""
+    name = func._schema.name
+    shape = output.shape
+    found = known.intersection(shape)
+    if not shape:
+        return Sizes()
+    if known and name in _JOINING:
+        dim = args[1] if len(args) > 1 else 0
+        return found | {shape[dim]}
+    if name == "aten::index":
+        kept = list(itertools.takewhile(lambda index: index is None, args[1]))
+        is_masked = any(index is not None and index.dtype in _MASKS for index in args[1])
+        return found | {shape[len(kept)]} if is_masked else found
+    if name in _PACKING or torch.Tag.dynamic_output_shape in func.tags:
+        return found | {shape[0]}
+    return found

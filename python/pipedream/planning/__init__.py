@@ -1,1 +1,1 @@
-"""Plans: profile and plan files, the partitioner, the simulator and its pictures. Torch-free."""
+"""Plans: profile and plan files, costs, the partitioner and its search. Torch-free."""

@@ -1,5 +1,5 @@
 """The rule for weights that replicas push as factors of their gradients (docs/parameter-server.md), which
-planning takes by a profile and a run by its first minibatch (stage/factors.py).
+planning takes by a profile and a run by its first minibatch (update/factors.py).
 
     dense, per round and replica     2 (r - 1) / r  W       gradients to the shards, and versions from them
     factors                          (r - 1)  F             to each of the others

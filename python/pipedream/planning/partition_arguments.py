@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pipedream.common.checks import is_number, is_whole
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.schedule_rules import rules_of
+from pipedream.planning.program import rules_of
 
 if TYPE_CHECKING:
     from pipedream import _core

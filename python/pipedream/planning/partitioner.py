@@ -1,10 +1,12 @@
 """partition(): the best plan by a cost model. Pure but for its progress on stderr; any thread; torch-free.
 
     paper        the exact optimum of the paper's formulas, by a search in C++ (csrc/planner)
-    calibrated   what measured runtime costs and the simulator say of a run, searched from there (search.py)
+    calibrated   the best time by measured runtime costs and the simulator, searched from there (search.py)
 
 Another schedule than "pipedream" is simulated and searched with either: the formulas know no bubble.
-plan_search.py finds the plan; here are its arguments, and what is said beside the answer.
+plan_search.py finds the plan; here are its arguments, the spare shards that pay, and the lines beside the
+answer. A spare shortens only the replicas' synchronisation: the formulas choose how many (synced_bytes.py),
+and the simulator, which sees what computing hides, confirms or refuses.
 """
 
 from __future__ import annotations
@@ -12,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TextIO
 
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.factor_rule import check_has_factors, split_codec
-from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, make_limits
 from pipedream.planning.link_profile import LinkProfile
@@ -28,12 +29,12 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.plan_schedule import schedule_of
 from pipedream.planning.plan_search import best_plan, compared_with_factors
+from pipedream.planning.prediction import with_links_hidden
+from pipedream.planning.program import rules_of, schedule_name
 from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.schedule_choice import best_of_schedules
-from pipedream.planning.schedule_rules import rules_of, schedule_name
-from pipedream.planning.spares import with_spares
 
-__all__ = ["SearchProgress", "make_plan", "partition"]
+__all__ = ["SearchProgress", "make_plan", "partition", "with_spares"]
 
 _FIRST_S = 1.0
 _TERMINAL_PERIOD_S = 0.25
@@ -323,3 +324,88 @@ class SearchProgress:
             self._has_line = True
         else:
             print(text, file=self._file, flush=True)
+
+
+_GAIN_MIN = 1e-3  # of the time per minibatch; below that a worker is better kept for something else
+
+
+def with_spares(
+    plan: Plan,
+    spare_workers: int,
+    figures_of: Callable[[Stages], dict[str, Any]],
+    simulated_ms: Callable[[Plan], float],
+) -> Plan:
+    """The plan with as many of the spare workers as pay, each at the stage that is slowest then, and in
+    `predicted` what that brings, or why it brings nothing. figures_of: what the formulas say of stages.
+    simulated_ms: per minibatch."""
+    if spare_workers == 0:
+        return plan
+    stages, figures, why = _most_that_pay(plan.stages, spare_workers, figures_of)
+    said: dict[str, Any] = {"offered": spare_workers, "used": 0, "why": why}
+    if stages == plan.stages:
+        return replace(plan, predicted=plan.predicted | {"spare_shards": said})
+    spared = replace(plan, stages=stages)
+    before_ms, after_ms = simulated_ms(plan), simulated_ms(spared)
+    if after_ms > before_ms * (1 - _GAIN_MIN):
+        said["why"] = "simulated, the replicas' exchange hides behind what they compute"
+        return replace(plan, predicted=plan.predicted | {"spare_shards": said})
+    formula_ms = plan.bottleneck_ms or 0.0
+    said |= {
+        "used": spared.num_spares,
+        "why": "",
+        "without_ms": formula_ms,
+        "simulated_without_ms": before_ms,
+        "simulated_ms": after_ms,
+    }
+    bottleneck_ms = _bottleneck_ms(figures)
+    rate = plan.predicted.get("samples_per_s")
+    faster = {"samples_per_s": None if rate is None else rate * formula_ms / bottleneck_ms}
+    predicted = plan.predicted | figures | faster | {"spare_shards": said}
+    return replace(spared, bottleneck_ms=bottleneck_ms, predicted=predicted)
+
+
+def _bottleneck_ms(figures: dict[str, Any]) -> float:
+    slowest: float = max([*figures["stage_ms"], *figures["boundary_ms"]])
+    return slowest
+
+
+def _most_that_pay(
+    stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
+) -> tuple[Stages, dict[str, Any], str]:
+    """With as many spares as make the plan faster, and their figures; or why none does. Where several stages
+    are as slow as each other the first spare pays only with the second."""
+    best, best_figures = stages, figures_of(stages)
+    figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"
+    for _ in range(spare_workers):
+        slowest = figures["stage_ms"].index(max(figures["stage_ms"]))
+        refused = _why_no_more(stages, figures, slowest)
+        if refused:
+            why = refused
+            break
+        stages = _one_more(stages, slowest)
+        of_more = figures_of(stages)
+        if of_more["stage_ms"][slowest] >= figures["stage_ms"][slowest] * (1 - _GAIN_MIN):
+            why = "the slowest stage would not be faster"
+            break
+        figures = of_more
+        if _bottleneck_ms(figures) <= _bottleneck_ms(best_figures) * (1 - _GAIN_MIN):
+            best, best_figures = stages, figures
+    return best, best_figures, why
+
+
+def _why_no_more(stages: Stages, figures: dict[str, Any], slowest: int) -> str:
+    stage = stages[slowest]
+    if max(figures["boundary_ms"], default=0.0) >= figures["stage_ms"][slowest]:
+        return "a link between stages is slowest"
+    if stage.num_replicas == 1:
+        return f"stage {slowest}, the slowest, has no replicas"
+    if stage.num_replicas == 2:
+        return f"stage {slowest} has 2 replicas, whose links carry as much with spares as without"
+    if stage.num_spare_shards == stage.num_replicas:
+        return f"stage {slowest} has as many spares as replicas"
+    return ""
+
+
+def _one_more(stages: Stages, slowest: int) -> Stages:
+    more = replace(stages[slowest], num_spare_shards=stages[slowest].num_spare_shards + 1)
+    return (*stages[:slowest], more, *stages[slowest + 1 :])

@@ -31,21 +31,22 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import html_of
 from pipedream.planning.factor_rule import checked_codec
-from pipedream.planning.in_flight import check_in_flight, derive_in_flight
 from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.plan_lines import describe_plan
 from pipedream.planning.plan_stage import (
     STAGE_FIELDS,
     Stage,
+    check_in_flight,
     check_stages,
     check_workers,
+    derive_in_flight,
     is_counts,
     placement_of,
     set_field,
     stage_counts,
     stage_from_dict,
 )
-from pipedream.planning.schedule_rules import rules_of
+from pipedream.planning.program import rules_of
 from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, listed, shapes_of, with_apart
 
 if TYPE_CHECKING:

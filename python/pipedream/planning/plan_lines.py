@@ -10,8 +10,8 @@ from pipedream.common.checks import is_number
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import FACTOR_CODEC, describe_factored
-from pipedream.planning.in_flight import in_flight_in_phase
-from pipedream.planning.schedule_rules import rules_of
+from pipedream.planning.plan_stage import in_flight_in_phase
+from pipedream.planning.program import rules_of
 
 if TYPE_CHECKING:
     from pipedream.planning.plan import Plan

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipedream.planning.factor_rule import core_factors, factored_figures
-from pipedream.planning.formulas import formula_figures, samples_per_s
-from pipedream.planning.hidden_links import FEW_ROUNDS
+from pipedream.planning.formulas import StageLinks, formula_figures, samples_per_s
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, solve_within
 from pipedream.planning.link_profile import LinkProfile
@@ -24,10 +23,9 @@ from pipedream.planning.plan_schedule import (
     profile_of_rounds,
     schedule_of,
 )
-from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
+from pipedream.planning.prediction import FEW_ROUNDS, STEADY_ROUNDS, predict_ms, steady_minibatches
+from pipedream.planning.program import rules_of
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, costs_of, runtime_of, stage_costs
-from pipedream.planning.schedule_rules import rules_of
-from pipedream.planning.stage_links import StageLinks
 
 if TYPE_CHECKING:
     from pipedream import _core

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
-from pipedream.planning.program import Program
-from pipedream.planning.schedule_rules import schedule_name
+from pipedream.planning.program import Program, schedule_name
 
 if TYPE_CHECKING:
     from pipedream import _core

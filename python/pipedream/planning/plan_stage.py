@@ -1,4 +1,5 @@
-"""Stage: consecutive layers of a plan, with their replicas and spare shards, and its form in a file.
+"""Stage: consecutive layers of a plan, with their replicas and spare shards, its form in a file, and how many
+microbatches a replica of it may have begun and not finished.
 
 Values that never change once built; any thread. Needs no torch.
 """
@@ -6,6 +7,7 @@ Values that never change once built; any thread. Needs no torch.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 __all__ = [
     "STAGE_FIELDS",
     "Stage",
+    "check_in_flight",
     "check_stages",
     "check_workers",
+    "derive_in_flight",
+    "in_flight_in_phase",
     "placement_of",
     "ranks_of",
     "set_field",
@@ -198,3 +203,41 @@ def stage_from_dict(stage_index: int, value: object) -> Stage:
 def set_field(target: object, name: str, value: object) -> None:
     """Sets a field of a frozen dataclass, whose own checks still bring a value to its final type."""
     object.__setattr__(target, name, value)
+
+
+def derive_in_flight(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Returns the default of a plan: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
+    from pipedream import _core
+
+    return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
+
+
+def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
+    """Raises ValueError naming the stage for numbers that do not fit the stages or make them deadlock."""
+    if len(in_flight) != len(stages):
+        raise ValueError(
+            f"in_flight has {len(in_flight)} numbers for {len(stages)} stages: it needs one per stage"
+        )
+    for stage_index, count in enumerate(in_flight):
+        check_whole(f"in_flight[{stage_index}]", count, at_least=1)
+    # A replica of stage s starts (n_s - 1) r_s microbatches before it must see the first one come back;
+    # where a downstream stage waits for more than upstream ever admits, both wait for ever.
+    admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
+    for stage_index in range(1, len(stages)):
+        if admitted[stage_index] > admitted[stage_index - 1]:
+            raise ValueError(
+                f"in_flight[{stage_index}] is {in_flight[stage_index]}: it deadlocks, as (in_flight - 1) * "
+                f"num_replicas rises from {admitted[stage_index - 1]} to {admitted[stage_index]} downstream"
+            )
+
+
+def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Returns how many in flight let replicas that take turns wait for each other's gradients without
+    losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
+    2 gcd(r_s, r_{s+1})) / r_s), and at least what is in flight. Found by simulating all small plans."""
+    in_phase = [in_flight[-1]]
+    for stage_index in range(len(stages) - 2, -1, -1):
+        here, below = (stages[index].num_replicas for index in (stage_index, stage_index + 1))
+        held = in_phase[0] * below + here + below - 2 * math.gcd(here, below)
+        in_phase.insert(0, max(in_flight[stage_index], 1 - -held // here))
+    return tuple(in_phase)

@@ -1,5 +1,5 @@
-"""A schedule as a value that can be written, changed and run. Pure but for the files; any thread; needs no
-torch.
+"""A schedule as a value that can be written, changed and run, and the rules that a schedule's name stands for
+(its row of csrc/schedule/schedule_rules.h). Pure but for the files; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipedream.common.errors import FileFormatError
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["PROGRAM", "Program"]
+__all__ = ["PROGRAM", "Program", "rules_of", "schedule_name"]
 
 PROGRAM = "program"
 """The name of the schedule of a run that has a program."""
@@ -161,3 +161,21 @@ class Program:
 
     def __reduce__(self) -> tuple[type[Program], tuple[str]]:
         return Program, (str(self),)
+
+
+def rules_of(schedule: str) -> _core.ScheduleRules:
+    """Raises ValueError for a name that no schedule has."""
+    from pipedream import _core
+
+    rules = _core.find_schedule_rules(schedule)
+    if rules is None:
+        raise ValueError(f"schedule is {schedule!r}: it is one of {', '.join(_core.schedule_names())}")
+    return rules
+
+
+def schedule_name(name: str) -> str:
+    """The name by which a schedule goes here, where this is an old one of it; else the name itself."""
+    from pipedream import _core
+
+    rules = _core.find_schedule_rules(name)
+    return name if rules is None else rules.name

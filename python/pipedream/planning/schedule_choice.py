@@ -18,8 +18,8 @@ from pipedream.planning.partition_arguments import AUTO, CHOSEN_AMONG
 from pipedream.planning.plan_problem import PlanProblem
 from pipedream.planning.plan_schedule import mean_delay, schedule_of, versions_kept
 from pipedream.planning.plan_search import best_plan
+from pipedream.planning.program import rules_of
 from pipedream.planning.runtime_costs import costs_of
-from pipedream.planning.schedule_rules import rules_of
 from pipedream.planning.search import OnPlan
 
 if TYPE_CHECKING:

@@ -1,29 +1,37 @@
 """A schedule in time: the workers' instruction lists, replayed with given durations.
 
-The core replays them (csrc/planner/replay.h has the rules). The lists are those that the runtime follows, so
-a picture or a bubble from here is one of the schedule that runs, not of a drawing of it. Pure; any thread;
-needs no torch.
+The core replays them (csrc/planner/replay.h has the rules). The lists are those that the runtime follows,
+so a picture or a bubble from here is one of the schedule that runs, not of a drawing of it. Pure; any
+thread; needs no torch.
+
+SharedHost says how much faster workers of one machine are while others wait. Every worker counts as having
+a core of its own. Durations are those of as many workers as the machine has cores, all at work. The fewer
+workers are at work, the faster each one is, as caches and memory are theirs:
+
+    workers at work     1             num_cores or more
+    speed of each       alone_speed   1
+
+Between these each other worker lengthens an item by the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedream.common.document import check_number
-from pipedream.planning.shared_cores import SharedHost
+from pipedream.common.document import check_number, check_whole
+from pipedream.planning.item_cost import StageWaking
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.step_times import TRANSFERS, StageTimes, TransferTimes
-from pipedream.planning.waking import StageWaking
 
 if TYPE_CHECKING:
     from pipedream import _core
 
 __all__ = [
     "TRANSFERS",
+    "SharedHost",
     "Simulation",
     "StageTimes",
     "TimedInstruction",
@@ -202,3 +210,146 @@ def _conditions(
         "factors": spread.factors,
         "shuffled": spread.shuffler(),
     }
+
+
+TRANSFERS = ("SEND", "RECV")
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per update.
+
+    `recompute_ms` None stands for forward_ms. `later_forward_ms` and `later_backward_ms` are of all
+    microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
+    `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica; `push_ms`
+    is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
+    A shard travels in `num_chunks` equal chunks: one is updated, and leaves for the others, while the next
+    come. `push_leads_ms` are by its owner: how long before the end of the last backward the first of its
+    chunks is pushed, and the last one; none: all are after it. `updates_whole`: an update waits for all
+    chunks, as where norms are measured.
+
+    Of a stage with spares, who count on from its num_replicas, `spare_push_ms` is how long a push to a spare
+    is on its way, and `spare_shard_ms` what of a pull from it is left when all pushes have come: its chunks
+    leave while others come.
+
+    Raises ValueError naming the field for what is negative or not finite.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    update_ms: float = 0.0
+    recompute_ms: float | None = None
+    shard_ms: float = 0.0
+    later_forward_ms: float | None = None
+    later_backward_ms: float | None = None
+    push_ms: float | None = None
+    sync_latency_ms: float = 0.0
+    num_replicas: int | None = None
+    spare_push_ms: float = 0.0
+    spare_shard_ms: float = 0.0
+    spare_update_ms: float = 0.0
+    num_chunks: int = 1
+    push_leads_ms: Sequence[tuple[float, float]] = ()
+    updates_whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("forward_ms", "backward_ms", "update_ms", "shard_ms", "sync_latency_ms"),
+            *("spare_push_ms", "spare_shard_ms", "spare_update_ms"),
+        ):
+            check_number(name, getattr(self, name))
+        check_whole("num_chunks", self.num_chunks, at_least=1)
+        for leads_ms in self.push_leads_ms:
+            for lead_ms in leads_ms:
+                check_number("push_leads_ms", lead_ms)
+        for name in ("recompute_ms", "later_forward_ms", "later_backward_ms", "push_ms"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+
+    def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
+        """The value by which the core takes them. wakings_ms: by waking, what items of each kind take
+        besides."""
+        from pipedream import _core
+
+        def either(one_ms: float | None, other_ms: float) -> float:
+            return other_ms if one_ms is None else one_ms
+
+        return _core.StageDurations(
+            forward_ms=self.forward_ms,
+            later_forward_ms=either(self.later_forward_ms, self.forward_ms),
+            backward_ms=self.backward_ms,
+            later_backward_ms=either(self.later_backward_ms, self.backward_ms),
+            recompute_ms=either(self.recompute_ms, self.forward_ms),
+            update_ms=self.update_ms,
+            push_ms=either(self.push_ms, self.shard_ms),
+            pull_ms=self.shard_ms,
+            sync_latency_ms=self.sync_latency_ms,
+            num_chunks=self.num_chunks,
+            push_leads_ms=[*self.push_leads_ms],
+            updates_whole=self.updates_whole,
+            wakings_ms=[
+                (ms.get("FORWARD", 0.0), ms.get("BACKWARD", 0.0), ms.get("UPDATE", 0.0)) for ms in wakings_ms
+            ],
+            num_replicas=self.num_replicas,
+            spare_push_ms=self.spare_push_ms,
+            spare_pull_ms=self.spare_shard_ms,
+            spare_update_ms=self.spare_update_ms,
+        )
+
+
+@dataclass(frozen=True)
+class TransferTimes:
+    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream. What
+    tied parameters and norms send takes no time beside it; what replicas do StageTimes.shard_ms says."""
+
+    activation_ms: float = 0.0
+    gradient_ms: float = 0.0
+    latency_ms: float = 0.0
+    """Besides, in which the link may carry the next item."""
+
+    def __post_init__(self) -> None:
+        for name in ("activation_ms", "gradient_ms", "latency_ms"):
+            check_number(name, getattr(self, name))
+
+    def durations(self) -> _core.BoundaryDurations:
+        """The value by which the core takes them."""
+        from pipedream import _core
+
+        return _core.BoundaryDurations(self.activation_ms, self.gradient_ms, self.latency_ms)
+
+
+@dataclass(frozen=True)
+class SharedHost:
+    """A machine, of which each has num_workers in the order of their ranks. Raises ValueError naming the
+    field for less than one core or worker, and for workers that are slower alone than together."""
+
+    num_workers: int
+    num_cores: int
+    alone_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_whole("num_workers", self.num_workers, at_least=1)
+        check_whole("num_cores", self.num_cores, at_least=1)
+        if check_number("alone_speed", self.alone_speed) < 1:
+            raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
+
+    def speed(self, num_at_work: int) -> float:
+        """The speed of each of so many workers that are at work at once."""
+        if num_at_work >= self.num_cores:
+            return 1.0
+        others_share = (num_at_work - 1) / (self.num_cores - 1)
+        return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
+
+    def speeds(self) -> list[float]:
+        """The speeds of 1, 2, ... workers at work at once, up to as many as there are cores."""
+        return [self.speed(1 + core) for core in range(self.num_cores)]
+
+    @classmethod
+    def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:
+        """times_alone: how many times as fast one of the workers is alone as beside all the others."""
+        if num_cores == 1 or num_workers == 1:
+            return cls(num_workers, num_cores)
+        alone_speed = times_alone
+        if num_workers < num_cores:
+            alone_speed = 1 + (times_alone - 1) * (num_cores - 1) / (num_workers - 1)
+        return cls(num_workers, num_cores, max(1.0, alone_speed))

@@ -14,7 +14,6 @@ from torch import nn
 
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import device_of
-from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
@@ -32,7 +31,6 @@ from pipedream.model.seeding import (
     seed_data,
     update_seed,
 )
-from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.model.validation import Validation
 from pipedream.planning.program import Program
@@ -53,6 +51,8 @@ from pipedream.reference.stages import CutFunction, LossFunction, MinibatchStati
 from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
 from pipedream.reference.versions import Versions, WrittenVersions
+from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.splitting.splitter import PlannedStage, split
 
 __all__ = ["ReferenceResult", "run"]
 

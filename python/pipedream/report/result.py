@@ -17,7 +17,6 @@ from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
 from pipedream.planning.prediction import predict_ms_of_run
-from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
 from pipedream.report.status import in_turn, losses_of
 from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
 from pipedream.report.transfers import (
@@ -26,6 +25,7 @@ from pipedream.report.transfers import (
     draw_transfers,
     transfers_from_json,
 )
+from pipedream.simulate.trace import Clock, Span, shift_ns, write_trace
 
 __all__ = ["ChannelFigures", "RunResult", "UpdateOrder", "WorkSpan", "combine_reports"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pipedream.links.channels import RunChannel
-from pipedream.planning.trace import Clock, Span, shift_ns, spread
+from pipedream.simulate.trace import Clock, Span, shift_ns, spread
 
 __all__ = [
     "ChannelTransfers",

@@ -1,1 +1,1 @@
-"""One stage's training: weight versions, gradients, forward and backward, the loop over work items."""
+"""One stage's training: forward and backward, the loop over work items, events between minibatches."""

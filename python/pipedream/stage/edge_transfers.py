@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from pipedream import _core
-from pipedream.stage.gradients import NormExchange
-from pipedream.stage.shard_client import ShardClient
-from pipedream.stage.tied import TiedParameters
+from pipedream.update.gradients import NormExchange
+from pipedream.update.shard_client import ShardClient
+from pipedream.update.tied import TiedParameters
 
 __all__ = ["EdgeTransfers"]
 

@@ -23,17 +23,17 @@ from pipedream import _core
 from pipedream.common.errors import DataMismatch
 from pipedream.data.batch_reader import ValidationReader
 from pipedream.model.boundary import Boundary, map_tensors, tensors_of, to_device
-from pipedream.model.evaluation_cut import in_eval_mode
 from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_calls import StageCalls
 from pipedream.model.stage_module import StageModule
 from pipedream.model.validation import LOSS, Metric, Validation
+from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.stage.boundaries import EVALUATE
 from pipedream.stage.outgoing import memory_of, nothing_like, settled
-from pipedream.stage.tied import TiedParameters
 from pipedream.stage.user_code import UserCode
-from pipedream.stage.weights import StageWeights
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights
 
 __all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evaluation_name"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pipedream import _core
 from pipedream.report.first_figures import FirstFigures, compares_gradients
-from pipedream.stage.gradients import figures_of
 from pipedream.stage.stage_runner import StageRunner
+from pipedream.update.gradients import figures_of
 
 __all__ = ["FirstGradients", "make_first_gradients"]
 

@@ -22,15 +22,14 @@ from pipedream.checkpoint.run_state import RunState
 from pipedream.common.agreement import OWN, compared, given, settings_of
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
-from pipedream.model.evaluation_cut import EvaluationCut
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.seeding import seed_data
 from pipedream.model.validation import Validation
 from pipedream.planning.codec_choice import PUSHES, pushes_factors
 from pipedream.planning.plan import Plan
-from pipedream.planning.program import PROGRAM, Program
-from pipedream.planning.schedule_rules import rules_of
+from pipedream.planning.program import PROGRAM, Program, rules_of
 from pipedream.report.status import StatusBoard
+from pipedream.splitting.evaluation_cut import EvaluationCut
 from pipedream.stage.decisions import StopOrder
 
 __all__ = ["CallerSettings", "Continued", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]

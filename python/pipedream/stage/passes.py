@@ -1,6 +1,7 @@
 """One stage's forward and backward in PyTorch: its layers, and at the last stage the loss.
 
-Knows nothing of the schedule. Owned by the worker's compute thread.
+A stage that recomputes runs its forward without a graph, and right before the backward the same forward once
+more with it. Nothing here knows the schedule. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.ignored_labels import with_other_labels
-from pipedream.model.nan_source import origins_of_nan
+from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
-from pipedream.stage.offloaded import OffloadedStash
-from pipedream.stage.stashed import Stashed
+from pipedream.stage.nan_source import origins_of_nan
+from pipedream.stage.stashed import OffloadedStash, Stashed
 from pipedream.stage.user_code import UserCode
 
-__all__ = ["StagePasses", "begins_to_work_in_place"]
+__all__ = ["RecomputedPasses", "StagePasses", "begins_to_work_in_place"]
 
 _LEAF_CHANGED = "a leaf Variable that requires grad"  # in torch's error
 
@@ -211,3 +212,43 @@ def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: 
     if stashed.saved is not None:
         stashed.saved.keep(tensors_of(targets))
     return calls.loss(output, targets, stashed.minibatch)
+
+
+class RecomputedPasses(StagePasses):
+    """The passes of a stage that keeps no graph from the forward to the backward."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._buffers = BufferMemory(self._stage)
+
+    def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
+        """Keeps what the recompute needs."""
+        # The first layer may work in place, and the recompute needs its input as it was.
+        in_place = self._works_in_place is not False
+        given = map_tensors(
+            lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), stashed.value
+        )
+        counts = [tensor._version for tensor in tensors_of(given)]
+        with torch.no_grad(), self._buffers.forward() as stashed.buffers:
+            if self._stage.draws is None:  # else it is seeded for each forward
+                stashed.generators = GeneratorState.capture(self._device)
+            output = self._run_layers(stashed, given)
+            self._learn_works_in_place(stashed.minibatch, given, counts)
+            return output
+
+    def recompute(self, stashed: Stashed) -> Any:
+        """The output or the loss again, now with its graph."""
+        replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._stage.draws is not None:
+            self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
+        elif stashed.generators is not None:
+            replayed = stashed.generators.replayed(self._device)
+        with entered(self._around_again), buffers_replayed(self._stage, stashed.buffers), replayed:
+            return super()._forward(stashed, is_next=True)
+
+    def _learn_works_in_place(self, minibatch: int, given: Any, counts: list[int]) -> None:
+        changed = [tensor._version for tensor in tensors_of(given)] != counts
+        if self._works_in_place is None:
+            self._works_in_place = changed
+        elif changed and not self._works_in_place:
+            raise begins_to_work_in_place(self._stage.stage_index, minibatch)

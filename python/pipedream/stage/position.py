@@ -1,16 +1,19 @@
-"""The position of a worker's compute thread in its work, for errors. Owned by that thread."""
+"""The position of a worker's compute thread in its work, for errors, and the parts that reports of a
+replica and of a spare share. Owned by that thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.planning.plan import Plan
 
-__all__ = ["Position", "located"]
+__all__ = ["LEAVE_TIMEOUT_S", "Position", "located", "memory_rows", "num_received_bytes"]
 
 
 @dataclass
@@ -36,3 +39,27 @@ def located(position: Position) -> Iterator[None]:
         raise  # they say where
     except RuntimeError as error:
         raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
+
+
+LEAVE_TIMEOUT_S = 5.0
+"""For what was sent to leave before a worker reports."""
+
+
+def memory_rows(
+    core: _core.Worker, predicted: Mapping[str, int], measured: Mapping[str, int | None]
+) -> dict[str, dict[str, int | None]]:
+    """By term: bytes predicted and at most there. measured: of what is not the core's own, None where it
+    cannot be told."""
+    rows: dict[str, dict[str, int | None]] = {
+        name: {"predicted": planned, "peak": peak} for name, planned, peak in core.memory()
+    }
+    for name, peak in measured.items():
+        planned_bytes = predicted.get(name)
+        if planned_bytes or peak or peak is None:
+            rows[name] = {"predicted": planned_bytes, "peak": peak}
+    return rows
+
+
+def num_received_bytes(stats: Mapping[str, Mapping[str, Any]], channels: Iterable[str]) -> int:
+    """By the wire or placed by a sender of this host. stats: of the core's channels, by name."""
+    return sum(stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels)

@@ -31,10 +31,10 @@ from pipedream.data.stream import DataStream
 from pipedream.links.residuals import Residuals
 from pipedream.model.seeding import RngState
 from pipedream.stage.boundaries import SNAPSHOT
-from pipedream.stage.shard_client import ShardClient
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_runner import StageRunner
-from pipedream.stage.stage_state import HeldVersions
+from pipedream.update.shard_client import ShardClient
+from pipedream.update.stage_state import HeldVersions
 
 __all__ = ["DATA", "PROCESS", "Record", "StageSaver"]
 

@@ -23,14 +23,13 @@ from pipedream import _core
 from pipedream.budget.footprint import StepMeter, make_meter
 from pipedream.budget.memory import MODEL, TORCH_OPTIMIZER_STATE, TRANSIENT
 from pipedream.checkpoint.snapshot import StageSnapshot
-from pipedream.model.exchange import TENSORS
-from pipedream.planning.trace import read_clock
+from pipedream.model.boundary import TENSORS
+from pipedream.simulate.trace import read_clock
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.position import Position
-from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
-from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, memory_rows, num_received_bytes
 from pipedream.stage.user_code import UserCode
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.stage_optimizer import StageOptimizer
 
 __all__ = ["SpareLoop"]
 

@@ -35,15 +35,13 @@ from pipedream.common.errors import afterwards
 from pipedream.common.guard import write_record
 from pipedream.data.batch_reader import BatchReader, ValidationReader
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.model.boundary import Boundary
+from pipedream.model.boundary import TENSORS, Boundary
 from pipedream.model.draws import KeyedDraws
-from pipedream.model.exchange import TENSORS
 from pipedream.model.stage_module import StageModule
-from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
-from pipedream.stage.asynchronous_server import AsynchronousServer
+from pipedream.simulate.trace import read_clock
 from pipedream.stage.boundaries import (
     EVALUATE,
     SNAPSHOT,
@@ -57,18 +55,18 @@ from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures, evaluation_name
 from pipedream.stage.first_gradients import make_first_gradients
-from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.loss_scale import LossScaling
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.position import Position, located
-from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
-from pipedream.stage.shard_client import ShardClient
-from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, located, memory_rows, num_received_bytes
 from pipedream.stage.stage_runner import StageParts, StageRunner
-from pipedream.stage.stage_state import StageStart, take_snapshot
-from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageWeights
+from pipedream.update.asynchronous_server import AsynchronousServer
+from pipedream.update.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
+from pipedream.update.loss_scale import LossScaling
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.shard_client import ShardClient
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.stage_state import StageStart, take_snapshot
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights
 
 if TYPE_CHECKING:
     from pipedream.stage.saving import StageSaver

@@ -22,26 +22,23 @@ from pipedream.budget.footprint import StepMeter, WorkMeter
 from pipedream.budget.offload import StageOffload
 from pipedream.common.errors import DataMismatch, NonFiniteLoss
 from pipedream.data.batch_reader import BatchReader, Microbatch
-from pipedream.model.batch_norm import MinibatchStatistics
+from pipedream.model.batch_norm import EvaluatedNorms, MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
-from pipedream.model.evaluated_norms import EvaluatedNorms
 from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
 from pipedream.stage.boundaries import Boundaries, StageZeroGate
 from pipedream.stage.decisions import bits_of_loss, loss_of_bits
-from pipedream.stage.gradients import GradientFigures, StageGradients
 from pipedream.stage.job import JobOptions
-from pipedream.stage.loss_scale import LossScaling
-from pipedream.stage.offloaded import OffloadedStash
 from pipedream.stage.outgoing import gradients_of, memory_of, nothing_like, settled
-from pipedream.stage.passes import StagePasses
-from pipedream.stage.recomputed import RecomputedPasses
-from pipedream.stage.stage_state import HeldVersions
-from pipedream.stage.stashed import Stashed
-from pipedream.stage.tied import TiedParameters
+from pipedream.stage.passes import RecomputedPasses, StagePasses
+from pipedream.stage.stashed import OffloadedStash, Stashed
 from pipedream.stage.user_code import UserCode
-from pipedream.stage.weights import StageWeights
+from pipedream.update.gradients import GradientFigures, StageGradients
+from pipedream.update.loss_scale import LossScaling
+from pipedream.update.stage_state import HeldVersions
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights
 
 __all__ = ["StageParts", "StageRunner", "data_mismatch"]
 

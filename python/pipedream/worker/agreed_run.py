@@ -18,7 +18,6 @@ from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
-from pipedream.model.evaluation_cut import evaluation_stages
 from pipedream.model.layers import Model, outline_of
 from pipedream.model.loss_state import check_loss_buffers
 from pipedream.model.meta_device import is_on_meta
@@ -29,10 +28,11 @@ from pipedream.model.seeding import (
     process_seed,
     seed_torch,
 )
-from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
+from pipedream.splitting.evaluation_cut import evaluation_stages
+from pipedream.splitting.splitter import split
 from pipedream.stage.job import Continued, JobOptions, WorkerPlace, check_ties
 from pipedream.worker.continuing import with_checkpoint
 

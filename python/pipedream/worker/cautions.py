@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from pipedream._core import ScheduleOptions
-from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.optim import NATIVE_OPTIMIZERS, MasterWeights
 from pipedream.optim.master_weights import has_master
 from pipedream.planning.codec_choice import pushes_factors
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import mean_delay, schedule_of
+from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 

@@ -1,7 +1,7 @@
 """The choice of weights whose gradients are pushed as factors: made layer by layer, before the run, by all
 replicas alike.
 
-By the sizes of the first minibatch, as the rehearsal has met them (stage/factors.py has the rule), and by a
+By the sizes of the first minibatch, as the rehearsal has met them (update/factors.py has the rule), and by a
 trial: replicas that do not get the same bits of the same product, as their processors or numbers of threads
 differ, would drift apart. On the worker's compute thread.
 """
@@ -20,8 +20,8 @@ from pipedream.common.units import format_bytes
 from pipedream.model.factored import Factors
 from pipedream.model.layers import dtype_name
 from pipedream.planning.codec_choice import codec_of_pushes, pushes_factors
-from pipedream.stage.factors import FactorLayer, are_smaller, mean_product
-from pipedream.stage.gradients import updated_parameters
+from pipedream.update.factors import FactorLayer, are_smaller, mean_product
+from pipedream.update.gradients import updated_parameters
 from pipedream.worker.agreed_run import AgreedRun, wait_for
 
 __all__ = ["FactorChoice"]

@@ -18,8 +18,8 @@ from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
+from pipedream.model.data_copies import generator_states
 from pipedream.model.layers import Model, roots_of
-from pipedream.model.loader_generators import generator_states
 from pipedream.model.seeding import RngState
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace

@@ -28,12 +28,12 @@ from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
+from pipedream.data.enlarged import enlarged, shaped
 from pipedream.data.first_minibatch import first_of
 from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary, device_of
-from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.initial_weights import materialise_some
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
 from pipedream.model.seeding import evaluation_seed, generators_kept, seed_all

@@ -29,14 +29,14 @@ from pipedream.links.channels import RunChannel
 from pipedream.links.exchange_names import exchange_names
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.codec_choice import codec_of_pushes
-from pipedream.stage.gradients import updated_parameters
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import ReplicaChannels
-from pipedream.stage.shards import piece_of
 from pipedream.stage.spare_loop import SpareLoop
-from pipedream.stage.stage_state import StageStart
-from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageWeights, WeightVersions
+from pipedream.update.gradients import updated_parameters
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.shard_client import ReplicaChannels
+from pipedream.update.shards import piece_of
+from pipedream.update.stage_state import StageStart
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights, WeightVersions
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 

@@ -54,20 +54,19 @@ from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.codec_choice import codec_of_pushes
-from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.factor_exchange import FactorExchange
-from pipedream.stage.factors import FactorLayer
-from pipedream.stage.gradients import StageGradients
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.pushes import copied_bytes
-from pipedream.stage.reduced import LocalSteps, ReducedGradients
-from pipedream.stage.shard_client import ReplicaChannels, ShardClient
 from pipedream.stage.stage_loop import PreparedStage
-from pipedream.stage.stage_optimizer import StageOptimizer
-from pipedream.stage.stage_state import StageStart
-from pipedream.stage.tied import TiedParameters, ties_by_owner
-from pipedream.stage.weight_layout import weight_layout
-from pipedream.stage.weights import StageWeights, split_tied
+from pipedream.update.asynchronous_server import AsynchronousServer
+from pipedream.update.factor_exchange import FactorExchange
+from pipedream.update.factors import FactorLayer
+from pipedream.update.gradients import StageGradients
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.pushes import copied_bytes
+from pipedream.update.reduced import LocalSteps, ReducedGradients
+from pipedream.update.shard_client import ReplicaChannels, ShardClient
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.stage_state import StageStart
+from pipedream.update.tied import TiedParameters, ties_by_owner
+from pipedream.update.weights import StageWeights, split_tied, weight_layout
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 

@@ -25,12 +25,12 @@ from pipedream.optim import Muon
 from pipedream.optim.master_weights import unwrapped
 from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.planning.plan_schedule import mean_delays
-from pipedream.stage.factors import FactorLayer
-from pipedream.stage.gradients import updated_parameters
-from pipedream.stage.loss_scale import LossScaling
-from pipedream.stage.shards import Piece, ShardLayout, works_by_element
-from pipedream.stage.stage_optimizer import StageOptimizer
-from pipedream.stage.tied import ties_by_owner
+from pipedream.update.factors import FactorLayer
+from pipedream.update.gradients import updated_parameters
+from pipedream.update.loss_scale import LossScaling
+from pipedream.update.shards import Piece, ShardLayout, works_by_element
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import ties_by_owner
 from pipedream.worker.agreed_run import AgreedRun, wait_for
 from pipedream.worker.factor_choice import FactorChoice
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.resident_versions import ResidentVersions
-from pipedream.stage.weight_layout import weight_layout
-from pipedream.stage.weights import WeightVersions
+from pipedream.update.weights import WeightVersions, weight_layout
 from torch import Tensor, nn
 
 HOST = torch.device("cpu")

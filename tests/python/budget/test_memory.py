@@ -25,8 +25,8 @@ from pipedream.budget.memory import (
     model_bytes,
 )
 from pipedream.links.channels import RunChannel
-from pipedream.model.splitter import split
 from pipedream.planning.plan import Stage
+from pipedream.splitting.splitter import split
 from torch import nn
 
 _KIB = 1024

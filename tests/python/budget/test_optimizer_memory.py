@@ -10,10 +10,10 @@ import torch
 from pipedream import Plan
 from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, storage_bytes
 from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
-from pipedream.model.splitter import split
 from pipedream.optim import SGD, Adam, MasterWeights, Muon
-from pipedream.stage.stage_optimizer import StageOptimizer
-from pipedream.stage.weight_layout import weight_layout
+from pipedream.splitting.splitter import split
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.weights import weight_layout
 from torch import nn
 
 _KIB = 1024

@@ -16,7 +16,7 @@ from pipedream import PipelineError, Plan, _core
 from pipedream.budget import rehearsal
 from pipedream.budget.footprint import Footprint, storage_bytes
 from pipedream.budget.rehearsal import Handover, Rehearsal
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from rehearsing import rehearse
 from torch import nn
 

@@ -12,7 +12,7 @@ import torch
 from pipedream import Plan
 from pipedream.budget.repeats import foreign_draws, gives_the_same_again
 from pipedream.model.seeding import RngState
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from torch import nn
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipedream import Plan
 from pipedream.checkpoint.state import load_state, mean_buffers, save_state, state_bytes
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from safetensors.torch import load_file
 from torch import nn
 

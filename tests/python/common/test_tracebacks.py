@@ -141,7 +141,7 @@ def test_a_mistake_in_the_arguments_shows_where_the_user_made_it() -> None:
 
 def test_an_error_that_nobody_foresaw_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipedream.model.profiler.layers_of", _function_of_ours("raise AssertionError('our bug')")
+        "pipedream.profiling.profiler.layers_of", _function_of_ours("raise AssertionError('our bug')")
     )
     assert _shown(_profile(nn.Linear(3, 3)).__traceback__)[-2:] == ["[profile]", "[function]"]
 

@@ -20,9 +20,9 @@ from pipedream.model.boundary import (
     map_tensors,
     tensors_of,
 )
-from pipedream.model.splitter import split
 from pipedream.model.tensor_spec import TensorSpec
 from pipedream.model.untouched import untouched
+from pipedream.splitting.splitter import split
 from rehearsing import boundaries_of
 from torch import nn
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.model.cut_model import cut_model
 from pipedream.model.trace import Call, record
+from pipedream.splitting.cut_model import cut_model
 from torch import Tensor, nn
 from twins import CLASSES, WIDTH, cross_entropy
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipedream.model.cut_model import cut_model
 from pipedream.model.draws import KeyedDraws, SeenDraws, keyed_draws
-from pipedream.model.span import SpanStage
 from pipedream.model.stage_module import StageModule
+from pipedream.splitting.cut_model import cut_model
+from pipedream.splitting.span import SpanStage
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

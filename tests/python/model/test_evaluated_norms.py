@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipedream.model.evaluated_norms import EvaluatedNorms, Item
+from pipedream.model.batch_norm import EvaluatedNorms, Item
 from pipedream.model.stage_module import StageModule
 from torch import nn
 

@@ -13,7 +13,7 @@ import torch
 from pipedream import PipelineError, Plan
 from pipedream.launch import launcher
 from pipedream.model.factories import build_optimizer, build_scheduler, make_masters, try_factories
-from pipedream.stage.weights import WeightVersions
+from pipedream.update.weights import WeightVersions
 from torch import nn
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.1)

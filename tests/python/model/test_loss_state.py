@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipedream import Plan
 from pipedream.model.loss_state import LossState, check_loss_buffers, joined_loss_states, set_loss_state
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from torch import Tensor, nn
 
 

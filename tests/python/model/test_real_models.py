@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from networks import NETWORKS, needed
 from pipedream.model.batches import parts_of
-from pipedream.model.cut_model import CutModel, cut_model
-from pipedream.model.split_check import check_cuts
+from pipedream.splitting.cut_model import CutModel, cut_model
+from pipedream.splitting.split_check import check_cuts
 
 # After these at least: the ends of blocks, where one would cut.
 _ENDS = {

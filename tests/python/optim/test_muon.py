@@ -11,7 +11,7 @@ import torch
 from pipedream.budget.footprint import storage_bytes
 from pipedream.budget.optimizer_memory import predict_state_bytes
 from pipedream.optim import Muon, NAdamW
-from pipedream.stage.shards import works_by_element
+from pipedream.update.shards import works_by_element
 from torch import Tensor, nn
 
 

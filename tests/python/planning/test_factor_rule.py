@@ -18,9 +18,9 @@ from pipedream.planning.factor_rule import FACTOR_CODEC, are_smaller, factored_s
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.plan_simulation import simulate_plan
 from pipedream.planning.prediction import predict_ms
 from pipedream.planning.runtime_costs import FREE, stage_costs
+from pipedream.simulate.plan_simulation import simulate_plan
 
 _Row = tuple[float, int, int, list[tuple[int, int]], int]
 

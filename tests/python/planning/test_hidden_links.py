@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from pipedream.planning.hidden_links import SIMULATED_ITEMS_MAX, with_links_hidden
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.prediction import SIMULATED_ITEMS_MAX, with_links_hidden
 
 
 def _plan(*replicas: int, boundary_ms: float, in_flight: tuple[int, ...] = ()) -> Plan:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from pipedream.common.errors import FileFormatError
+from pipedream.planning.formulas import StageLinks
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Stage
 from pipedream.planning.runtime_costs import FREE, stage_costs
-from pipedream.planning.stage_links import StageLinks
 
 
 def make_links(num_workers: int, bytes_per_s: dict[tuple[int, int], float], otherwise: float) -> LinkProfile:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost
-from pipedream.planning.simulator import StageTimes, TransferTimes, simulate
+from pipedream.planning.item_cost import StageWaking, Waking
+from pipedream.planning.simulator import SharedHost, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import Spread
-from pipedream.planning.waking import StageWaking, Waking
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 

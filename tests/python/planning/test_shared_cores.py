@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost
-from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import SharedHost, Simulation, StageTimes, TransferTimes, simulate
 
 
 def _programs(

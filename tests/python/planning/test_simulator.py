@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.in_flight import in_flight_in_phase
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_stage import in_flight_in_phase
 from pipedream.planning.simulator import (
     Simulation,
     StageTimes,

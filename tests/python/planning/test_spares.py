@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
-from pipedream.planning.partitioner import partition
+from pipedream.planning.partitioner import partition, with_spares
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
-from pipedream.planning.shard_shares import round_ms, shard_shares
 from pipedream.planning.simulator import StageTimes, simulate
-from pipedream.planning.spares import with_spares
-from pipedream.planning.text_picture import draw_text
+from pipedream.planning.synced_bytes import round_ms, shard_shares
+from pipedream.simulate.plan_simulation import PlanSimulation, simulate_plan
+from pipedream.simulate.text_picture import draw_text
 
 _BYTES_PER_S = 1e9
 

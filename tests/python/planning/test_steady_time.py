@@ -8,10 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost
-from pipedream.planning.simulator import StageTimes, TransferTimes, ms_per_minibatch, simulate, steady_ms
+from pipedream.planning.item_cost import StageWaking, Waking
+from pipedream.planning.simulator import (
+    SharedHost,
+    StageTimes,
+    TransferTimes,
+    ms_per_minibatch,
+    simulate,
+    steady_ms,
+)
 from pipedream.planning.spread import Spread
-from pipedream.planning.waking import StageWaking, Waking
 
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel")
 _DURATION = st.floats(0, 9).map(lambda ms: round(ms, 3))

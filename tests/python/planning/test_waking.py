@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.shared_cores import SharedHost
-from pipedream.planning.simulator import Simulation, StageTimes, simulate
-from pipedream.planning.waking import StageWaking, Waking, waking_share, wakings_from
+from pipedream.planning.item_cost import StageWaking, Waking, waking_share, wakings_from
+from pipedream.planning.simulator import SharedHost, Simulation, StageTimes, simulate
 
 _WAKING = Waking(2.0, {"FORWARD": 0.25})
 _MINIBATCHES = 16

@@ -11,15 +11,14 @@ from typing import Any, cast
 
 import torch
 from pipedream import _core
-from pipedream.model.splitter import split
 from pipedream.planning.plan import Plan
-from pipedream.stage.asynchronous_server import AsynchronousServer
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shards import ShardLayout
-from pipedream.stage.stage_optimizer import StageOptimizer
-from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weight_layout import weight_layout
-from pipedream.stage.weights import StageWeights
+from pipedream.splitting.splitter import split
+from pipedream.update.asynchronous_server import AsynchronousServer
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.shards import ShardLayout
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights, weight_layout
 from replica_links import QueuedExchange, ReplicaLinks, channels_of
 from torch import Tensor, nn
 

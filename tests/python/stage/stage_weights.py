@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from pipedream import Plan
-from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule
-from pipedream.stage.weight_layout import weight_layout
-from pipedream.stage.weights import WeightVersions
+from pipedream.splitting.splitter import split
+from pipedream.update.weights import WeightVersions, weight_layout
 from torch import Tensor, nn
 
 

@@ -14,8 +14,8 @@ from launches import Launched
 from pipedream import Plan, optim
 from pipedream._core import Placement, ScheduleOptions, derive_in_flight
 from pipedream.launch import launcher
-from pipedream.model.cut_model import cut_model
 from pipedream.planning.plan import Stage
+from pipedream.splitting.cut_model import cut_model
 from pipedream.worker.cautions import cautions_of, warn_if_late
 from torch import nn
 

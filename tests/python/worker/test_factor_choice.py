@@ -9,9 +9,9 @@ import pytest
 import torch
 from pipedream import _core
 from pipedream.budget.footprint import Footprint
-from pipedream.model.splitter import split
 from pipedream.planning.codec_choice import parse_codec
 from pipedream.planning.plan import Plan, Stage
+from pipedream.splitting.splitter import split
 from pipedream.worker import factor_choice
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.factor_choice import FactorChoice

@@ -12,8 +12,8 @@ import pytest
 import torch
 from networks import needed
 from pipedream.model.batches import call_model, parts_of
-from pipedream.model.cut_model import cut_model
 from pipedream.model.layers import Model
+from pipedream.splitting.cut_model import cut_model
 from pipedream.worker.local_worker import register_classes
 from torch import nn
 from torch.nn import functional as F

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pipedream import PipelineError, Plan, Stage
 from pipedream.checkpoint.state import save_state
-from pipedream.model.splitter import split
+from pipedream.splitting.splitter import split
 from pipedream.worker import weight_files
 from pipedream.worker.weight_files import check_room, load_weights, reserve_room
 from safetensors.torch import load_file

@@ -1,0 +1,144 @@
+"""Times of microbatches: how long each layer takes for one of m pieces of a minibatch. Small ones are slower.
+
+Each round runs the whole minibatch and, for every m, all its pieces. Where the time is short, one piece
+stands for all. Medians of the rounds count, on a host with one thread of the process's own time: a busy
+machine seldom interrupts short spans and always long ones, so by its own time unlike things would be
+compared. Smaller pieces are not faster in sum: where they seem so, it is noise, and neighbouring m share
+their mean. Runs in the thread that profiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipedream.model.microbatch import check_alike, chunk, samples_of
+from pipedream.planning.item_cost import microbatch_counts
+from pipedream.planning.layer_profile import MicrobatchTimes
+from pipedream.profiling.clock import Clock
+from pipedream.profiling.timed_passes import TimedPasses
+
+__all__ = ["microbatch_times", "product_ms_per_replica"]
+
+_ROUNDS_MAX = 5
+
+_Pieces = Sequence[tuple[Any, Any]]  # (inputs, targets) of each
+_Times = tuple[list[float], list[float]]  # milliseconds of each layer's forward and backward
+
+
+def microbatch_times(
+    passes: TimedPasses,
+    inputs: Any,
+    targets: Any,
+    clock: Clock,
+    *,
+    whole_ms: float,
+    rounds: int,
+    seconds: float | None,
+) -> list[tuple[MicrobatchTimes, ...]] | None:
+    """By layer. inputs, targets: a minibatch on the device; whole_ms: what the profile says that its layers
+    take together. rounds: at most, but five suffice. The numbers of microbatches end where the model refuses
+    a piece, as batch norm does with one sample. Where the seconds do not suffice, one piece of each size is
+    timed once all the same, which takes as long as three minibatches. None: the minibatch has no samples that
+    can be counted."""
+    count = samples_of(inputs, targets)
+    if not count:
+        return None
+    began_s, counts = time.perf_counter(), microbatch_counts(count)
+    pieces_max = None
+    if seconds is not None and 2e-3 * len(counts) * whole_ms > seconds:
+        pieces_max, rounds = 1, 1
+    pieces: dict[int, _Pieces] = {1: [(inputs, targets)]}
+    for m in counts[1:]:
+        try:
+            cut = _cut(inputs, targets, m, count)[:pieces_max]
+            for piece in cut:  # the first run of a size also pays for allocation and choice of kernels
+                passes.run(0, piece[0], piece[1], clock)
+        except Exception:
+            break  # a run with so many would end so
+        pieces[m] = cut
+    measured: dict[int, list[_Times]] = {m: [] for m in pieces}
+    for number in range(min(rounds, _ROUNDS_MAX)):
+        if number > 0 and seconds is not None and time.perf_counter() >= began_s + seconds:
+            break
+        for m, of_m in pieces.items():
+            times = _sum([passes.run(0, piece[0], piece[1], clock) for piece in of_m])
+            measured[m].append(_scaled(times, m / len(of_m)))
+    medians = {m: _medians(of_m) for m, of_m in measured.items()}
+    sums_ms = {m: sum(forward) + sum(backward) for m, (forward, backward) in medians.items()}
+    factors = _rising(sums_ms, whole_ms)
+    return [
+        tuple(
+            MicrobatchTimes(m, factors[m] * forward[layer] / m, factors[m] * backward[layer] / m)
+            for m, (forward, backward) in medians.items()
+            if m > 1
+        )
+        for layer in range(len(passes.layer_names))
+    ]
+
+
+def _cut(inputs: Any, targets: Any, m: int, count: int) -> _Pieces:
+    check_alike(inputs, targets, m, minibatch=0)
+    parts = (("the inputs", inputs), ("the targets", targets))
+    cut = [chunk(part, m, name=name, minibatch=0, num_samples=count) for name, part in parts]
+    return [*zip(*cut, strict=True)]
+
+
+def _sum(runs: Sequence[_Times]) -> _Times:
+    forward, backward = zip(*runs, strict=True)
+    return [*map(sum, zip(*forward, strict=True))], [*map(sum, zip(*backward, strict=True))]
+
+
+def _scaled(times: _Times, factor: float) -> _Times:
+    forward, backward = times
+    return [factor * ms for ms in forward], [factor * ms for ms in backward]
+
+
+def _medians(runs: Sequence[_Times]) -> _Times:
+    forward, backward = zip(*runs, strict=True)
+    return (
+        [*map(statistics.median, zip(*forward, strict=True))],
+        [*map(statistics.median, zip(*backward, strict=True))],
+    )
+
+
+def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
+    """By m, the factor that brings the sum of all layers to a sequence that does not fall with m, and begins
+    with whole_ms: the nearest one by least squares."""
+    blocks: list[tuple[float, int]] = []  # mean, and how many m have it
+    for sum_ms in sums_ms.values():
+        mean, size = sum_ms, 1
+        while blocks and blocks[-1][0] > mean:
+            before, count = blocks.pop()
+            mean, size = (before * count + mean * size) / (count + size), count + size
+        blocks.append((mean, size))
+    means = [mean for mean, size in blocks for _ in range(size)]
+    measure = whole_ms / means[0] if means[0] else 1.0
+    pairs = zip(sums_ms.items(), means, strict=True)
+    return {m: measure * mean / sum_ms if sum_ms else measure for (m, sum_ms), mean in pairs}
+
+
+_MANY = 4  # times the rows of one replica
+_NUM_TRIES = 3  # of which the least counts
+
+
+def product_ms_per_replica(weight: torch.Tensor, num_rows: int, clock: Clock) -> float:
+    """Milliseconds, of each replica's num_rows besides the first one's."""
+    num_outputs, num_inputs = weight.shape
+
+    def least_ms(times: int) -> float:
+        gradients = weight.new_ones(times * num_rows, num_outputs)
+        inputs = weight.new_ones(times * num_rows, num_inputs)
+        clock.start_minibatch()
+        for _ in range(_NUM_TRIES):
+            clock.start()
+            torch.mm(gradients.t(), inputs)
+            clock.stop()
+        return min(clock.finish_minibatch())
+
+    with torch.no_grad():
+        return max(0.0, least_ms(_MANY) - least_ms(1)) / (_MANY - 1)

@@ -1,0 +1,270 @@
+"""Timed passes: one forward and backward of a minibatch, with the time that each layer takes of them.
+
+    list of layers   one after the other; the clock is read behind each
+    any module       its own forward; the clock is read where calls end that it may be cut after
+
+In the backward the clock is read where the gradient of what a layer returned is complete: autograd goes
+back in the order in which the forward went on. So a layer's backward is timed as part of one backward: a
+call of autograd's own for each layer would add what entering it costs, some 60 us, to every one of them.
+
+The values and gradients that flow are those of real training. Owned by the thread that profiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.common.regions import Region
+from pipedream.model.batches import call_model
+from pipedream.model.boundary import check_loss, map_tensors, tensors_of
+from pipedream.model.calls import calls_seen, module_names, visible_modules
+from pipedream.model.loss_placement import call_loss
+from pipedream.model.trace import CallCounter, CallKey
+from pipedream.profiling.clock import Clock
+from pipedream.splitting.cut_model import CutModel
+
+__all__ = [
+    "CutPasses",
+    "LayerPasses",
+    "LossFunction",
+    "TimedPasses",
+    "bytes_of",
+    "drop_gradients",
+    "parameter_bytes_of",
+    "saved_tensors_counted",
+]
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class TimedPasses(Protocol):
+    layer_names: list[str]
+    parameter_bytes: list[int]
+    """Trainable ones of each layer; a tied parameter counts where it is first used."""
+    layer_of: dict[int, int]
+    """By the parameter's id, the layer where it counts."""
+    activation_bytes: list[int]
+    """Bytes that cross behind each layer; known after the first minibatch."""
+    cuts: tuple[str, ...] | None
+    """The cuts as Profile has them."""
+    saved_bytes: list[int]
+    """Bytes that autograd keeps for each layer's backward, without parameters, each storage once; as
+    above."""
+    left_out: set[int]
+    """Layers whose ends were not reached in some minibatch: it left out the call."""
+
+    def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
+        """Milliseconds of each layer's forward and backward. Leaves no gradients."""
+
+
+class LayerPasses:
+    """The passes of a list of layers."""
+
+    def __init__(
+        self,
+        named_layers: Sequence[tuple[str, nn.Module]],
+        loss_fn: LossFunction,
+        region: Region = contextlib.nullcontext,
+    ) -> None:
+        """region: around each forward."""
+        self._region = region
+        self.layer_names = [name for name, _ in named_layers]
+        self._layers = [layer for _, layer in named_layers]
+        self._loss_fn = loss_fn
+        self.parameter_bytes = parameter_bytes_of(self._layers)
+        layers = [*enumerate(self._layers)][::-1]
+        self.layer_of = {id(parameter): index for index, layer in layers for parameter in layer.parameters()}
+        self.activation_bytes: list[int] = []
+        self.cuts: tuple[str, ...] | None = None
+        self.saved_bytes: list[int] = []
+        self.left_out: set[int] = set()
+
+    def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
+        pass_ = _Pass(len(self._layers), clock)
+        measures_bytes = not self.saved_bytes
+        saved = pass_.saved_bytes(self._layers) if measures_bytes else _no_bytes()
+        # A copy, as a first layer that works in place would change the caller's data at every pass.
+        value = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
+        clock.start_minibatch()
+        clock.start()
+        with saved as saved_bytes, self._region():
+            for layer_index, layer in enumerate(self._layers[:-1]):
+                value = call_model(layer, value)
+                pass_.end_forward_of(layer_index, value)
+                if measures_bytes:
+                    self.activation_bytes.append(bytes_of(tensors_of(value)))
+            value = call_model(self._layers[-1], value)
+            loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
+        del value
+        pass_.backward(loss)
+        for layer in self._layers:
+            drop_gradients(layer)
+        if measures_bytes:
+            self.activation_bytes.append(0)
+            self.saved_bytes = saved_bytes
+        return pass_.times()
+
+
+class CutPasses:
+    """The passes of a module that is cut along its own forward."""
+
+    def __init__(self, cut: CutModel, loss_fn: LossFunction, region: Region = contextlib.nullcontext) -> None:
+        """region: around each forward."""
+        self._region = region
+        self._cut = cut
+        self.cuts = cut.chosen
+        self._loss_fn = loss_fn
+        self.layer_names = cut.layer_names
+        self.parameter_bytes = cut.parameter_bytes()
+        spans = cut.cuts.first_spans_of_parameters(cut.offered)
+        self.layer_of = {id(parameter): spans[name] for name, parameter in cut.module.named_parameters()}
+        self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
+        self.saved_bytes: list[int] = []
+        self.left_out: set[int] = set()
+        modules = dict(visible_modules(cut.module))
+        self._names = module_names(cut.module)
+        self._layers = {
+            place.crossing.last: layer
+            for layer, place in enumerate(cut.offered)
+            if place.crossing is not None
+        }
+        self._seen = list({key.module: modules[key.module] for key in self._layers}.values())
+
+    def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
+        given = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
+        pass_ = _Pass(len(self._cut.layer_names), clock)
+        counter = CallCounter(self._names)
+
+        def see(
+            module: nn.Module,
+            call: Callable[..., Any],
+            arguments: tuple[Any, ...],
+            keywords: dict[str, Any],
+        ) -> Any:
+            key: CallKey = counter.key_of_next(module)
+            output = call(*arguments, **keywords)
+            if key in self._layers:
+                pass_.end_forward_of(self._layers[key], output)
+            return output
+
+        measures_bytes = not self.saved_bytes
+        saved = pass_.saved_bytes([self._cut.module]) if measures_bytes else _no_bytes()
+        clock.start_minibatch()
+        clock.start()
+        with saved as saved_bytes, calls_seen(self._seen, see), self._region():
+            output = call_model(self._cut.module, given)
+            loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
+        del output, given
+        pass_.backward(loss)
+        self.left_out.update(pass_.layers_left_out())
+        drop_gradients(self._cut.module)
+        if measures_bytes:
+            self.saved_bytes = saved_bytes
+        return pass_.times()
+
+
+class _Pass:
+    """One minibatch. A span is the work of the layers since the one before."""
+
+    def __init__(self, num_layers: int, clock: Clock) -> None:
+        self._num_layers = num_layers
+        self._clock = clock
+        self._forward: list[int] = []  # the layers at whose ends the clock was read
+        self._backward: list[int] = []
+
+    def end_forward_of(self, layer: int, output: Any) -> None:
+        self._clock.next()
+        self._forward.append(layer)
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._end_backward_behind(layer))  # type: ignore[no-untyped-call]
+
+    def backward(self, loss: Tensor) -> None:
+        self._clock.next()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._clock.stop()
+
+    def layers_left_out(self) -> set[int]:
+        return set(range(self._num_layers - 1)).difference(self._forward)
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of each layer's forward and backward."""
+        spans, last = self._clock.finish_minibatch(), self._num_layers - 1
+        forward, backward = [0.0] * self._num_layers, [0.0] * self._num_layers
+        num_forward = len(self._forward) + 1
+        for layer, time in zip([*self._forward, last], spans[:num_forward], strict=True):
+            forward[layer] += time
+        # Where no gradient told the layers in between apart, the most downstream one has their time.
+        for layer, time in zip([last, *self._backward], spans[num_forward:], strict=True):
+            backward[layer] += time
+        return forward, backward
+
+    @contextlib.contextmanager
+    def saved_bytes(self, modules: Iterable[nn.Module]) -> Iterator[list[int]]:
+        """Bytes per layer, filled while it lasts; what two layers save counts at the first."""
+        num_bytes = [0] * self._num_layers
+
+        def count(size: int) -> None:
+            num_bytes[self._forward[-1] + 1 if self._forward else 0] += size
+
+        with saved_tensors_counted(modules, count):
+            yield num_bytes
+
+    def _end_backward_behind(self, layer: int) -> None:
+        """The gradient of what the layer returned is complete; of several tensors the first counts."""
+        if not self._backward or layer < self._backward[-1]:
+            self._clock.next()
+            self._backward.append(layer)
+
+
+@contextlib.contextmanager
+def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], None]) -> Iterator[None]:
+    """Inside count(bytes) hears of every storage that autograd keeps, but of the modules' parameters."""
+    seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = _storage_of(tensor)
+        if storage not in seen:
+            seen.add(storage)
+            count(tensor.untyped_storage().nbytes())
+        return tensor.detach()  # what an operation returns and saves must not hold itself
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _no_bytes() -> contextlib.AbstractContextManager[list[int]]:
+    return contextlib.nullcontext([])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def parameter_bytes_of(layers: Sequence[nn.Module]) -> list[int]:
+    counted: set[int] = set()
+    sizes = []
+    for layer in layers:
+        size = 0
+        for parameter in layer.parameters():
+            if parameter.requires_grad and id(parameter) not in counted:
+                counted.add(id(parameter))
+                size += parameter.numel() * parameter.element_size()
+        sizes.append(size)
+    return sizes
+
+
+def drop_gradients(module: nn.Module) -> None:
+    # Each minibatch writes fresh gradients, as a training loop that sets them to None.
+    for parameter in module.parameters():
+        parameter.grad = None

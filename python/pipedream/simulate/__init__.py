@@ -1,0 +1,1 @@
+"""A plan's schedule in simulated time: traces, text and pictures. Torch-free."""

@@ -1,0 +1,460 @@
+"""The simulation of a plan with a schedule, by a profile: its own instruction lists, timed. Torch-free.
+
+Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
+way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
+direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. Of
+measured links each has the B of its direction and its latency (stage_links.py). What
+the profile does not have takes no time: the optimizer's step, the runtime's own work, cores that are shared.
+A plan of the calibrated cost model carries costs that have all of these, which then count (prediction.py).
+Figures are of a minibatch, of which a worker of r replicas has one in r. Any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedream.common.document import check_list, check_number
+from pipedream.common.table import format_table
+from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.factor_rule import check_has_factors, factored_sum
+from pipedream.planning.formulas import StageLinks, parameter_bytes_of
+from pipedream.planning.layer_profile import Profile, pass_costs
+from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.partition_arguments import check_microbatches
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_schedule import minibatches_of_round
+from pipedream.planning.prediction import boundary_links, simulate_programs
+from pipedream.planning.runtime_costs import costed_for, costs_of
+from pipedream.planning.simulator import (
+    Simulation,
+    StageTimes,
+    Transfer,
+    TransferTimes,
+    ms_per_minibatch,
+    simulate,
+)
+from pipedream.planning.synced_bytes import (
+    SyncedBytes,
+    all_reduce_ms,
+    exchange_times,
+    shares_of_a_shard,
+    spare_link_ms,
+)
+from pipedream.simulate.simulated_memory import MemoryUse, memory_in_use
+from pipedream.simulate.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["PlanSimulation", "simulate_plan"]
+
+# Minibatches of each replica, besides those of the warm-up and the cool-down, unless asked otherwise.
+_STEADY_ROUNDS = 32
+_STEADY_ROUNDS_MIN = 4
+_EXCHANGES_MAX = 400_000  # between replicas
+
+
+@dataclass(frozen=True)
+class PlanSimulation:
+    """A plan, its lists with a schedule, and when each instruction is done."""
+
+    plan: Plan
+    profile: Profile
+    bandwidth_bytes_per_s: float
+    """Bytes per second; of measured links those of the slowest that is used."""
+    links: StageLinks
+    traced: TracedSchedule
+    simulation: Simulation
+    optimizer_copies: float = 1.0
+
+    @functools.cached_property
+    def memory(self) -> list[list[MemoryUse]]:
+        """Returns each worker's memory along the timeline."""
+        return memory_in_use(
+            self.simulation,
+            self.plan,
+            self.profile,
+            self.traced.options,
+            optimizer_copies=self.optimizer_copies,
+        )
+
+    @functools.cached_property
+    def _ranks(self) -> list[set[int]]:
+        """By stage, of its replicas."""
+        return list(map(set, _ranks_of(self.plan, self.traced)))
+
+    @functools.cached_property
+    def _sent_by(self) -> list[list[Transfer]]:
+        """By the worker that sends."""
+        sent: list[list[Transfer]] = [[] for _ in range(self.simulation.num_workers)]
+        for transfer in self.simulation.transfers:
+            sent[transfer.from_worker].append(transfer)
+        return sent
+
+    @property
+    def ms_per_minibatch(self) -> float:
+        """In the steady state; where there are too few minibatches to have one, of all of them."""
+        return ms_per_minibatch(self.simulation)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None: the profile does not say how many samples a minibatch has."""
+        if self.profile.batch_size is None or self.ms_per_minibatch == 0:
+            return None
+        return self.profile.batch_size * 1e3 / self.ms_per_minibatch
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over one worker that computes all layers; None for layers that take no time."""
+        return self.profile.compute_ms / self.ms_per_minibatch if self.ms_per_minibatch else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the object that `pipedream simulate --json` prints."""
+        return {
+            "schedule": self.traced.options.schedule,
+            "num_minibatches": self.traced.num_minibatches,
+            "num_microbatches": self.traced.options.num_microbatches,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "ms_per_minibatch": self.ms_per_minibatch,
+            "samples_per_s": self.samples_per_s,
+            "speed_up": self.speed_up,
+            "bottleneck_ms": self.plan.bottleneck_ms,
+            "makespan_ms": self.simulation.makespan_ms,
+            "bubble_share": self.simulation.bubble_share,
+            "steady_bubble_share": self.simulation.steady_bubble_share,
+            "workers": [self._worker_fields(worker) for worker in range(self.simulation.num_workers)],
+            "boundaries": [
+                {"after_stage": stage, "bytes_per_minibatch": 2 * num_bytes, "one_way_ms": of_slower_ms}
+                for stage, (num_bytes, of_slower_ms) in enumerate(
+                    zip(
+                        _boundary_bytes(self.plan, self.profile),
+                        [
+                            max(times.activation_ms, times.gradient_ms)
+                            for times in _transfers(self.plan, self.profile, self.links)
+                        ],
+                        strict=True,
+                    )
+                )
+            ],
+        }
+
+    def __str__(self) -> str:
+        headings = ("worker", "layers", "busy ms", "busy", "sends", "link ms", "memory")
+        rows = [self._row(worker) for worker in range(self.simulation.num_workers)]
+        lines = [self._title(), "", format_table(headings, rows, "<<>>>>>"), "", self._summary()]
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        return f"{self.traced.title()}, {format_bandwidth(self.bandwidth_bytes_per_s)}"
+
+    def _summary(self) -> str:
+        parts = [f"{self.ms_per_minibatch:.3f} ms per minibatch"]
+        if self.plan.bottleneck_ms is not None:
+            parts.append(f"the plan says {self.plan.bottleneck_ms:.3f}")
+        if self.samples_per_s is not None:
+            parts.append(f"{self.samples_per_s:.1f} samples/s")
+        if self.speed_up is not None:
+            parts.append(f"{self.speed_up:.2f} times one worker")
+        return ", ".join([*parts, describe_bubble(self.simulation)])
+
+    def _worker_fields(self, worker: int) -> dict[str, Any]:
+        busy_ms = sum(timed.end_ms - timed.begin_ms for timed in self.simulation.timeline[worker])
+        sent = self._sent_by[worker]
+        makespan_ms, num_minibatches = self.simulation.makespan_ms, self.traced.num_minibatches
+        link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent) / num_minibatches
+        sent_ms: dict[int, float] = {}  # by the receiver
+        for transfer in sent:
+            so_far_ms = sent_ms.get(transfer.to_worker, 0.0)
+            sent_ms[transfer.to_worker] = so_far_ms + transfer.end_ms - transfer.begin_ms
+        sent_bytes = sum(
+            to_ms / 1e3 * self._bytes_per_s(worker, receiver) for receiver, to_ms in sent_ms.items()
+        )
+        served = self.plan.spare_stage_of(worker)
+        if served is not None:  # whose chunks leave while others come, so that the simulation has the rest
+            link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
+            sent_bytes = link_ms / 1e3 * self.bandwidth_bytes_per_s * num_minibatches
+        return {
+            "rank": worker,
+            "stages": list(self.plan.stages_of(worker)),
+            "busy_ms_per_minibatch": busy_ms / num_minibatches,
+            "busy_share": busy_ms / makespan_ms if makespan_ms else 0.0,
+            "link_ms_per_minibatch": link_ms,
+            "bytes_sent_per_minibatch": round(sent_bytes / num_minibatches),
+            "memory_peak_bytes": round(max(use.num_bytes for use in self.memory[worker])),
+        }
+
+    def _bytes_per_s(self, sender: int, receiver: int) -> float:
+        ranks = self._ranks
+        for stage, here in enumerate(ranks):
+            if sender in here and receiver in here:
+                return self.links.replicas[stage]
+            below = ranks[stage + 1] if stage + 1 < len(ranks) else ()
+            if sender in here and receiver in below:
+                return self.links.downstream[stage]
+            if sender in below and receiver in here:
+                return self.links.upstream[stage]
+        return self.bandwidth_bytes_per_s  # of a spare
+
+    def _row(self, worker: int) -> tuple[str, ...]:
+        fields = self._worker_fields(worker)
+        stages = [self.plan.stages[stage] for stage in fields["stages"]]
+        return (
+            self.plan.describe_worker(worker),
+            ", ".join(f"{stage.first_layer}-{stage.last_layer}" for stage in stages),
+            f"{fields['busy_ms_per_minibatch']:.3f}",
+            f"{100 * fields['busy_share']:.1f} %",
+            format_bytes(fields["bytes_sent_per_minibatch"]),
+            f"{fields['link_ms_per_minibatch']:.3f}",
+            format_bytes(fields["memory_peak_bytes"]),
+        )
+
+
+def simulate_plan(
+    plan_file: Path,
+    profile: Profile,
+    *,
+    schedule: str = "pipedream",
+    bandwidth_bytes_per_s: float | None = None,
+    links: LinkProfile | None = None,
+    minibatches: int | None = None,
+    microbatches: int | None = None,
+    recompute: bool = False,
+    optimizer_copies: float = 1.0,
+    factors: bool | None = None,
+    sync: str = "bsp",
+    staleness: int = 0,
+) -> PlanSimulation:
+    """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
+    factors: replicas push as with run's codec={"pushes": "factors"}; None: as the plan was made for. Of a
+    calibrated plan that was made without, that changes what the links carry and what a worker keeps, not what
+    it computes. sync, staleness: as of run().
+
+    bandwidth_bytes_per_s: of each link; links: what was measured, in its place; None takes the plan's
+    bandwidth. minibatches, microbatches: None chooses enough
+    for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
+    where nothing says the bandwidth or both do, for links of fewer workers or of a plan with spare shards,
+    for factors that the profile does not know or a calibrated plan cannot be without, and as make_traced().
+    """
+    from pipedream import _core
+
+    plan = Plan.load(plan_file, profile=profile)
+    if plan.num_layers != profile.num_layers:
+        raise ValueError(
+            f"{plan_file} has {plan.num_layers} layers and the profile {profile.num_layers}: give the profile"
+            " that the plan was made from"
+        )
+    if factors is False and plan.codec and costs_of(plan) is not None:
+        raise ValueError(
+            f"{plan_file} has calibrated costs of codec={plan.codec}: partition without it to simulate that"
+        )
+    factors = bool(plan.codec) if factors is None else factors
+    if factors and sync in ("asp", "allreduce"):
+        raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
+    check_number("optimizer_copies", optimizer_copies)
+    check_microbatches(microbatches, profile)
+    if minibatches is None:
+        minibatches = _enough_minibatches(plan)
+    traced = make_traced(
+        TraceRequest(
+            schedule=schedule,
+            stages=None,
+            plan_file=plan_file,
+            minibatches=minibatches,
+            microbatches=microbatches,
+            workers=None,
+            in_flight=None,
+            recompute=recompute,
+            staleness=staleness,
+            sync=sync,
+        ),
+        None,
+    )
+    stage_links, bandwidth = _links_of(plan, plan_file, traced, bandwidth_bytes_per_s, links)
+    num_microbatches = traced.options.num_microbatches
+    if factors:
+        check_has_factors(profile)
+    else:
+        profile = profile.without_factors()
+    of_rounds = minibatches_of_round(traced.options)
+    shares = [
+        shares_of_a_shard(
+            profile.layers[stage.first_layer : stage.last_layer + 1],
+            stage.num_replicas,
+            factors=factors,
+            minibatches=of_round,
+        )
+        for stage, of_round in zip(plan.stages, of_rounds, strict=True)
+    ]
+    transfers = _transfers(plan, profile, stage_links)
+    if costs_of(plan) is not None:
+        is_own = bandwidth_bytes_per_s is None and links is None
+        costed = costed_for(plan, drains=_core.drains_every_minibatch(traced.options))
+        costed = costed if is_own else _costed(costed, profile, stage_links, transfers)
+        if plan.codec:
+            costed = costed if is_own else _by_factors(costed, shares)
+            simulation = simulate_programs(costed, traced.options, traced.programs)
+        else:
+            simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
+    else:
+        times = _stage_times(plan, profile, traced.options, stage_links, shares, of_rounds)
+        simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
+    return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
+
+
+def _enough_minibatches(plan: Plan) -> int:
+    """For a steady state; of many replicas, who exchange with each other in every round, fewer."""
+    warm_up = 2 * max(plan.in_flight)
+    exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
+    steady = min(_STEADY_ROUNDS, max(_STEADY_ROUNDS_MIN, _EXCHANGES_MAX // max(exchanged, 1) - warm_up))
+    return (warm_up + steady) * max(stage.num_replicas for stage in plan.stages)
+
+
+def _links_of(
+    plan: Plan,
+    plan_file: Path,
+    traced: TracedSchedule,
+    bandwidth_bytes_per_s: float | None,
+    links: LinkProfile | None,
+) -> tuple[StageLinks, float]:
+    """And the slowest, in bytes per second."""
+    if links is None:
+        bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+        if bandwidth is None:
+            raise ValueError(
+                f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s, or"
+                " --links FILE"
+            )
+        return StageLinks.uniform(plan.stages, bandwidth), bandwidth
+    if bandwidth_bytes_per_s is not None:
+        raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
+    if any(stage.num_spare_shards for stage in plan.stages):
+        raise ValueError(
+            f"{plan_file} has spare shards, which are simulated with one bandwidth: give --bandwidth in place"
+            " of --links"
+        )
+    ranks = _ranks_of(plan, traced)
+    num_workers = 1 + max(max(of_stage) for of_stage in ranks)
+    if num_workers > links.num_workers:
+        raise ValueError(
+            f"--links has the links of {links.num_workers} workers, but the plan has {num_workers}: measure"
+            " them with as many ranks"
+        )
+    measured = StageLinks.between(ranks, links)
+    return measured, measured.slowest(links.speeds_of_first(num_workers)[0])
+
+
+def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
+    """By stage, of its replicas; with some schedules workers share stages."""
+    return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
+
+
+def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
+    """A calibrated plan whose costs are those of these links."""
+    of_boundaries = [
+        {
+            **link,
+            "one_way_ms": times.activation_ms,
+            "back_ms": times.gradient_ms,
+            "latency_ms": max(
+                check_number("predicted.links.latency_ms", link.get("latency_ms")), times.latency_ms
+            ),
+        }
+        for link, times in zip(boundary_links(plan), transfers, strict=True)
+    ]
+    of_stages = [
+        {
+            **cost,
+            "shard_ms": _parameters_ms(profile, stage, bytes_per_s) / stage.num_replicas,
+            "sync_latency_ms": max(cost.get("sync_latency_ms", 0.0), latency_ms),
+        }
+        if stage.num_replicas > 1
+        else cost
+        for cost, stage, bytes_per_s, latency_ms in zip(
+            plan.predicted["stage_costs"], plan.stages, links.replicas, links.replica_latency_ms, strict=True
+        )
+    ]
+    return replace(plan, predicted=plan.predicted | {"links": of_boundaries, "stage_costs": of_stages})
+
+
+def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
+    """A calibrated plan whose costs have whole shards, with what of them is pushed and pulled."""
+    costs = [
+        {**cost, "push_ms": cost["shard_ms"] * share.pushed, "shard_ms": cost["shard_ms"] * share.pulled}
+        for cost, share in zip(plan.predicted["stage_costs"], shares, strict=True)
+    ]
+    return replace(plan, predicted=plan.predicted | {"stage_costs": costs})
+
+
+def _stage_times(
+    plan: Plan,
+    profile: Profile,
+    schedule: _core.ScheduleOptions,
+    links: StageLinks,
+    shares: Sequence[SyncedBytes],
+    minibatches: Sequence[float],
+) -> Sequence[StageTimes]:
+    """minibatches: by stage, that a replica has of a round."""
+    times = []
+    speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
+    for index, stage in enumerate(plan.stages):
+        # As slow as the slowest of its workers, which the others wait for.
+        speed = min(speeds[rank] for rank in plan.placement.ranks_of(index))
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        forward, backward = pass_costs(layers)
+        product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms
+        all_ms = _parameters_ms(profile, stage, links.replicas[index])
+        update_ms = stage.num_replicas * minibatches[index] * product_ms / speed
+        if schedule.uses_allreduce:
+            update_ms += all_reduce_ms(stage, all_ms)
+        times.append(
+            StageTimes(
+                forward.later(num_microbatches) / speed,
+                (backward.later(num_microbatches) - product_ms / num_microbatches) / speed,
+                update_ms,
+                sync_latency_ms=links.replica_latency_ms[index],
+                **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),
+            )
+        )
+    return times
+
+
+def _speeds_of(plan: Plan) -> list[float]:
+    """Returns each worker's speed if the plan was made for some that differ."""
+    given, count = plan.predicted.get("speeds"), plan.workers_training
+    if given is None:
+        return [1.0] * count
+    speeds = check_list("predicted.speeds", given)
+    if len(speeds) != count:
+        raise ValueError(f"predicted.speeds has {len(speeds)} entries for {count} workers: give one for each")
+    return [check_number(f"predicted.speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
+
+
+def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
+    """Returns the bytes per minibatch that cross each boundary one way."""
+    return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
+
+
+def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[TransferTimes]:
+    """Returns a minibatch's transfer times over each boundary."""
+    return [
+        TransferTimes(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
+        for num_bytes, down, up, latency_ms in zip(
+            _boundary_bytes(plan, profile), links.downstream, links.upstream, links.latency_ms, strict=True
+        )
+    ]
+
+
+def _cut(times: TransferTimes, num_microbatches: int) -> TransferTimes:
+    """Returns the times of a microbatch."""
+    return TransferTimes(
+        times.activation_ms / num_microbatches, times.gradient_ms / num_microbatches, times.latency_ms
+    )
+
+
+def _parameters_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
+    """Returns the time of all the stage's parameters over one link."""
+    return 1e3 * parameter_bytes_of(profile, stage) / bytes_per_s

@@ -1,0 +1,189 @@
+"""How much memory each worker has in use along a simulated timeline. Pure; any thread; needs no torch.
+
+    all the time                          versions, the model as given, gradients, the optimizer's state, and
+                                          what replicas exchange, as partition(memory=) counts it
+    from a forward to its backward        what the layers save; with recompute from the recompute on
+    from when it arrives to its backward  what a stage receives: its input, and its output's gradient
+    until it has been sent                what a stage has made of them
+
+By a profile's figures; what a backward makes and drops, slots that are empty and the data are not in it.
+`pipedream.partition(memory=)` plans with what a run allocates, which is more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipedream.planning.factor_rule import FactoredSum, factored_sum
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.plan import Plan
+from pipedream.planning.simulator import Simulation, TimedInstruction
+from pipedream.planning.synced_bytes import ShardShares, shard_shares
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["MemoryUse", "memory_in_use"]
+
+_BETWEEN_STAGES = ("activation", "gradient")
+
+
+class MemoryUse(NamedTuple):
+    """The memory of one worker from this time on, until the next entry."""
+
+    begin_ms: float
+    num_bytes: float
+
+
+def memory_in_use(
+    simulation: Simulation,
+    plan: Plan,
+    profile: Profile,
+    schedule: _core.ScheduleOptions,
+    *,
+    optimizer_copies: float = 1.0,
+) -> list[list[MemoryUse]]:
+    """Per worker, in the order of time. optimizer_copies: as of partition()."""
+    stages = [_StageBytes.of(plan, profile, stage, schedule) for stage in range(plan.num_stages)]
+    arrivals_ms: _Times = defaultdict(deque)
+    departures_ms: _Times = defaultdict(deque)
+    for what, sender, receiver, minibatch, microbatch, _, end_ms in simulation.transfers:
+        departures_ms[what, sender, minibatch, microbatch].append(end_ms)
+        arrivals_ms[what, receiver, minibatch, microbatch].append(end_ms)
+    uses = []
+    for worker, row in enumerate(simulation.timeline):
+        fixed = sum(stages[stage].weight_bytes(optimizer_copies) for stage in plan.stages_of(worker))
+        served = plan.spare_stage_of(worker)
+        if served is not None:
+            fixed = stages[served].spare_bytes(optimizer_copies)
+        changes = _changes(row, worker, stages, arrivals_ms, departures_ms)
+        uses.append(_summed(fixed, changes))
+    return uses
+
+
+# Of what travels, in turn, by its kind, the worker at the end that is asked for, minibatch and microbatch.
+_Times = defaultdict[tuple[str, int, int, int], deque[float]]
+
+
+def _changes(
+    row: Sequence[TimedInstruction],
+    worker: int,
+    stages: Sequence[_StageBytes],
+    arrivals_ms: _Times,
+    departures_ms: _Times,
+) -> Iterator[tuple[float, float]]:
+    """(when, by how many bytes) a worker's memory changes."""
+    held: defaultdict[tuple[int, int, int], float] = defaultdict(float)  # until the backward
+    for instruction, begin_ms, end_ms in row:
+        own = stages[instruction.stage]
+        place = (instruction.stage, instruction.minibatch, instruction.microbatch)
+        if instruction.opcode == own.saves_at:
+            held[place] += own.saved
+            yield end_ms, own.saved
+        elif instruction.opcode == "BACKWARD":
+            yield end_ms, -held.pop(place, 0.0)
+        elif instruction.edge is not None and instruction.edge.kind in _BETWEEN_STAGES:
+            kind = instruction.edge.kind
+            item = (kind, worker, instruction.minibatch, instruction.microbatch)
+            receives = instruction.opcode == "RECV"
+            # Of a stage's input come activations, and go gradients; of its output the other way round.
+            num_bytes = own.input if receives == (kind == "activation") else own.output
+            times_ms = (arrivals_ms if receives else departures_ms)[item]
+            if not times_ms:
+                continue  # from hand to hand: both stages are this worker's
+            if receives:
+                held[place] += num_bytes
+                yield times_ms.popleft(), num_bytes
+            else:
+                yield begin_ms, num_bytes
+                yield times_ms.popleft(), -num_bytes
+
+
+class _StageBytes(NamedTuple):
+    """Bytes of one stage; those of a minibatch are of one microbatch here."""
+
+    schedule: _core.ScheduleOptions
+    num_versions: int
+    parameters: float
+    largest: float
+    """Bytes of the largest layer's parameters."""
+    factored: FactoredSum
+    num_replicas: int
+    shares: ShardShares
+    posts_versions: bool
+    """Whether what replicas pull lands where it is for."""
+    saved: float
+    input: float
+    output: float
+    saves_at: str
+    """The instruction that makes what the backward needs."""
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:
+        from pipedream import _core
+
+        stage, m = plan.stages[index], schedule.num_microbatches
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        saved = sum(
+            layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes for layer in layers
+        )
+        before = profile.layers[stage.first_layer - 1].activation_bytes if index else 0
+        replicas = stage.num_replicas
+        minibatches = _core.rounds_of(schedule, index).own_per_round / m
+        return cls(
+            schedule=schedule,
+            num_versions=_core.num_versions_kept(schedule, index),
+            parameters=sum(layer.parameter_bytes for layer in layers),
+            largest=max(layer.parameter_bytes for layer in layers),
+            factored=factored_sum(layers, replicas, minibatches=minibatches),
+            num_replicas=replicas,
+            shares=shard_shares(replicas, stage.num_spare_shards),
+            posts_versions=profile.is_of_host,
+            saved=saved / m,
+            input=before / m,
+            output=layers[-1].activation_bytes / m,
+            saves_at="RECOMPUTE" if schedule.recompute and schedule.recompute[index] else "FORWARD",
+        )
+
+    def weight_bytes(self, optimizer_copies: float) -> float:
+        from pipedream import _core
+
+        costs = _core.MemoryCosts(
+            state_copies=optimizer_copies,
+            asynchronous=self.schedule.asynchronous,
+            reduces_together=self.schedule.uses_allreduce,
+            posts_versions=self.posts_versions,
+            has_spares=self.shares.of_spare > 0,
+            staleness=self.schedule.staleness,
+        )
+        return _core.replica_weight_bytes(
+            self.parameters,
+            self.largest,
+            num_replicas=self.num_replicas,
+            num_versions=self.num_versions - self.schedule.staleness,
+            costs=costs,
+            share=self.shares.of_replica,
+            factored_bytes=self.factored.weight_bytes,
+            factor_bytes=self.factored.factor_bytes,
+        )
+
+    def spare_bytes(self, optimizer_copies: float) -> float:
+        """Returns a spare's bytes: its shard's versions and state, and slots for some chunks that each
+        replica pushes."""
+        from pipedream import _core
+
+        shard_bytes = self.shares.of_spare * self.parameters
+        slots_bytes_max = _core.NUM_SPARE_SLOTS * _core.SPARE_CHUNK_BYTES_MAX
+        slots_bytes = self.num_replicas * min(shard_bytes, slots_bytes_max)
+        return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
+
+
+def _summed(fixed: float, changes: Iterable[tuple[float, float]]) -> list[MemoryUse]:
+    uses, num_bytes = [MemoryUse(0.0, fixed)], fixed
+    for when_ms, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        num_bytes += sum(change for _, change in group)
+        uses.append(MemoryUse(when_ms, num_bytes))
+    return uses

@@ -1,0 +1,456 @@
+"""The schedule that `pipedream trace` shows: the options that name it, its checked lists, its figures.
+
+The core counts a stage's spares on from its replicas (csrc/schedule/placement.h): the spare of two replicas
+is "stage 0 replica 2" there. A person reads "stage 0 spare 0", and may write it. Pure but for the files it
+reads; any thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipedream.common.checks import check_choice
+from pipedream.planning.partition_arguments import SYNCS
+from pipedream.planning.plan import Plan, stage_counts
+from pipedream.planning.plan_schedule import schedule_to_run
+from pipedream.planning.program import PROGRAM, Program, rules_of
+
+if TYPE_CHECKING:
+    from pipedream import _core
+    from pipedream.planning.simulator import Simulation, StageTimes
+    from pipedream.simulate.schedule_drawing import PhaseSpan
+
+__all__ = [
+    "TraceRequest",
+    "TracedSchedule",
+    "describe_bubble",
+    "input_phases",
+    "make_traced",
+    "minibatches_to_draw",
+    "parse_programs",
+    "print_programs",
+    "read_times",
+    "trace_fields",
+]
+
+_REPORT_FIELDS = ("versions_live_max", "activations_live_max")
+
+# `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
+_TRACED_INSTRUCTIONS_MAX = 2_000_000
+_TRACED_STAGES_MAX = 1_024
+
+
+class TraceRequest(NamedTuple):
+    """The options of `trace` that say which schedule; None where the user left the choice to us."""
+
+    schedule: str
+    stages: int | None
+    plan_file: Path | None
+    """Or the replicas of its stages, "2-1"."""
+    minibatches: int | None
+    microbatches: int | None
+    workers: int | None
+    in_flight: str | None
+    recompute: bool
+    staleness: int = 0
+    sync: str = "bsp"
+
+
+class TracedSchedule(NamedTuple):
+    """A schedule and its lists, which the validator has accepted."""
+
+    options: _core.ScheduleOptions
+    num_minibatches: int
+    programs: list[list[_core.Instruction]]
+    report: dict[str, Any]
+    shows_program: bool = False
+    """Its text is a program, and not the lists of a run."""
+
+    def title(self) -> str:
+        options, num_stages = self.options, self.options.num_stages
+        title = f"{options.schedule}: {_count(num_stages, 'stage')}"
+        if len(self.programs) < num_stages:
+            title += f" on {_count(len(self.programs), 'worker')}"
+        replicas = _replica_counts(options)
+        if max(replicas) > 1:
+            title += f", {'-'.join(map(str, replicas))} replicas"
+        if options.placement.num_spares:
+            title += f" and {_count(options.placement.num_spares, 'spare shard')}"
+        if options.staleness:
+            title += f", staleness {options.staleness}"
+        if options.asynchronous:
+            title += ", asynchronous"
+        title += f", {_count(self.num_minibatches, 'minibatch')}"
+        if options.num_microbatches > 1:
+            title += f" of {options.num_microbatches} microbatches"
+        return title
+
+    def balanced(self, times: StageTimes) -> list[StageTimes]:
+        """Per stage: those of one without replicas, and as much longer as there are replicas to share it."""
+        return [
+            replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
+            for replicas in _replica_counts(self.options)
+        ]
+
+    def text(self) -> str:
+        """The program that run() takes, where there is one and it was not asked for the lists of a run."""
+        from pipedream import _core
+
+        if self.shows_program:
+            of_whom = self.title().rsplit(f", {_count(self.num_minibatches, 'minibatch')}", 1)[0]
+            return f"# {of_whom}\n{_core.ListedProgram.of(self.options).text}"
+        return f"# {self.title()}\n{print_programs(self.programs, self.options.placement)}"
+
+
+def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
+    """The schedule's own lists, or those of the file, which then also say what the options left out."""
+    from pipedream import _core
+
+    given = None if program_file is None else _read_programs(program_file)
+    if isinstance(given, Program):
+        programs, options = None, _options_of_program(request, given)
+    else:
+        programs = given
+        if programs is not None:
+            request = _complete_request(request, programs)
+        request = _with_schedule_of_plan(request)
+        options = _make_options(request, programs)
+    num_minibatches = _choose_minibatches(request, options)
+    if programs is None:
+        workers = range(options.num_workers)
+        programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
+    elif not any(step.edge for program in programs for step in program):
+        # Written by hand, most likely: what is computed, and the transfers follow from it.
+        programs = _core.add_transfers(options, programs, num_minibatches)
+    report = _core.replay(options, num_minibatches, programs)
+    if not report["ok"]:
+        if program_file is not None:
+            raise ValueError(f"{program_file}: {report['error']}")
+        if request.in_flight is not None:
+            raise ValueError(
+                f"--in-flight is {request.in_flight!r}: it must not rise downstream; {report['error']}"
+            )
+        raise RuntimeError(f"the generated lists are wrong: {report['error']}")
+    # Recomputing is no part of a program but an option of the run.
+    has_program = not (
+        any(options.recompute) or options.placement.num_spares or options.staleness or options.asynchronous
+    )
+    return TracedSchedule(
+        options, num_minibatches, programs, report, has_program and request.minibatches is None
+    )
+
+
+def _options_of_program(request: TraceRequest, program: Program) -> _core.ScheduleOptions:
+    """With what a program leaves open."""
+    from pipedream import _core
+
+    unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
+    for name in ("stages", "plan_file", "microbatches", "workers", "in_flight", "staleness", "sync"):
+        if getattr(request, name) != getattr(unasked, name):
+            option = {"plan_file": "plan", "in_flight": "in-flight"}.get(name, name)
+            raise ValueError(f"--program has a program, which says it all: leave --{option} out")
+    return _core.ScheduleOptions(
+        PROGRAM,
+        program.in_flight,
+        program.microbatches,
+        program.listed.placement,
+        recompute=[request.recompute] * program.num_stages,
+        program=program.listed,
+    )
+
+
+def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
+    """A program where the text has a body, else the lists of a run."""
+    text = path.read_text(encoding="utf-8-sig")
+    if re.search(r"^\s*body\b", text, re.MULTILINE):
+        return Program.load(path)
+    try:
+        programs = parse_programs(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not any(programs):
+        raise ValueError(f"{path}: has no instructions; `pipedream trace --stages 4 --text` prints some")
+    return programs
+
+
+def _complete_request(request: TraceRequest, programs: list[list[_core.Instruction]]) -> TraceRequest:
+    steps = [step for program in programs for step in program]
+    if request.stages is None and request.plan_file is None:
+        request = request._replace(stages=1 + max(step.stage for step in steps))
+    if request.minibatches is None:
+        request = request._replace(minibatches=1 + max(step.minibatch for step in steps))
+    if request.microbatches is None:
+        request = request._replace(microbatches=1 + max(step.microbatch for step in steps))
+    shares_workers = not rules_of(request.schedule).has_stage_per_worker
+    if request.workers is None and request.plan_file is None and shares_workers:
+        request = request._replace(workers=len(programs))
+    return request
+
+
+def _with_schedule_of_plan(request: TraceRequest) -> TraceRequest:
+    if request.schedule != "auto":
+        return request
+    if request.plan_file is None or stage_counts(request.plan_file) is not None:
+        raise ValueError("--schedule is 'auto', which takes a plan's: give --plan FILE of one that has it")
+    plan = Plan.load(request.plan_file)
+    schedule, microbatches = schedule_to_run(plan, request.schedule, request.microbatches)
+    return request._replace(schedule=schedule, microbatches=microbatches)
+
+
+def _make_options(
+    request: TraceRequest, given: list[list[_core.Instruction]] | None
+) -> _core.ScheduleOptions:
+    from pipedream import _core
+
+    check_choice("sync", request.sync, SYNCS)
+    placement, in_flight = _choose_stages(request)
+    num_stages, num_workers = placement.num_stages, placement.num_ranks
+    is_replicated = num_workers > num_stages
+    if request.in_flight is not None:
+        in_flight = _read_in_flight(request.in_flight, num_stages)
+    num_microbatches = request.microbatches
+    if num_microbatches is None:
+        num_microbatches = _enough_microbatches(rules_of(request.schedule), placement, in_flight)
+    recomputed = {step.stage for program in given or [] for step in program if step.opcode == "RECOMPUTE"}
+    return _core.ScheduleOptions(
+        schedule=request.schedule,
+        in_flight=in_flight,
+        num_microbatches=num_microbatches,
+        placement=placement,
+        recompute=[request.recompute or stage in recomputed for stage in range(num_stages)],
+        staleness=request.staleness,
+        uses_allreduce=request.sync == "allreduce" and is_replicated,
+        asynchronous=request.sync == "asp" and is_replicated,
+    )
+
+
+def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
+    """To see what is in flight at once."""
+    if not rules.needs_microbatches:
+        return 1
+    if not rules.has_stage_per_worker:
+        return 2 * placement.num_ranks
+    if not rules.is_round_late:
+        return placement.num_stages
+    return max(len(in_flight), *(held * placement.num_replicas(i) for i, held in enumerate(in_flight)))
+
+
+def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
+    """Placement and in_flight, of the plan or of a straight pipeline."""
+    from pipedream import _core
+
+    if request.plan_file is not None:
+        if request.stages is not None or request.workers is not None:
+            raise ValueError("--plan already says what --stages and --workers would: leave those out")
+        written = stage_counts(request.plan_file)
+        if written is not None:
+            replicas, spares = zip(*written, strict=True)
+            return _core.Placement.in_order(replicas, spares), _core.derive_in_flight(replicas)
+        plan = Plan.load(request.plan_file)
+        return plan.placement, list(plan.in_flight)
+    num_stages, num_workers = request.stages, request.workers
+    if num_stages is None:
+        raise ValueError("give --stages N, for example 4, or --plan FILE")
+    if not 1 <= num_stages <= _TRACED_STAGES_MAX:
+        raise ValueError(f"there are {num_stages} stages: trace shows from 1 to {_TRACED_STAGES_MAX}")
+    if num_workers is None:
+        num_workers = num_stages
+        if not rules_of(request.schedule).has_stage_per_worker:
+            if num_stages % 2:
+                raise ValueError(f"--stages is {num_stages}: give an even number, or --workers too")
+            num_workers = num_stages // 2
+    if num_workers < 1:
+        raise ValueError(f"--workers is {num_workers}: give at least 1")
+    placement = _core.Placement.at_ranks([stage % num_workers for stage in range(num_stages)])
+    return placement, list(range(num_stages, 0, -1))
+
+
+def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
+    """Enough to see the steady state, in boxes that can be read."""
+    from pipedream import _core
+
+    replicas = max(_replica_counts(options))
+    if _core.drains_every_minibatch(options):
+        rounds = 3 if options.num_microbatches == 1 else 2
+    elif options.program is not None:
+        rounds = options.program.num_minibatches_listed + 3 * options.program.minibatches_per_body
+    elif options.rules.is_round_late:
+        rounds = 4
+    else:
+        least = 8 if replicas == 1 else math.ceil(16 / replicas)
+        rounds = max(least, 2 * options.in_flight[0])
+    return rounds * replicas
+
+
+def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
+    """Returns the number that is asked for, or enough to draw."""
+    num_minibatches = minibatches_to_draw(options) if request.minibatches is None else request.minibatches
+    if num_minibatches < 1:
+        raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
+    num_instructions = num_minibatches * options.num_microbatches * options.num_stages * 3
+    if num_instructions > _TRACED_INSTRUCTIONS_MAX:
+        raise ValueError(
+            f"{num_minibatches} minibatches make up to {num_instructions} instructions, and trace shows at"
+            f" most {_TRACED_INSTRUCTIONS_MAX}: give fewer with --minibatches or --microbatches"
+        )
+    return num_minibatches
+
+
+def _read_in_flight(text: str, num_stages: int) -> list[int]:
+    try:
+        in_flight = [int(number) for number in text.split(",")]
+    except ValueError:
+        in_flight = []
+    if len(in_flight) != num_stages:
+        raise ValueError(
+            f"--in-flight is {text!r}: give one whole number for each of the"
+            f" {_count(num_stages, 'stage')}, with commas between them"
+        )
+    return in_flight
+
+
+def read_times(text: str | None) -> StageTimes:
+    from pipedream.planning.simulator import StageTimes
+
+    if text is None:
+        return StageTimes(1.0, 2.0)
+    try:
+        forward_ms, backward_ms, update_ms = [*map(float, text.split(",")), 0.0][:3]
+        if text.count(",") > 2:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--times is {text!r}: give forward,backward or forward,backward,update in ms, for example 1,2"
+        ) from None
+    return StageTimes(forward_ms, backward_ms, update_ms)
+
+
+def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
+    """Returns the first worker's phases; none if they return with every minibatch, too narrow to name."""
+    from pipedream import _core
+    from pipedream.simulate.schedule_drawing import PhaseSpan
+
+    spans: list[PhaseSpan] = []
+    for step, (_, begin_ms, end_ms) in zip(traced.programs[0], simulation.timeline[0], strict=True):
+        if step.edge is not None:
+            continue
+        name = _core.phase_of(traced.options, step, traced.num_minibatches)
+        if spans and spans[-1].name == name:
+            spans[-1] = spans[-1]._replace(end_ms=end_ms)
+        else:
+            spans.append(PhaseSpan(name, begin_ms, end_ms))
+    return spans if len(spans) == len({span.name for span in spans}) else []
+
+
+def describe_bubble(simulation: Simulation) -> str:
+    whole, steady = simulation.bubble_share, simulation.steady_bubble_share
+    text = f"bubble {100 * whole:.1f} %"
+    # Equal where every minibatch drains: there is no other state.
+    if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
+        text += f", {100 * steady:.1f} % in the steady state"
+    return text
+
+
+def trace_fields(
+    traced: TracedSchedule, simulation: Simulation, times: StageTimes, transfer_ms: float, output: Path | None
+) -> dict[str, Any]:
+    options = traced.options
+    names = ("opcode", "stage", "replica", "minibatch", "microbatch", "version")
+    return {
+        "schedule": options.schedule,
+        "num_stages": options.num_stages,
+        "num_workers": simulation.num_workers,
+        "worker_of_stage": [options.placement.rank_of(stage) for stage in range(options.num_stages)],
+        "num_replicas": _replica_counts(options),
+        "num_spare_shards": options.placement.num_spares,
+        "staleness": options.staleness,
+        "num_minibatches": traced.num_minibatches,
+        "num_microbatches": options.num_microbatches,
+        "in_flight": list(options.in_flight),
+        "recompute": list(options.recompute),
+        "forward_ms": times.forward_ms,
+        "backward_ms": times.backward_ms,
+        "update_ms": times.update_ms,
+        "transfer_ms": transfer_ms,
+        "shard_ms": times.shard_ms,
+        "makespan_ms": simulation.makespan_ms,
+        "bubble_share": simulation.bubble_share,
+        "steady_bubble_share": simulation.steady_bubble_share,
+        "ms_per_minibatch": simulation.ms_per_minibatch,
+        **{name: traced.report[name] for name in _REPORT_FIELDS},
+        "activations_queued_max": _queued_max(traced, "activation"),
+        "gradients_queued_max": _queued_max(traced, "gradient"),
+        "edges": [_edge_fields(edge) | {"queued_max": most} for edge, most in traced.report["edges"]],
+        "output": None if output is None else os.fspath(output),
+        "programs": [
+            [
+                {name: getattr(step, name) for name in names}
+                | ({} if step.edge is None else {"edge": _edge_fields(step.edge)})
+                | {"begin_ms": begin_ms, "end_ms": end_ms}
+                for step, begin_ms, end_ms in row
+            ]
+            for row in simulation.timeline
+        ],
+    }
+
+
+def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
+    return [options.placement.num_replicas(stage) for stage in range(options.num_stages)]
+
+
+def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
+    """By the boundary that the edge crosses."""
+    return [
+        most
+        for edge, most in sorted(
+            traced.report["edges"], key=lambda row: min(row[0].from_stage, row[0].to_stage)
+        )
+        if edge.kind == kind
+    ]
+
+
+def _edge_fields(edge: _core.Edge) -> dict[str, Any]:
+    ends = {"from_stage": edge.from_stage, "to_stage": edge.to_stage}
+    return {"kind": edge.kind, **ends, "from_replica": edge.from_replica, "to_replica": edge.to_replica}
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+_REPLICA = re.compile(r"\bstage (\d+) replica (\d+)\b", re.ASCII)
+_SPARE = re.compile(r"\bstage (\d+) spare (\d+)\b", re.ASCII)
+
+
+def print_programs(programs: Sequence[Sequence[_core.Instruction]], placement: _core.Placement) -> str:
+    from pipedream import _core
+
+    def named(found: re.Match[str]) -> str:
+        stage, owner = int(found[1]), int(found[2])
+        spare = owner - placement.num_replicas(stage)
+        return found[0] if spare < 0 else f"stage {stage} spare {spare}"
+
+    return _REPLICA.sub(named, _core.print_programs(programs))
+
+
+def parse_programs(text: str) -> list[list[_core.Instruction]]:
+    """Reads the lists in a text that names all replicas of stages with spares. Raises ValueError naming the
+    line."""
+    from pipedream import _core
+
+    num_replicas: dict[int, int] = {}
+    for stage, replica in _REPLICA.findall(text):
+        num_replicas[int(stage)] = max(num_replicas.get(int(stage), 1), 1 + int(replica))
+
+    def counted(found: re.Match[str]) -> str:
+        stage, spare = int(found[1]), int(found[2])
+        return f"stage {stage} replica {num_replicas.get(stage, 1) + spare}"
+
+    return _core.parse_programs(_SPARE.sub(counted, text))

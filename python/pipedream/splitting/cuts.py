@@ -1,0 +1,417 @@
+"""Cuts: where the forward of any module may be divided between stages, and what crosses there.
+
+A cut is the end of a call of a module. Upstream of it everything before that moment runs; downstream the same
+forward runs again, but the calls that are over at the cut (the frontier: those of the inputs, of the siblings
+that came before, at each level, and the call itself) give back what came over the cut.
+
+    forward(x)              upstream runs     downstream runs
+      x = stem(x)           stem              -
+      y = x.mean(1)         mean              mean                   code outside calls: on both sides
+      x = body(x)           body, then stops  -                      <- the cut
+      return head(x + y)                      +, head
+
+What crosses is the backward slice from the loss through all that runs downstream, where it ends in something
+that does not run there: nothing else can be read. What a hook inside a frontier call has put elsewhere
+(a list of router logits) crosses, too, and the hook is called again downstream. Contract: a cut is offered
+only where that is exactly reproducible, and every other end of a call has a reason why not. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipedream import _core
+from pipedream.model.tensor_spec import order_in_memory
+from pipedream.model.trace import INPUTS, ROOT, Call, Leaf, Operation, Trace, Version
+from pipedream.splitting.crossing import Crossing, FrontierCall, PackedLeaf
+from pipedream.splitting.unused import unused_of
+
+__all__ = ["Cut", "Cuts", "SpanState"]
+
+
+_BY_CHANCE = (
+    "random numbers decide whether it is called, and a minibatch that leaves it out would end the run (where"
+    " none does name it in cuts=[...] of profile)"
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place to cut, or the reason why it is none. One with both is a place for who names it alone."""
+
+    call: int
+    name: str
+    crossing: Crossing | None = None
+    num_bytes: int = 0
+    """Bytes that cross in the traced minibatch."""
+    why_not: str = ""
+    calls: tuple[str, ...] = ()
+    """All that end here, by name, the outermost first: the same place."""
+    is_checkpointed: bool = False
+    """The call itself, and none around it, is under activation checkpointing or no_grad."""
+
+
+@dataclass(frozen=True)
+class SpanState:
+    """The names of what a span of the forward has to do with."""
+
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    read: frozenset[str]
+    """Those of them that the traced minibatch used."""
+    strays: frozenset[str]
+    """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
+    others_modules: frozenset[str] = frozenset()
+    """Modules of others that were not called in the traced minibatch; code outside calls may call them in a
+    later one."""
+
+
+@dataclass
+class _Slice:
+    """The operations that run in a span, and those that are needed."""
+
+    needed: list[Operation] = field(default_factory=list)
+    reads: set[Version] = field(default_factory=set)
+    """By what is needed, and made outside the span."""
+
+
+class Cuts:
+    """The places of one trace, in the order of the forward: `offered`, and `refused` with reasons."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._writer = {version: op for op in trace.operations for version in op.writes}
+        self._children: dict[int, list[int]] = {}
+        for index, call in enumerate(trace.calls):
+            self._children.setdefault(call.parent, []).append(index)
+        self._parameter_of = _by_storage(trace.parameters)
+        self._buffer_of = _by_storage(trace.buffers)
+        self._unused = unused_of(trace)
+        self._changing = {
+            version.storage
+            for op in trace.operations
+            for version in op.writes
+            if version.storage in self._buffer_of
+        }
+        self.offered: list[Cut] = []
+        self.refused: list[Cut] = []
+        for candidates in self._candidates():
+            names = tuple(str(trace.calls[index].key) for index in candidates)
+            tried = [replace(self._try(index), calls=names) for index in candidates]
+            legal = next((cut for cut in tried if cut.crossing is not None), None)
+            if legal is None:
+                self.refused.append(tried[0])
+            elif self._is_left_to_chance(legal.call):
+                self.refused.append(replace(legal, why_not=_BY_CHANCE))
+            else:
+                self.offered.append(legal)
+
+    def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
+        """Returns the state that the span between two cuts needs or touches. None: from the start, to the
+        loss."""
+        begin = 0 if first is None else self._trace.calls[first.call].end
+        end = None if last is None else self._trace.calls[last.call].end
+        runs = [op for op in self._trace.operations if self._runs(op, begin, end)]
+        touched = _storages(runs)
+        own = _storages([op for op in runs if op.tick > begin]) | _storages(self._slice(begin, last).needed)
+        until = math.inf if end is None else end
+        unused = {name for name, found in self._unused.items() if found.is_in(begin, until)}
+        passed = {found for found in self._unused.values() if found.is_passed_in(begin, until)}
+        named = self._parameter_of | self._buffer_of
+        return SpanState(
+            _named(own, self._parameter_of) | unused.intersection(self._trace.parameters),
+            _named(own, self._buffer_of) | unused.intersection(self._trace.buffers),
+            _named(own, named),
+            _named(touched - own, named),
+            frozenset(found.module for found in passed if found.module and not found.is_in(begin, until)),
+        )
+
+    def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
+        """By parameter, the first of the spans between these cuts that reads it, or would read it."""
+        ends = [self._trace.calls[cut.call].end for cut in cuts]
+        spans = {name: sum(end < min(found.ticks) for end in ends) for name, found in self._unused.items()}
+        for op in self._trace.operations:
+            for version in op.reads:
+                for name in self._parameter_of.get(version.storage, ()):
+                    spans.setdefault(name, sum(end < op.tick for end in ends))
+        return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
+
+    def end_of(self, cut: Cut) -> int:
+        """When the call ends, by which cuts are in the order of the forward."""
+        return self._trace.calls[cut.call].end
+
+    @property
+    def last_call(self) -> str:
+        """The last call of the forward; empty if it calls no module."""
+        last = max(self._trace.calls, key=lambda call: call.end)
+        return "" if last.key == INPUTS else str(last.key)
+
+    # Where a cut may be.
+
+    def _candidates(self) -> Iterable[list[int]]:
+        """Groups of calls that end between the same two operations, the outermost first, if parameters are
+        used on both sides."""
+        uses = [op.tick for op in self._trace.operations if self._uses_parameters(op)]
+        if not uses:
+            return
+        ticks = [op.tick for op in self._trace.operations if not op.is_copy]
+        groups: dict[int, list[int]] = {}
+        position = 0
+        for index in sorted(range(len(self._trace.calls)), key=lambda index: self._trace.calls[index].end):
+            end = self._trace.calls[index].end
+            while position < len(ticks) and ticks[position] < end:
+                position += 1
+            if uses[0] < end < uses[-1]:
+                groups.setdefault(position, []).append(index)
+        yield from (group[::-1] for group in groups.values())
+
+    def _uses_parameters(self, op: Operation) -> bool:
+        return any(version.storage in self._parameter_of for version in op.reads)
+
+    def _try(self, index: int) -> Cut:
+        call = self._trace.calls[index]
+        name = str(call.key)
+        around = self._path(index)
+        if not all(self._trace.calls[other].is_plain for other in around):
+            outer = next(o for o in reversed(around) if not self._trace.calls[o].is_plain)
+            where = self._trace.calls[outer].key
+            why_not = f"{where} runs under activation checkpointing or no_grad"
+            return Cut(index, name, why_not=why_not, is_checkpointed=outer == index)
+        found = self._slice(call.end, None)
+        why_not = self._fault(call, found)
+        if why_not:
+            return Cut(index, name, why_not=why_not)
+        frontier = self._frontier(index)
+        hooked = self._hooked(frontier, found)
+        sources = [*frontier, *(inner for calls in hooked.values() for inner in calls)]
+        positions: dict[tuple[object, ...], int] = {}
+        sizes: list[int] = []
+        for leaf in (leaf for i in sources for leaf in self._leaves(i) if self._crosses(i, leaf, found)):
+            if leaf.memory not in positions:
+                positions[leaf.memory] = len(positions)
+                sizes.append(leaf.num_bytes)
+        why_not = self._fault_of_wire(sources, found, positions)
+        if why_not:
+            return Cut(index, name, why_not=why_not)
+        calls = tuple(
+            replace(
+                self._frontier_call(i, call.end, positions),
+                hooked=tuple(self._frontier_call(inner, call.end, positions) for inner in hooked.get(i, ())),
+                is_hooked=self._escapes(i, found),
+            )
+            for i in frontier
+        )
+        crossing = Crossing(call.key, calls, len(positions))
+        return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
+
+    def _crosses(self, index: int, leaf: Leaf, found: _Slice) -> bool:
+        """Inputs that are no floating-point numbers always do: they are small, and what reaches Python of
+        them (tolist(), numpy()) is no operation, nor would the check see it: stand-ins cannot be NaN."""
+        is_input = self._trace.calls[index].key == INPUTS
+        always = is_input and leaf.is_dense and not leaf.dtype.is_floating_point
+        return always or leaf.version in found.reads
+
+    def _fault(self, call: Call, found: _Slice) -> str:
+        """Why what runs on both sides would differ; empty where nothing does. What it draws is keyed
+        (draws.py)."""
+        receiver = _storages(found.needed)
+        receiver |= _storages(op for op in self._trace.operations if op.tick > call.end)
+        sender = _storages(op for op in self._trace.operations if op.tick < call.end)
+        for storage in sorted(self._changing & receiver & sender):
+            return f"buffer {self._buffer_of[storage][0]!r} changes and is used on both sides"
+        for version in found.reads:
+            if version.writes > 0 and version.storage in self._parameter_of:
+                return f"parameter {self._parameter_of[version.storage][0]!r} is written in the forward"
+        return ""
+
+    def _fault_of_wire(
+        self, sources: list[int], found: _Slice, positions: dict[tuple[object, ...], int]
+    ) -> str:
+        """Why what is needed cannot be given back by these calls; empty where it can."""
+        leaves = [leaf for index in sources for leaf in self._leaves(index)]
+        returned = {leaf.version for leaf in leaves}
+        for version in sorted(found.reads - returned):
+            writer = self._writer.get(version)
+            if writer is not None:
+                where = "the model" if writer.call == ROOT else str(self._trace.calls[writer.call].key)
+                return (
+                    f"{where} passes a tensor ({writer.name}) to later code outside its return value"
+                    " (return it)"
+                )
+        crossing = [leaf for leaf in leaves if leaf.version in found.reads]
+        if not positions:
+            return "nothing crosses"
+        if len(positions) >= _core.NUM_TENSORS_MAX:
+            return f"{len(positions)} tensors would cross"
+        for leaf in crossing:
+            if not leaf.is_dense:
+                return "a tensor that is not dense would cross"
+            if leaf.has_data_size:
+                return "a tensor would cross that is as long as the contents of another say"
+            if len(leaf.shape) > _core.NUM_DIMS_MAX:
+                return f"a tensor of {len(leaf.shape)} dimensions would cross"
+        views = Counter(leaf.version.storage for leaf in {leaf.memory: leaf for leaf in crossing}.values())
+        written = {version.storage for op in found.needed for version in op.writes}
+        if any(count > 1 and storage in written for storage, count in views.items()):
+            return "two views of memory that is written later would cross"
+        return ""
+
+    # Calls that a draw decides on.
+
+    @property
+    def depend_on_chance(self) -> bool:
+        """Whether another trace of the same minibatch may have other calls, and so other cuts."""
+        return bool(self._chances)
+
+    def _is_left_to_chance(self, index: int) -> bool:
+        """Whether a draw has decided, right before the call or one around it, that it is made."""
+        return any(self._follows_chance(other) for other in self._path(index))
+
+    def _follows_chance(self, index: int) -> bool:
+        call = self._trace.calls[index]
+        siblings = (self._trace.calls[other].end for other in self._children[call.parent])
+        before = max((end for end in siblings if end < call.begin), default=0)
+        return any(before < tick < call.begin for tick in self._chances.get(call.parent, ()))
+
+    @functools.cached_property
+    def _chances(self) -> dict[int, list[int]]:
+        """By call, when its own code decided by random numbers and by nothing else, as layers are dropped,
+        and not by activations that have been through dropout."""
+        ticks: dict[int, list[int]] = {}
+        free: set[Version] = set()  # of anything but constants and random numbers
+        drawn: set[Version] = set()
+        for op in self._trace.operations:
+            if not free.issuperset(op.reads):
+                continue
+            is_drawn = op.draws or not drawn.isdisjoint(op.reads)
+            if op.decides and is_drawn and not op.writes:
+                ticks.setdefault(op.call, []).append(op.tick)
+            free.update(op.writes)
+            drawn.update(op.writes if is_drawn else ())
+        return ticks
+
+    # The frontier.
+
+    def _path(self, index: int) -> list[int]:
+        """The call and those around it, the innermost first."""
+        path = []
+        while index != ROOT:
+            path.append(index)
+            index = self._trace.calls[index].parent
+        return path
+
+    def _frontier(self, index: int) -> list[int]:
+        """The calls that are over at the end of this one and lie in none that is."""
+        end = self._trace.calls[index].end
+        levels = [*self._path(index)[1:], ROOT]
+        siblings = [child for level in levels for child in self._children.get(level, ())]
+        over = [child for child in siblings if self._trace.calls[child].end <= end]
+        return sorted(over, key=lambda child: self._trace.calls[child].end)
+
+    def _leaves(self, index: int) -> list[Leaf]:
+        return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
+
+    def _hooked(self, frontier: list[int], found: _Slice) -> dict[int, list[int]]:
+        """By frontier call the calls in it whose hooks have put elsewhere what is needed, in their order."""
+        returned = {leaf.version for index in frontier for leaf in self._leaves(index)}
+        left = found.reads - returned
+        hooked: dict[int, list[int]] = {}
+        for index in sorted(range(len(self._trace.calls)), key=lambda i: self._trace.calls[i].end):
+            needed = left.intersection(leaf.version for leaf in self._leaves(index))
+            if not needed or not self._trace.calls[index].is_hooked:
+                continue
+            around = next((outer for outer in self._path(index)[1:] if outer in frontier), None)
+            if around is not None:
+                hooked.setdefault(around, []).append(index)
+                left -= needed
+        return hooked
+
+    def _escapes(self, index: int, found: _Slice) -> bool:
+        """Whether a hook has put what the call returned where code beyond the call around it reads it."""
+        parent = self._trace.calls[index].parent
+        if parent == ROOT or not self._trace.calls[index].is_hooked:
+            return False
+        versions = {leaf.version for leaf in self._leaves(index)} & found.reads
+        versions -= {leaf.version for leaf in self._leaves(parent)}
+        return any(
+            parent not in self._path(op.call) and not versions.isdisjoint(op.reads) for op in found.needed
+        )
+
+    def _frontier_call(self, index: int, cut: int, positions: dict[tuple[object, ...], int]) -> FrontierCall:
+        call = self._trace.calls[index]
+
+        def packed(leaf: object) -> PackedLeaf:
+            if not isinstance(leaf, Leaf):
+                return PackedLeaf(constant=leaf)
+            position = positions.get(leaf.memory)
+            # What crosses is overwritten by code before the cut, a filler by any that runs afterwards.
+            until = cut if position is not None else None
+            overwritten = self._is_overwritten(leaf.version.storage, call.end, until)
+            order = order_in_memory(leaf.shape, leaf.stride)
+            return PackedLeaf(position, leaf.dtype, len(leaf.shape), order, overwritten)
+
+        inside = Counter(
+            other.key.module for other in self._trace.calls if call.begin < other.begin < call.end
+        )
+        return FrontierCall(call.key, call.structure, tuple(map(packed, call.leaves)), dict(inside))
+
+    def _is_overwritten(self, storage: int, begin: int, end: int | None) -> bool:
+        ticks = self._write_ticks.get(storage, ())
+        return any(tick > begin and (end is None or tick < end) for tick in ticks)
+
+    @functools.cached_property
+    def _write_ticks(self) -> dict[int, list[int]]:
+        ticks: dict[int, list[int]] = {}
+        for op in self._trace.operations:
+            for version in op.writes:
+                ticks.setdefault(version.storage, []).append(op.tick)
+        return ticks
+
+    # The data flow.
+
+    def _runs(self, op: Operation, begin: int, end: int | None) -> bool:
+        """Whether a stage of the span runs it: calls that are over at its beginning are not made again."""
+        if end is not None and op.tick > end:
+            return False
+        return op.tick > begin or op.call == ROOT or self._trace.calls[op.call].end > begin
+
+    def _slice(self, begin: int, last: Cut | None) -> _Slice:
+        """Returns the slice of a stage that gets what is over at the tick `begin` and makes what crosses at
+        `last`, or the loss."""
+        calls = self._trace.calls
+        if last is None:
+            end, wanted = None, {self._trace.loss}
+        else:
+            assert last.crossing is not None
+            end = calls[last.call].end
+            wanted = self._slice(end, None).reads
+        found = _Slice(reads=set(wanted))
+        for op in reversed(self._trace.operations):
+            if not self._runs(op, begin, end):
+                continue
+            is_root = op.decides or (op.tick > begin and any(v.storage in self._buffer_of for v in op.writes))
+            if is_root or not found.reads.isdisjoint(op.writes):
+                found.needed.append(op)
+                found.reads.difference_update(op.writes)
+                found.reads.update(op.reads)
+        return found
+
+
+def _by_storage(storages: dict[str, int]) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, storage in storages.items():
+        names.setdefault(storage, []).append(name)
+    return names
+
+
+def _named(storages: set[int], names: dict[int, list[str]]) -> frozenset[str]:
+    return frozenset(itertools.chain.from_iterable(names.get(storage, ()) for storage in storages))
+
+
+def _storages(operations: Iterable[Operation]) -> set[int]:
+    return {version.storage for op in operations for version in (*op.reads, *op.writes)}

@@ -1,0 +1,264 @@
+"""Span: a stage that runs a part of any model's forward, between two cuts, by the model's own code.
+
+    1  the model's forward runs from its beginning
+    2  calls that are over at the cut before give back what was received  (crossing.py)
+    3  everything else runs as it is; what crosses the cut after is kept as calls end
+    4  the end of the span's last call stops the forward
+
+Code outside calls runs at every stage whose forward passes it. What it computes from fillers nobody reads.
+Each forward keeps its state in an object of its own: many are in flight, and a recompute is one more.
+
+A forward may leave out calls that the traced one made, or make others, where that concerns one stage alone.
+It is refused here where a result of such a call crosses a cut. Owned by the stage's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.model.batches import call_model
+from pipedream.model.calls import calls_seen, module_names, visible_modules
+from pipedream.model.draws import DrawSites, KeyedDraws
+from pipedream.model.stage_module import StageModule
+from pipedream.model.structure import taken_apart
+from pipedream.model.trace import INPUTS, CallCounter, CallKey
+from pipedream.splitting.crossing import NOT_CALLED, Crossing, Fillers
+from pipedream.splitting.cuts import SpanState
+
+__all__ = ["SpanStage"]
+
+
+class _Stop(BaseException):
+    """Ends a forward; no code of the user's catches it by mistake."""
+
+
+class SpanStage(StageModule):
+    """Layers first_layer..last_layer of a model that was cut along its own forward. It holds the whole model,
+    and calls its own what the span reads and writes of it."""
+
+    def __init__(
+        self,
+        stage_index: int,
+        first_layer: int,
+        layer_names: Sequence[str],
+        model: nn.Module,
+        *,
+        state: SpanState,
+        crossing_in: Crossing | None,
+        crossing_out: Crossing | None,
+        fillers: Fillers | None = None,
+        on_begin: Callable[[], None] | None = None,
+        draws: DrawSites | None = None,
+        call: Callable[[nn.Module, Any], Any] = call_model,
+    ) -> None:
+        """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
+        where it has come to the cut before. draws: of the whole model. fillers: shared by stages that run in
+        one process, one after the other. call: runs the model."""
+        super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
+        self.last_layer = first_layer + len(layer_names) - 1
+        self.layer_names = list(layer_names)
+        self.traced_draws = draws or DrawSites()
+        self._state = state
+        self._crossing_in = crossing_in
+        self._crossing_out = crossing_out
+        self._shared_fillers = fillers
+        self._fillers = fillers or Fillers()
+        self._on_begin = on_begin or _do_nothing
+        self._call = call
+        self._names = module_names(model)
+        crossings = [crossing for crossing in (crossing_in, crossing_out) if crossing is not None]
+        keys = {call.key.module for crossing in crossings for call in crossing.all_calls}
+        keys |= state.others_modules
+        self.modules_at_cuts = frozenset(call.key.module for crossing in crossings for call in crossing.calls)
+        self._seen = [module for name, module in visible_modules(model) if name in keys]
+        self._visible = dict(visible_modules(model))
+
+    def forward(self, value: Any) -> Any:
+        """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
+        others = self._state.others_modules
+        forward = _SpanForward(
+            self._names,
+            self._visible,
+            self._crossing_in,
+            self._crossing_out,
+            self._on_begin,
+            others,
+            self.draws,
+        )
+        inputs = forward.begin(value, self._fillers)
+        model = self.layers[0]
+        if not self._seen:
+            return self._call(model, inputs)
+        try:
+            with calls_seen(self._seen, forward.call):
+                output = self._call(model, inputs)
+        except _Stop:
+            pass
+        forward.check_calls()
+        if self._crossing_out is not None:
+            output = forward.crossing(self._shared_fillers)
+        if forward.first_of_others is not None and _has_nan(output) and not _has_nan(value):
+            raise ValueError(
+                f"{forward.first_of_others} was not called in the first minibatch and is now, by code that"
+                " runs on both sides of a cut, and its result crosses that cut: choose other cuts, or put a"
+                " minibatch first that calls it"
+            )
+        return output
+
+    def owns(self, name: str) -> bool:
+        return name in self._state.parameters or name in self._state.buffers
+
+    def read_names(self) -> frozenset[str]:
+        """The full names of the parameters and buffers that the traced forward read here."""
+        return self._state.read
+
+    def stage_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
+
+    def held_names(self) -> set[str]:
+        """Code outside calls may read or write any buffer."""
+        return super().held_names() | {name for name, _ in self.layers[0].named_buffers()}
+
+    def others_parameters(self) -> list[nn.Parameter]:
+        own = self._state.parameters
+        return [parameter for name, parameter in self.layers[0].named_parameters() if name not in own]
+
+    def place(self, device: torch.device) -> None:
+        with torch.no_grad():
+            for _, parameter in self._unique_parameters():
+                parameter.data = parameter.data.to(device)
+        for module in self.layers[0].modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def strays(self) -> list[Tensor]:
+        """Parameters and buffers of other stages that its code reads, for nothing that is needed."""
+        model = self.layers[0]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return [tensor for name, tensor in tensors if name in self._state.strays]
+
+    def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        own = self._state.parameters
+        return [(name, parameter) for name, parameter in super()._unique_parameters() if name in own]
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _has_nan(value: Any) -> bool:
+    tensors = [tensor for tensor in taken_apart(value)[0] if isinstance(tensor, Tensor)]
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
+
+
+class _SpanForward:
+    """One forward."""
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        modules: dict[str, nn.Module],
+        crossing_in: Crossing | None,
+        crossing_out: Crossing | None,
+        on_begin: Callable[[], None],
+        others: frozenset[str],
+        draws: KeyedDraws | None,
+    ) -> None:
+        """others: SpanState.others_modules."""
+        self._draws = draws
+        self.first_of_others: CallKey | None = None
+        """The first call of such a module. Its parameters are NaN here, and so is what it returns."""
+        self._others = others
+        self._counter = CallCounter(names)
+        self._modules = modules
+        self._on_begin = on_begin
+        self._in = crossing_in
+        self._out = crossing_out
+        self._given: dict[CallKey, Any] = {}
+        self._over = {} if crossing_in is None else {call.key: call for call in crossing_in.calls}
+        self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.all_calls}
+        self._outputs: dict[CallKey, list[Any]] = {}
+
+    def begin(self, value: Any, fillers: Fillers) -> Any:
+        """The inputs that the model is called with."""
+        if self._in is None:
+            self._given = {INPUTS: value}
+        else:
+            self._given = self._in.unpack(value, fillers)
+        inputs = self._given.pop(INPUTS)
+        self._keep(INPUTS, inputs)
+        return inputs
+
+    def call(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        key = self._counter.key_of_next(module)
+        if key in self._given:
+            if self._given[key] is NOT_CALLED:
+                raise ValueError(
+                    f"{key} is called in the forward of a stage, and was not in that of the stage before:"
+                    " let something decide whether it is called that all stages have, as the inputs are"
+                )
+            self._counter.skip(self._over[key].calls_inside)
+            over = self._over[key]
+            for inner in over.hooked:
+                inner_output = self._given.pop(inner.key)
+                self._call_hooks(inner.key, inner_output)
+                self._keep(inner.key, inner_output)
+            output = self._given.pop(key)
+            if self._draws is not None:
+                self._draws.skip(key)
+            if over.is_hooked:
+                self._call_hooks(key, output)
+            if self._in is not None and key == self._in.last:
+                self._on_begin()
+        else:
+            if self.first_of_others is None and key.module in self._others:
+                self.first_of_others = key
+            output = call(*arguments, **keywords)
+        self._keep(key, output)
+        if self._out is not None and key == self._out.last:
+            raise _Stop
+        return output
+
+    def _call_hooks(self, key: CallKey, output: Any) -> None:
+        """Calls the hooks of a call that is not made, with its output: they put it where later code finds
+        it."""
+        module = self._modules[key.module]
+        for handle, hook in module._forward_hooks.items():
+            takes_keywords = handle in module._forward_hooks_with_kwargs
+            hook(module, (), {}, output) if takes_keywords else hook(module, (), output)
+
+    def _keep(self, key: CallKey, output: Any) -> None:
+        if key in self._wanted:
+            self._outputs[key] = self._wanted[key].flatten(output)
+
+    def check_calls(self) -> None:
+        """Raises ValueError for a forward that did not make a call of the traced one whose output crosses, or
+        at whose end the cut is."""
+        last = None if self._out is None else self._out.last
+        missing = [key for key, value in self._given.items() if value is not NOT_CALLED]
+        missing += [
+            key
+            for key, call in self._wanted.items()
+            if key not in self._outputs and (call.crosses or key == last)
+        ]
+        if missing:
+            raise ValueError(
+                f"the forward ended without calling {missing[0]}, as it did in the first minibatch: layers"
+                " that are dropped, or called depending on the data, must lie inside one stage, and not at"
+                " its end; give the plan other cuts"
+            )
+
+    def crossing(self, fillers: Fillers | None) -> tuple[Tensor | None, ...]:
+        assert self._out is not None
+        return self._out.pack(self._outputs, fillers)

@@ -1,0 +1,416 @@
+"""Split check: whether a model that is cut at all its cuts at once computes what the whole one does.
+
+Two minibatches, one after the other, with every layer as a stage of its own. What a stage must not need is
+poison: tensors that do not cross, and parameters and buffers of other stages; attributes that one stage sets
+no other finds, but itself with the second minibatch. Losses, gradients and buffers are compared, in float64
+where the model computes in it. The whole model and its stages draw by the same keys, as in a run; where the
+traced minibatch drew nothing the generators are set at each cut. The check takes the time of four minibatches
+and of the code outside calls at every layer, and leaves everything as it was. It belongs to the thread that
+profiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.common.errors import describe_error, one_line
+from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
+from pipedream.model.calls import visible_modules
+from pipedream.model.draws import KeyedDraws
+from pipedream.model.global_names import GlobalNames
+from pipedream.model.layers import Model, named_layers
+from pipedream.model.loss_placement import call_loss
+from pipedream.model.recompute import GeneratorState
+from pipedream.model.references import modules_carried_by
+from pipedream.model.stage_calls import leaves_of
+from pipedream.model.stage_module import StageModule
+from pipedream.model.structure import taken_apart
+from pipedream.model.trace import uncompiled
+from pipedream.model.untouched import Attributes, untouched
+from pipedream.splitting import crossing, span
+from pipedream.splitting.checked_model import CheckedModel, checked_model
+from pipedream.splitting.cut_model import CutModel
+from pipedream.splitting.float64 import (
+    NotInFloat64Error,
+    PrecisionSeen,
+    as_float64,
+    fits_in_float64,
+    in_float64,
+)
+
+__all__ = ["NUM_CHECKED", "check_cuts", "check_layers", "without_bad_cuts"]
+
+_log = logging.getLogger("pipedream")
+
+NUM_CHECKED = 2
+"""Minibatches that a check reads."""
+
+_LossFunction = Callable[[Any, Any], Tensor]
+_Minibatches = Sequence[tuple[Any, Any]]
+
+# Relative to each tensor's largest element, by the coarsest dtype that the model computes in: a value that
+# three or more use is summed in another order.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE_OF_OTHERS = 1e-2
+# A float64 model with some float32 inside (norms, positions) differs by what these round differently.
+_TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
+
+_LEFT_OUT = "the second minibatch does not make the call that ends there"
+_REFUSED = "a stage refuses that: "
+_NEGLIGIBLE = 1e-2
+"""Share of the largest element of all gradients: times the tolerance some ten times float32's rounding of
+it."""
+
+
+@dataclass
+class _Outcome:
+    losses: list[float]
+    """One per minibatch."""
+    gradients: dict[str, Tensor]
+    """Sums over the minibatches, by name."""
+    buffers: dict[str, Tensor]
+    """After the last one."""
+
+
+@dataclass
+class _Round:
+    """The generators of the whole model's forward with one minibatch."""
+
+    begin: GeneratorState
+    at_places: dict[int, GeneratorState] = field(default_factory=dict)
+
+
+def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
+    """The places where the model may be cut, by position, at which cutting changes what is computed, with
+    what differs, or the error that the forward then raises. model: a list of layers or a CutModel.
+    minibatches: (inputs, targets) on the model's device, the first NUM_CHECKED; where there are fewer the
+    last one counts again.
+
+    Raises ValueError where single cuts compute what they must and several together do not."""
+    checked = checked_model(model)
+    if not checked.place_names:
+        return {}
+    modules = [module for _, module in checked.roots]
+    taken = [*minibatches[:NUM_CHECKED], *[minibatches[-1]] * NUM_CHECKED][:NUM_CHECKED]
+    with contextlib.ExitStack() as around:
+        around.enter_context(untouched(modules, loss_fn))
+        for module in modules:
+            around.enter_context(uncompiled(module))
+        if fits_in_float64(checked.roots, device_of(modules)):
+            too_wide = contextlib.suppress(NotInFloat64Error, torch.OutOfMemoryError)
+            with too_wide, in_float64(checked.roots, loss_fn):
+                wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
+                return _bad_places(_Check(checked, wide, loss_fn, is_wide=True))
+        return _bad_places(_Check(checked, taken, loss_fn, is_wide=False))
+
+
+def without_bad_cuts(
+    cut: CutModel, minibatches: _Minibatches, loss_fn: _LossFunction, *, is_chosen: bool
+) -> CutModel:
+    """The model without those of its cuts that change what is computed, which the log says. Raises ValueError
+    where the user has chosen the cuts."""
+    bad = check_cuts(cut, minibatches, loss_fn)
+    if not bad:
+        return cut
+    differing = [(position, why) for position, why in bad.items() if why != _LEFT_OUT]
+    position, difference = (differing or [*bad.items()])[0]
+    text = (
+        f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
+        f" {difference}"
+    )
+    is_refused = difference.startswith(_REFUSED)  # which has its own remedy
+    if differing and not is_refused:
+        text += (
+            "; what later code, or the next minibatch, reads is kept outside torch's operations (numpy, an"
+            " attribute, a list that a hook appends to): return it from a module, or do all that needs it"
+            " inside of one"
+        )
+    opaque = next(
+        (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
+    )
+    if opaque is not None and not is_refused:
+        text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
+    if is_chosen:
+        raise ValueError(text)
+    others = [cut.offered[other].name for other in bad if other != position]
+    also = f"; nor after {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else ""
+    kept = cut.without(bad)
+    _log.warning("%s%s; places left to cut it: %d", text, also, len(kept.offered))
+    return kept
+
+
+def _can_cross(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+def check_layers(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> None:
+    """Raises ValueError where the layers of a list, each a stage, do not compute what they do one after the
+    other in one process. Layers that are all torch's own keep nothing for each other, and are not run."""
+    named = named_layers(model)
+    if all(_is_of_torch(module) for layer in named for module in layer.module.modules()):
+        return
+    for position, difference in check_cuts(model, minibatches, loss_fn).items():
+        raise ValueError(
+            f"the model cut after layer {named[position].name} does not compute what the whole model does:"
+            f" {difference}; a layer keeps what another one, or the next minibatch, reads outside of what it"
+            " returns (in an object that both have, an attribute of the other): return it, or make one entry"
+            " of the list of all layers between; for a plan of one stage alone use profile(check=False)"
+        )
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    is_patched = "forward" in vars(module)
+    return type(module).__module__.startswith("torch.nn.") and not any(hooks) and not is_patched
+
+
+def _bad_places(check: _Check) -> dict[int, str]:
+    names = check.model.place_names
+    left_out = check.places_left_out()
+    reached = [place for place in range(len(names)) if place not in left_out]
+    bad = dict.fromkeys(left_out, _LEFT_OUT) | _bad_of(reached, check.difference)
+    good = [place for place in reached if place not in bad]
+    left = check.difference(good) if bad and good else ""
+    if left:
+        raise ValueError(
+            f"the model cut after {', '.join(names[place] for place in good)} at once does not compute"
+            f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
+        )
+    return bad
+
+
+def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
+    """Those at which it differs, found by halves: a few of many take a few checks."""
+    found = difference(places)
+    if not found:
+        return {}
+    if len(places) == 1:
+        return {places[0]: found}
+    middle = len(places) // 2
+    return _bad_of(places[:middle], difference) | _bad_of(places[middle:], difference)
+
+
+class _Check:
+    """Minibatches that a model has computed as a whole, to compare it in stages with."""
+
+    def __init__(
+        self,
+        model: CheckedModel,
+        minibatches: _Minibatches,
+        loss_fn: _LossFunction,
+        *,
+        is_wide: bool,
+    ) -> None:
+        """is_wide: all is float64; raises NotInFloat64Error where
+        the model does not take it."""
+        self.model = model
+        self._minibatches = minibatches
+        self._loss_fn = loss_fn
+        self._modules = [module for _, module in model.roots]
+        self._device = device_of(self._modules)
+        self._all_roots = [*self._modules, *modules_carried_by(loss_fn)]
+        self._global_names = GlobalNames(module for root in self._all_roots for module in root.modules())
+        self._rounds: list[_Round] = []
+        sites = model.draws
+        self._draws = KeyedDraws(0, sites, visible_modules(self._modules[0]), self._device) if sites else None
+        seen = PrecisionSeen()
+        with self._all_kept(), self._drawing():
+            try:
+                self._whole = self._run_whole(seen)
+            except Exception as error:
+                if is_wide:
+                    raise NotInFloat64Error from error
+                raise
+        tolerances = (
+            _TOLERANCE_OF_MIXED | {torch.float64: _TOLERANCE[torch.float64]} if is_wide else _TOLERANCE
+        )
+        self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
+
+    def places_left_out(self) -> list[int]:
+        """Those that a minibatch does not come to."""
+        reached = [of_turn.at_places for of_turn in self._rounds]
+        return [
+            place
+            for place in range(len(self.model.place_names))
+            if not all(place in of_turn for of_turn in reached)
+        ]
+
+    def difference(self, ends: Sequence[int]) -> str:
+        """Says what differs in stages that end at these places; "" if nothing does."""
+        with self._all_kept(), self._drawing():
+            try:
+                staged = self._run_staged(ends)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if _is_refusal(error):
+                    return f"{_REFUSED}{one_line(error)}"
+                return f"cut there its forward raises {describe_error(error)}"
+            return _difference(self._whole, staged, self._tolerance)
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._draws is None else self._draws.installed()
+
+    def _run_whole(self, seen: PrecisionSeen) -> _Outcome:
+        losses = []
+        for turn, (inputs, targets) in enumerate(self._minibatches):
+            of_turn = _Round(GeneratorState.capture(self._device))
+            self._rounds.append(of_turn)
+            if self._draws is not None:
+                self._draws.begin(turn, 0, None)
+
+            def at_place(place: int, of_turn: _Round = of_turn) -> None:
+                of_turn.at_places[place] = GeneratorState.capture(self._device)
+
+            with seen if turn == 0 else contextlib.nullcontext():
+                output = self.model.run(_copied(inputs), at_place)
+                loss = self._loss(output, targets)
+            losses.append(float(loss.detach()))
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss, output
+        return _Outcome(losses, self._gradients(), _clones(self._named("named_buffers")))
+
+    def _run_staged(self, ends: Sequence[int]) -> _Outcome:
+        generators: dict[int, GeneratorState] = {}  # at the places, of this minibatch
+
+        def on_begin(place: int) -> None:
+            if self._draws is None:
+                generators[place].restore(self._device)
+
+        stages = self.model.stages(ends, on_begin)
+        # A worker has the attributes that its own forwards have set.
+        attributes = [Attributes(self._modules, self._global_names)] * len(stages)
+        for stage in stages:
+            stage.draws = self._draws
+        losses: list[float] = []
+        buffers: dict[str, Tensor] = {}
+        for turn, (inputs, targets) in enumerate(self._minibatches):
+            of_whole = self._rounds[turn]
+            generators = of_whole.at_places
+            of_whole.begin.restore(self._device)
+            value: Any = _copied(inputs)
+            received: list[Any] = []
+            sent: list[Any] = []
+            buffers = {}
+            for index, stage in enumerate(stages):
+                if sent:
+                    received.append(leaves_of(sent[-1], copies=True))
+                    value = map_tensors(boundary_input, received[-1])
+                attributes[index].restore()
+                if self._draws is not None:
+                    self._draws.begin(turn, 0, stage)
+                with _strays_swapped(stage):
+                    value = stage(value)
+                if turn + 1 < len(self._minibatches):
+                    attributes[index] = Attributes(self._modules, self._global_names)
+                buffers |= _clones(stage.stage_buffers())
+                if stage is not stages[-1]:
+                    sent.append(value)
+            loss = self._loss(value, targets)
+            losses.append(float(loss.detach()))
+            _backward(loss, sent, received)
+        return _Outcome(losses, self._gradients(), buffers)
+
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        return check_loss(call_loss(self._loss_fn, output, _copied(targets)), 0)
+
+    @contextlib.contextmanager
+    def _all_kept(self) -> Iterator[None]:
+        with untouched(self._modules, self._loss_fn):
+            attributes = Attributes(self._all_roots, self._global_names)
+            try:
+                yield
+            finally:
+                attributes.restore()
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients = {name: p.grad for name, p in self._named("named_parameters") if p.grad is not None}
+        return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
+
+    def _named(self, table: str) -> Iterator[tuple[str, Tensor]]:
+        """By full name; table: "named_parameters" or "named_buffers"."""
+        for prefix, module in self.model.roots:
+            yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a stage has raised it, and not code that it runs."""
+    raised = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return raised[-1] in (span.__name__, crossing.__name__)
+
+
+def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
+    """Stage by stage, the last one first. sent, received: at each cut."""
+    roots = [(loss, torch.ones_like(loss))] if loss.requires_grad else []
+    while roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        pairs = zip(tensors_of(sent.pop()), tensors_of(received.pop()), strict=True) if sent else ()
+        roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
+
+
+@contextlib.contextmanager
+def _strays_swapped(stage: StageModule) -> Iterator[None]:
+    """Parameters and buffers of others are not what this stage reads, nor where it writes."""
+    contents = [(tensor, tensor.data) for tensor in stage.strays()]
+    for tensor, content in contents:
+        poisons = content.is_floating_point()
+        tensor.data = torch.full_like(content, math.nan) if poisons else content.clone()
+    try:
+        yield
+    finally:
+        for tensor, content in contents:
+            tensor.data = content
+
+
+def _copied(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().clone(), value)
+
+
+def _clones(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}
+
+
+def _difference(whole: _Outcome, staged: _Outcome, tolerance: float) -> str:
+    """Empty where there is none."""
+    for turn, (wanted, loss) in enumerate(zip(whole.losses, staged.losses, strict=True)):
+        if not math.isclose(loss, wanted, rel_tol=0, abs_tol=tolerance * max(abs(wanted), 1.0)):
+            which = "its loss" if turn == 0 else "its next loss"
+            return f"{which} is {loss:.10g}, not {wanted:.10g}"
+    # A gradient that is nothing but rounding, as that of an attention's key bias, is so in another way.
+    scale = _NEGLIGIBLE * max([_largest(tensor) for tensor in whole.gradients.values()], default=0.0)
+    for name, tensor in whole.gradients.items():
+        other = staged.gradients.get(name)
+        if other is None:
+            return f"{name} has no gradient"
+        if not _is_close(tensor, other, scale, tolerance):
+            return f"the gradient of {name} differs"
+    for name, tensor in whole.buffers.items():
+        if not _is_close(tensor, staged.buffers[name], 0.0, tolerance):
+            return f"{name} differs"
+    return ""
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() > 0 else 0.0
+
+
+def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> bool:
+    """scale: what the largest element is taken for at least."""
+    if tensor.is_sparse:  # a buffer
+        tensor, other = tensor.to_dense(), other.to_dense()
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    if tensor.numel() == 0 or torch.equal(tensor, other):
+        return True
+    distance = (tensor - other).abs().max()  # NaN is no distance
+    return bool(distance <= tolerance * max(_largest(tensor), scale))

@@ -1,0 +1,321 @@
+"""One replica's end of a parameter server whose shards are asynchronous: every replica's gradient is an
+update of its own, made when it comes, and who has pushed it is answered with what the shard is then.
+
+    replica q, its part of round j                 the owner of another shard
+    SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
+    UPDATE       the same of its own shard         |
+    RECV pull    its version j + 1 <-------------- SEND pull: the chunk as it is now, and how many gradients
+                                                   it has had: its own j + 1, and what others' have come
+
+Nobody waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam, OSDI'14).
+A gradient is the mean over a replica's microbatches of a round by what they count. It is not divided by r: r
+replicas make r updates, with the learning rate as it is given. Before it
+pushes again a replica has taken in its answer, so that the owner keeps one for each.
+
+    master     memory of its own: one version, which forwards do not read while it changes
+    answers    one for each other replica, until it has left
+    slots      the versions that forwards read, as everywhere
+
+Two threads. The worker's compute thread pushes, makes the replica's own updates and pulls; one more serves
+the others, whatever the compute thread does. A lock guards the master, the optimizer and the count of
+updates. At the end all replicas have the masters as they are when every gradient is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.budget.footprint import StepMeter, make_meter
+from pipedream.common.errors import PipelineError, describe_error
+from pipedream.update.gradients import RunStep
+from pipedream.update.pushes import bytes_of, item_of
+from pipedream.update.shard_client import ShardClient
+from pipedream.update.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of
+from pipedream.update.weights import view_like
+
+__all__ = ["AsynchronousServer"]
+
+
+_NUM_MEASURED_MAX = 8  # updates for others: the first makes the optimizer's state, some have several parts
+
+
+class AsynchronousServer(ShardClient):
+    """A replica's shard and its exchange with the others."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        layout: ShardLayout,
+        master: Tensor,
+        answers: Mapping[int, Tensor],
+        names: Sequence[str],
+        where: str,
+        **options: Any,
+    ) -> None:
+        """master, answers, these by the other replica: flat memory for the shard, each. names: of the
+        parameters. where: the worker, for errors."""
+        super().__init__(*arguments, layout=layout, **options)
+        own_chunks = self._chunks[self._replica]
+        self._where = where
+        self._names = names
+        self._parts = parts_of(own_chunks, layout.pieces_of(self._replica), at_once=layout.whole_tensors)
+        self._master = _chunks_in(master, own_chunks)
+        self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
+        self._own_round: tuple[int, list[Tensor | None]] | None = None
+        """The replica's own gradient that is to be applied, and its round."""
+        first = self._newest = self._rounds.first_version
+        self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
+        for place, chunk in zip(self._master, own_chunks, strict=True):
+            place.copy_(self._place_of(chunk, self._slot_of[first]))
+        # The thread that serves the others.
+        self._awaiting = [*self._others]
+        """Replicas that have not told the end, the one that was served last behind the others."""
+        self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
+        """By replica: chunks of the part that comes next."""
+        self._next_part = dict.fromkeys(self._others, 0)
+        self._failure: BaseException | None = None
+        device = self._weights.own.slots[0].device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._step_meter = StepMeter(make_meter(device))
+        # On the host measuring costs time per operator; a device's meter does not tell threads apart.
+        self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
+        # Of both threads.
+        self._lock = threading.Lock()
+        """Guards what follows, and what the master and the optimizer hold."""
+        self._pieces = self._pieces_of_master(layout)
+        self._updates = _core.ShardUpdates(
+            num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first
+        )
+
+    def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
+        """In the order in which the optimizer has them."""
+        places = {
+            id(piece): (place, piece)
+            for place, chunk in zip(self._master, self._chunks[self._replica], strict=True)
+            for piece in chunk.pieces
+        }
+        return [
+            self._piece_in(*places[id(piece)])
+            for chunk in layout.chunks_of(self._replica)
+            for piece in chunk.pieces
+        ]
+
+    def _piece_in(self, content: Tensor, piece: Piece) -> Tensor:
+        leaf = self._leaves(0, 0)[piece.parameter]
+        if piece.is_whole:
+            return view_like(content, piece.begin_bytes, leaf)
+        flat = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return flat.view(leaf.dtype).data
+
+    # The replica's own gradients: its compute thread.
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The next update is of the replica's gradient of the minibatch's round."""
+        round_index = self._rounds.round_of(minibatch)
+        self._own_round = round_index, self._own.pop(round_index)
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        assert self._own_round is not None
+        round_index, own = self._own_round
+        self._weights.own.show(write_slot)
+        self._exchange.note_version(write_slot)
+        self._newest += 1
+        for index, part in enumerate(self._parts):
+            gradients = self._to_keep([_own_piece(own, piece) for piece in part.pieces])
+            with self._lock:
+                run(functools.partial(self._step, self._replica, round_index, index, gradients))
+                self._note_contained(self._newest, [self._updates.num_updates(index)])
+                for position, chunk in part.chunks:
+                    self._place_of(chunk, write_slot).copy_(self._master[position])
+        self._own_round = None
+        self._finish()
+
+    def _note_contained(self, version: int, num_updates: Sequence[int]) -> None:
+        known = [count for pair in (self._contained.get(version),) if pair for count in pair]
+        counts = [*known, *num_updates]
+        if counts:
+            self._contained[version] = min(counts), max(counts)
+
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        """Waits until every gradient is in this shard, and gives it to all, and takes theirs."""
+        self._thread.join()
+        self._raise_failure()
+        for content, chunk in zip(self._master, self._chunks[self._replica], strict=True):
+            self._core.send_items(
+                [(channel, item_of([content])) for channel in self._channels.pull_to.values()]
+            )
+            self._place_of(chunk, newest_slot).copy_(content)
+        self._exchange.note_version(newest_slot)
+        for other in self._others:
+            self._exchange.pull_from(other)
+
+    def _place_of(self, chunk: Chunk, slot: int) -> Tensor:
+        return self._weights.own.slots[slot][chunk.begin_bytes : chunk.end_bytes]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread = threading.Thread(target=self._serve_all, name="shard", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        except _core.RunFailure:
+            self._raise_failure()  # by which the other thread has ended this one's wait
+            raise
+        finally:
+            self._core.stop_serving()
+            self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def record(self) -> dict[str, Any]:
+        """When the run is over, what the shard has done and the replica has read: "parts" and "order" as of
+        report.result.UpdateOrder; "contained": by the replica's versions from the first, the fewest and the
+        most gradients that a part of it has."""
+        parts = [
+            [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
+            for part in self._parts
+        ]
+        # Of a stage without anything to train no part has told.
+        versions = range(self._rounds.first_version, self._newest + 1)
+        for version, counts in self._exchange.contained().items():
+            self._note_contained(version, counts)
+        contained = [self._contained.get(version, (version, version)) for version in versions]
+        return {"parts": parts, "order": self._updates.order, "contained": contained}
+
+    # Serving the others: one more thread.
+
+    def _serve_all(self) -> None:
+        try:
+            with (
+                torch.no_grad(),
+                contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
+            ):
+                self._serve_until_the_end()
+        except BaseException as failure:
+            self._failure = failure
+            self._core.fail(describe_error(failure))
+
+    def _serve_until_the_end(self) -> None:
+        while self._awaiting:
+            found = self._core.receive_any([self._channels.push_from[other] for other in self._awaiting])
+            if found is None:
+                return  # the run is over before its end
+            index, item = found
+            self.serve(self._awaiting[index], item)
+
+    def serve(self, other: int, item: _core.ReceivedItem) -> None:
+        """Takes what that replica has pushed. A part is applied, and answered, when all of it is there."""
+        self._awaiting.remove(other)
+        if item.fields.is_end_of_data:
+            return
+        self._awaiting.append(other)
+        index, arrived = self._next_part[other], self._arrived[other]
+        arrived.append([from_dlpack(capsule) for capsule in item.take_tensors()])
+        if len(arrived) < len(self._parts[index].chunks):
+            return
+        self._next_part[other] = (index + 1) % len(self._parts)
+        self._arrived[other] = []
+        with self._measured():
+            self._answer(other, index, self._gradients_in(self._parts[index], arrived))
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        if self._num_unmeasured == 0:
+            yield
+            return
+        self._num_unmeasured -= 1
+        with self._step_meter.step():
+            yield
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most that an update for another replica has made and dropped, of those that were measured."""
+        return self._step_meter.peak_bytes
+
+    def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+        """By the part's pieces."""
+        gradients = {
+            id(piece): self._piece_in_item(tensors, position, piece)
+            for (_, chunk), tensors in zip(part.chunks, items, strict=True)
+            for position, piece in enumerate(chunk.pieces)
+        }
+        return self._to_keep([gradients[id(piece)] for piece in part.pieces])
+
+    def _answer(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        channel, part = self._channels.pull_to[other], self._parts[index]
+        # It had the answers to all that it pushed before, and so they have left, of which this is to learn.
+        num_answered = part.chunks[0][0]
+        self._core.wait_until_sent(channel, num_answered)
+        with self._lock:
+            self._step_for(other, index, gradients)
+            num_updates = self._updates.num_updates(index)
+            for position, _ in part.chunks:
+                self._answers[other][position].copy_(self._master[position])
+        answers = [(channel, item_of([self._answers[other][position]])) for position, _ in part.chunks]
+        self._core.send_items(answers, _core.ItemFields(num_minibatches=num_updates))
+
+    def _step_for(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        round_index = self._updates.round(other)
+        try:
+            self._step(other, round_index, index, gradients)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PipelineError(
+                f"{self._where} failed in optimizer, at the gradient of replica {other}, round {round_index}:"
+                f" {describe_error(error)}"
+            ) from error
+
+    def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
+        """The gradient of the piece, which is the one at this position of the chunk that the item is."""
+        flags, content = tensors
+        if not flags[position]:
+            return None
+        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return part.view(self._leaves(0, 0)[piece.parameter].dtype)
+
+    # Both.
+
+    def _to_keep(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients where they lie, or copies if the optimizer may keep or change them."""
+        if self._steps_by_element:
+            return gradients
+        return [None if gradient is None else gradient.clone() for gradient in gradients]
+
+    def _step(self, replica: int, round_index: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Makes the part's next version of the replica's gradient of the round. With the lock."""
+        refused = self._updates.apply(replica, round_index, index)
+        if refused is not None:
+            raise PipelineError(refused)
+        part = self._parts[index]
+        pieces = self._pieces[part.first : part.first + len(part.pieces)]
+        shaped = [
+            None if gradient is None else self._shaped(gradient, piece)
+            for gradient, piece in zip(gradients, part.pieces, strict=True)
+        ]
+        self._optimizer.step_some(part.first, pieces, pieces, shaped)
+        if index + 1 == len(self._parts):
+            self._optimizer.end_step()
+
+
+def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
+    """gradients: by parameter, flat."""
+    gradient = gradients[piece.parameter]
+    return None if gradient is None else gradient[piece.first : piece.first + piece.count]
+
+
+def _chunks_in(memory: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """One behind the other, as they leave."""
+    sizes = [chunk.num_bytes for chunk in chunks]
+    return list(torch.split(memory[: sum(sizes)], sizes)) if sizes else []

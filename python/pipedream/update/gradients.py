@@ -1,0 +1,254 @@
+"""A stage's gradients from the last backward of a minibatch to the next weight version: collected, measured,
+clipped or unscaled, and used or, after an overflow, left unused.
+
+Norms are taken over all stages where the schedule drains every minibatch, else per stage: anything wider
+would make the stages wait for each other. They are of the mean of a round's gradients, of which each replica
+of a stage has the part that it updates. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.budget.footprint import storage_bytes
+from pipedream.common.regions import Region
+from pipedream.model.stage_module import StageModule, Tie
+from pipedream.optim.master_weights import has_master
+from pipedream.update.shards import flat_view
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import TiedParameters, ties_by_owner
+from pipedream.update.weights import StageWeights, split_tied
+
+__all__ = [
+    "GradientFigures",
+    "NormExchange",
+    "RunStep",
+    "StageGradients",
+    "clip_scale",
+    "figures_of",
+    "in_order",
+    "updated_parameters",
+]
+
+RunStep = Callable[[Callable[[], None]], None]
+"""Runs what an optimizer does: timed, measured and with its errors told."""
+
+_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_NORM_ELEMENTS_MAX = 1 << 20  # of a bfloat16 gradient that are widened at once
+
+
+class GradientFigures(NamedTuple):
+    """Figures of the gradients of one stage, of a part, or of several: they add up."""
+
+    squared_norm: float = 0.0
+    overflowed: bool = False
+    told: bool = False
+    """Whether activations of the round have told of an overflow upstream (loss_scale.py)."""
+
+    def __add__(self, other: object) -> GradientFigures:  # not a tuple's concatenation
+        assert isinstance(other, GradientFigures)
+        return GradientFigures(
+            self.squared_norm + other.squared_norm,
+            self.overflowed or other.overflowed,
+            self.told or other.told,
+        )
+
+
+def clip_scale(squared_norm: float, max_norm: float | None) -> float:
+    """Returns the factor that makes the gradients' norm at most max_norm."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(squared_norm) + _NORM_EPSILON))
+
+
+def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
+    dense = [
+        gradient.to_dense() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None and gradient.numel() > 0
+    ]
+    if not dense:
+        return GradientFigures()
+    squared_norm = float(torch.stack([norm.double() for norm in _norms(dense)]).square().sum())
+    return GradientFigures(squared_norm, not math.isfinite(squared_norm))
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of the gradients, or of their parts: the norm of a whole bfloat16 tensor would be rounded to
+    bfloat16, or take a float32 copy of it."""
+    narrow = [
+        part for g in gradients if has_master(g) for part in torch.split(flat_view(g), _NORM_ELEMENTS_MAX)
+    ]
+    others = [gradient for gradient in gradients if not has_master(gradient)]
+    norms = [*torch._foreach_norm(others)] if others else []
+    return [*norms, *torch._foreach_norm(narrow, dtype=torch.float32)] if narrow else norms
+
+
+class StageGradients:
+    """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
+
+    takes_means = False
+    """Whether take() leaves the mean of a round's gradients, unscaled, and not their sum."""
+
+    def __init__(self, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters) -> None:
+        self._weights = weights
+        self._optimizer = optimizer
+        self._tied = tied
+        self._taken: list[Tensor | None] = []
+        self._overflowed = False
+
+    def num_bytes(self, own_slot: int) -> int:
+        """Bytes of the gradients that backwards have accumulated so far."""
+        tied = self._weights.tied.values()
+        leaves = [leaf for group in tied for slot in range(group.num_slots) for leaf in group.leaves(slot)]
+        return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
+
+    @property
+    def around_backward(self) -> Region | None:
+        """The region that a backward of the stage runs in."""
+        return None
+
+    def whole_slot(self, newest_slot: int) -> int:
+        """Returns the slot of the newest version that this worker has all of. newest_slot: that of its own
+        part."""
+        return newest_slot
+
+    def begin_backward(self) -> None:
+        """A backward is next: there is room for what it makes."""
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        """The last backward of the minibatch here is next, of a loss that was multiplied by loss_scale."""
+
+    def move(self, from_slot: int, to_slot: int) -> None:
+        """The next backward of the round reads the version in another slot."""
+        self._weights.own.move_gradients(from_slot, to_slot)
+
+    def rescale(self, own_slot: int, factor: float) -> None:
+        """The next backward of the round is of a loss that was multiplied by so much more."""
+        self._weights.own.scale_gradients(own_slot, factor)
+        self._tied.rescale(factor)
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
+        parameters. own_slot: of the version that the last backward read."""
+        self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
+
+    def figures(self) -> GradientFigures:
+        return figures_of(self._taken)
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        """Makes the next version of the parameters."""
+        tied_read, tied_write = self._tied.begin_update()
+        read, write = self._leaves(read_slot, tied_read), self._leaves(write_slot, tied_write)
+        run(functools.partial(self._optimizer.step, read, write, self._taken, gradient_scale))
+        self._finish()
+
+    def skip(self, read_slot: int, write_slot: int) -> None:
+        """After an overflow: the next version has the content of this one."""
+        tied_read, tied_write = self._tied.begin_update()
+        self._weights.own.copy_version(read_slot, write_slot)
+        self._tied.copy_owned(tied_read, tied_write)
+        self._overflowed = True
+        self._finish()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around the run, finish() included; afterwards the user's modules are as they were."""
+        return nullcontext()
+
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
+
+    def take_overflow(self) -> bool:
+        """Whether an update was skipped since the last call."""
+        overflowed, self._overflowed = self._overflowed, False
+        return overflowed
+
+    def poison(self, freed_slot: int) -> None:
+        """No backward reads the version in the slot any more."""
+        self._weights.own.poison(freed_slot)
+
+    def _finish(self) -> None:
+        self._taken = []
+        self._tied.finish_update()
+
+    def _leaves(self, own_slot: int, tied_slot: int) -> list[nn.Parameter]:
+        leaves, tied_leaves = self._weights.own.leaves(own_slot), self._tied.owned_leaves(tied_slot)
+        return [*leaves, *tied_leaves] if tied_leaves else leaves
+
+
+class NormExchange:
+    """The figures of all workers, or where the schedule does not drain of one stage's, added up along the
+    ranks and back; each gets the sum.
+
+    rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
+    rank 0 --> rank 1 --> rank 2        the total, downstream
+    """
+
+    def __init__(self, measure: Callable[[int], GradientFigures], *, is_first: bool) -> None:
+        """measure: this worker's own figures of an update, by its minibatch, asked for once. is_first: of the
+        workers that add up, whose sum is the total when what is downstream has come."""
+        self._measure = measure
+        self._is_first = is_first
+        self._minibatch = -1
+        self._sum = GradientFigures()  # from here on downstream
+        self._total: GradientFigures | None = None
+
+    def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
+        """Returns the tensor that goes over the edge."""
+        self._begin(minibatch)
+        figures = self._sum if _goes_upstream(edge) else self.total(minibatch)
+        return torch.tensor([*map(float, figures)], dtype=torch.float64)
+
+    def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
+        """Takes the tensor that has come over the edge."""
+        self._begin(minibatch)
+        squared_norm, overflowed, told = content.tolist()
+        figures = GradientFigures(squared_norm, bool(overflowed), bool(told))
+        if _goes_upstream(edge):
+            self._sum += figures
+        else:
+            self._total = figures
+
+    def total(self, minibatch: int) -> GradientFigures:
+        """Returns the figures of all workers, once the program's exchange for the minibatch has come."""
+        self._begin(minibatch)
+        if self._is_first:
+            return self._sum
+        assert self._total is not None, f"the total of minibatch {minibatch} has not come"
+        return self._total
+
+    def _begin(self, minibatch: int) -> None:
+        if minibatch != self._minibatch:
+            self._minibatch, self._sum, self._total = minibatch, self._measure(minibatch), None
+
+
+def _goes_upstream(edge: _core.Edge) -> bool:
+    return (edge.to_stage, edge.to_replica) < (edge.from_stage, edge.from_replica)
+
+
+def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
+    """Flat, as the leaf lies in memory, and unscaled, in place where it need not be copied."""
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.stride() != leaf.stride():
+        gradient = torch.empty_like(leaf).copy_(gradient)
+    flat = flat_view(gradient.detach())
+    return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
+
+
+def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters that the stage's optimizer is called with: its own, then the tied ones that it
+    owns, in the order of StageGradients."""
+    own, _ = split_tied(stage, [tie.parameter for tie in ties])
+    owned = ties_by_owner(stage.stage_index, ties).get(stage.stage_index, [])
+    return [*own, *split_tied(stage, [tie.parameter for tie in owned])[1]]

@@ -1,0 +1,196 @@
+"""One replica's end of its stage's parameter server: its shard of the parameters, which it alone updates.
+
+    round t, at each replica                       who                     what travels, chunk by chunk
+    SEND push   by its last backward of t          with a microbatch in t  its gradient, to the shards' owners
+    RECV push   before the update                  all                     the gradients of its own shard
+    UPDATE      chunk by chunk: its mean over the round's minibatches, its version t + 1 of the optimizer
+    SEND pull   with it                            all                     that, to the others
+    RECV pull   before what reads version t + 1    all                     the others' shards of it
+
+A chunk is updated, and leaves for the others, as soon as the gradients of all replicas are there, while the
+next chunk's are on their way: both directions of a link are busy. Measuring norms waits for all of them.
+
+The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
+optimizer's steps, and the products of gradients that are pushed as factors (factor_exchange.py): every
+replica makes the next version of their weights. A round that nobody knows to be the last has all replicas;
+who learns that it has not says so on the way of its pushes. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.model.layers import dtype_name
+from pipedream.optim.master_weights import master_dtype
+from pipedream.update.gradients import GradientFigures, RunStep, figures_of
+from pipedream.update.shard_client import ShardClient
+from pipedream.update.shards import Piece, ShardLayout, ShardPart, parts_of, piece_of
+from pipedream.update.weights import WeightVersions
+
+__all__ = ["ParameterServer"]
+
+
+class ParameterServer(ShardClient):
+    """A replica's shard."""
+
+    def __init__(self, *arguments: Any, layout: ShardLayout, **options: Any) -> None:
+        super().__init__(*arguments, layout=layout, **options)
+        own_pieces = layout.pieces_of(self._replica)
+        self._parts = parts_of(self._chunks[self._replica], own_pieces, at_once=layout.whole_tensors)
+        self._shared = layout.shared
+        self._round = self._rounds.first_version - 1
+        """Whose update is made, or was made last."""
+        self._num_minibatches = 0
+        """Whose microbatches its gradients are of."""
+        self.mean_peak_bytes = 0
+        """The most bytes of means in memory of their own at once."""
+        self._mean_bytes = 0
+        tied_pieces = layout.tied_pieces_of(self._replica)
+        self._is_counted = [self._counts(piece) for piece in own_pieces]
+        own_pieces = own_pieces[: len(own_pieces) - len(tied_pieces)]
+        self._own_pieces = _pieces_in_slots(self._weights.own, own_pieces)
+        tied = self._tied.owned
+        self._tied_pieces = [[]] if tied is None else _pieces_in_slots(tied, tied_pieces)
+
+    # The shard's update.
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The next update is of the minibatch's round, whose gradients need not all be there yet."""
+        self._round = self._rounds.round_of(minibatch)
+        own = self._own.pop(self._round, None)
+        num_own = 0 if own is None else self._num_own(self._round)
+        self._num_minibatches, factors = self._exchange.begin_update(self._round, own, num_own)
+        for other, tensors in factors.items():
+            assert self._factors is not None
+            self._factors.take_in(other, self._round, tensors)
+
+    def figures(self) -> GradientFigures:
+        """Returns the figures of this shard's mean gradients, once all have come."""
+        self._mean_bytes = 0
+        means = {part.first: self._means_of(part) for part in self._parts}
+        self._taken = [mean for first in sorted(means) for mean in means[first]]
+        counted = zip(self._taken, self._is_counted, strict=True)
+        return figures_of([mean for mean, is_counted in counted if is_counted])
+
+    def _counts(self, piece: Piece) -> bool:
+        """Whether in norms, which are sums over all replicas, the piece is this one's."""
+        if piece.parameter not in self._shared:
+            return True
+        assert self._factors is not None
+        return self._factors.counts(piece.parameter)
+
+    def poison(self, freed_slot: int) -> None:
+        """Not yet: another replica may still be reading this one's shard of the version."""
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        def step(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
+            if not self._taken:
+                self._mean_bytes = 0
+            means = self._taken[pieces] if self._taken else self._means_of(part, is_read=True)
+            run(functools.partial(self._optimizer.step_some, part.first, read, write, means, gradient_scale))
+
+        self._make_version(read_slot, write_slot, step)
+        run(self._optimizer.end_step)
+
+    def keep_version(self, slot: int) -> None:
+        """The version in the slot becomes that of the parameters which the slots were made of."""
+        self._weights.own.restore(slot)
+
+    def skip(self, read_slot: int, write_slot: int) -> None:
+        """All gradients have come, as they have been measured."""
+
+        def copy(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
+            if read_slot != write_slot and read:
+                with torch.no_grad():
+                    torch._foreach_copy_([*write], [*read])
+
+        self._make_version(read_slot, write_slot, copy)
+        self._overflowed = True
+
+    def _make_version(
+        self,
+        read_slot: int,
+        write_slot: int,
+        make: Callable[[ShardPart, slice, Sequence[Tensor], Sequence[Tensor]], None],
+    ) -> None:
+        """Each chunk of the next version leaves as soon as it is made, from where it lies. make: makes a
+        part, whose pieces are these of the shard's."""
+        tied_read, tied_write = self._tied.begin_update()
+        self._weights.own.show(write_slot)
+        if self._tied.owned is not None:
+            self._tied.owned.show(tied_write)
+        if self._poisons and read_slot != write_slot:
+            self._exchange.wait_for_readers(write_slot)
+            self._weights.own.poison(write_slot)
+        self._exchange.begin_version(write_slot)
+        read = [*self._own_pieces[read_slot], *self._tied_pieces[tied_read]]
+        write = [*self._own_pieces[write_slot], *self._tied_pieces[tied_write]]
+        for part in self._parts:
+            pieces = slice(part.first, part.first + len(part.pieces))
+            make(part, pieces, read[pieces], write[pieces])
+            for index, _ in part.chunks:
+                self._exchange.publish(index)
+        self._exchange.end_version()
+        if self._factors is not None:
+            self._factors.end_round(self._round)
+        self._finish()
+
+    # Means.
+
+    def _means_of(self, part: ShardPart, *, is_read: bool = False) -> list[Tensor | None]:
+        """is_read: by the optimizer's step, which scales none."""
+        means: dict[Piece, Tensor | None] = {}
+        for index, chunk in part.chunks:  # in the order in which they come
+            found = self._exchange.mean_of(index, torch.get_num_threads())
+            for piece, of_piece in zip(chunk.pieces, found, strict=True):
+                means[piece] = self._mean(piece, of_piece, is_read=is_read)
+        for piece in part.pieces:
+            if piece.parameter in self._shared:
+                assert self._factors is not None
+                means[piece] = self._factors.mean_of(self._round, piece.parameter, self._num_minibatches)
+        return [means[piece] for piece in part.pieces]
+
+    def _mean(
+        self, piece: Piece, found: Tensor | tuple[list[Tensor], Tensor | None], *, is_read: bool
+    ) -> Tensor | None:
+        """The mean of what ShardExchange.mean_of() gives of the piece; None where nobody has a gradient.
+        Never in this replica's own, which may be memory of something else."""
+        if isinstance(found, Tensor):
+            return self._shaped(found, piece)
+        parts, mean = found
+        if not parts:
+            return None
+        if is_read and self._num_minibatches == 1 and len(parts) == 1 and self._steps_by_element:
+            return self._shaped(parts[0], piece)  # the run's last round has one
+        if mean is None:
+            mean = torch.empty_like(parts[0])
+            self._mean_bytes += mean.nbytes
+            self.mean_peak_bytes = max(self.mean_peak_bytes, self._mean_bytes)
+        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64, torch.bfloat16):
+            _core.aggregate(
+                [part.data_ptr() for part in parts],
+                self._num_minibatches,
+                mean.data_ptr(),
+                mean.numel(),
+                dtype=dtype_name(mean.dtype),
+                num_threads=torch.get_num_threads(),
+            )
+        else:
+            total = parts[0].to(master_dtype(mean.dtype), copy=True)
+            for part in parts[1:]:
+                total += part
+            mean.copy_(total.div_(self._num_minibatches))
+        return self._shaped(mean, piece)
+
+
+def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
+    """By slot, as the optimizer has them. Of the leaves that view the slot: a layer may point them elsewhere
+    later, and settle() points them back. pieces: counted as the parameters of these versions are."""
+    slots = range(versions.num_slots)
+    return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

@@ -1,0 +1,180 @@
+"""Replicas of a stage that reduce together, in the place of a parameter server: each has the whole of the
+stage's parameters and the whole state of the optimizer.
+
+    round t, at each replica
+    UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
+
+or, where replicas are kept alike once in n rounds
+
+    UPDATE      the mean of its own gradients by what they count, version t + 1 of its own; with every n-th
+                round, and at the end of the run, the mean of all replicas' weights. The optimizer's state
+                stays its own, and between two segments of a run (worker/segment.py) so do the weights
+                The tied parameters that it owns leave after that, for the user's replica of its microbatches
+
+All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
+backward is over, in buckets. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.links.replica_group import ReplicaGroup
+from pipedream.update.gradients import RunStep, StageGradients, in_order
+from pipedream.update.shards import flat_view
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights
+
+__all__ = ["LocalSteps", "ReducedGradients"]
+
+_BUCKET_BYTES = 4 << 20  # small tensors travel together
+
+
+class _GroupGradients(StageGradients):
+    """A replica's gradients, where a group of torch.distributed is what joins the replicas."""
+
+    takes_means = True
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        group: ReplicaGroup,
+        rounds: _core.Rounds,
+        replica: int,
+        num_minibatches: Callable[[], int | None],
+    ) -> None:
+        """num_minibatches: of the run, None while that is not known here."""
+        super().__init__(weights, optimizer, tied)
+        self._group = group
+        self._rounds = rounds
+        self._replica = replica
+        self._num_minibatches = num_minibatches
+
+
+class ReducedGradients(_GroupGradients):
+    """Those of which the mean over all replicas is used."""
+
+    _loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
+        round_index = self._rounds.round_of(minibatch)
+        leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
+        flats = [
+            in_order(gradient, leaf, self._loss_scale)
+            for gradient, leaf in zip(gradients, leaves, strict=True)
+        ]
+        gradients.clear()
+        num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
+        counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
+        counts = counts.to(self._weights.own.slots[0].device)
+        self._group.all_reduce([counts])
+        num_summed, *num_having = counts.tolist()
+        num_minibatches = num_summed / self._rounds.num_microbatches
+        used = [index for index, having in enumerate(num_having) if having > 0]
+        for index in used:
+            if flats[index] is None:
+                flats[index] = torch.zeros_like(leaves[index].detach().flatten())
+        self._taken = [None] * len(flats)
+        buckets = list(_buckets_of([(index, flats[index]) for index in used]))
+        flats.clear()
+        self._group.all_reduce([flat for _, flat in buckets])
+        for indices, flat in buckets:
+            offset = flat.div_(num_minibatches).storage_offset()
+            for index in indices:
+                leaf = leaves[index]
+                self._taken[index] = flat.as_strided(leaf.shape, leaf.stride(), offset)
+                offset += leaf.numel()
+
+
+class LocalSteps(_GroupGradients):
+    """Those by which a replica updates itself; at times it takes the mean of all replicas' weights."""
+
+    def __init__(self, *arguments: Any, sync_every: int, **options: Any) -> None:
+        """sync_every: rounds."""
+        super().__init__(*arguments, **options)
+        self._sync_every = sync_every
+        self._num_rounds = self._rounds.first_version
+        self._num_own = 0  # microbatches, in the round that is updated
+        self._share = 1.0  # in minibatches, of the latest backward's round so far
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._share = loss_scale
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The mean of the replica's own gradients of the minibatch's round, if it has any."""
+        round_index = self._rounds.round_of(minibatch)
+        super().take(minibatch, own_slot)
+        self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
+        if self._num_own > 0 and self._share != 1.0:
+            torch._foreach_div_([g for g in self._taken if g is not None], self._share)
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        if self._num_own == 0:
+            tied_read, tied_write = self._tied.begin_update()
+            self._weights.own.copy_version(read_slot, write_slot)
+            self._tied.copy_owned(tied_read, tied_write)
+            self._finish()
+        else:
+            super().apply(read_slot, write_slot, gradient_scale, run)
+        self._num_rounds += 1
+        if self._num_rounds % self._sync_every == 0:
+            self._average(write_slot)
+
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        if not is_over or self._num_rounds % self._sync_every == 0:
+            return
+        self._average(newest_slot)
+        # Each replica has what it shares from the owner's that has its minibatches, as that was before it
+        # became their mean. One parameter at a time here and there, and so with the same bits.
+        for leaves in self._tied.newest_of_others(self._rounds.num_replicas):
+            for leaf in leaves:
+                self._average_leaves([leaf])
+
+    def _average(self, slot: int) -> None:
+        self._average_leaves(self._weights.own.leaves(slot))
+        for leaf in self._tied.newest_owned_leaves:
+            self._average_leaves([leaf])
+
+    @torch.no_grad()
+    def _average_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        flats = [flat_view(leaf.data) for leaf in leaves]
+        buckets = list(_buckets_of(list(enumerate(flats))))
+        self._group.all_reduce([bucket for _, bucket in buckets])
+        for indices, bucket in buckets:
+            mean = bucket.div_(self._group.num_replicas)
+            parts = torch.split(mean, [flats[index].numel() for index in indices])
+            if len(parts) > 1:  # else it is the leaf's own memory
+                torch._foreach_copy_([flats[index] for index in indices], list(parts))
+
+
+def _buckets_of(flats: Sequence[tuple[int, Tensor | None]]) -> Iterator[tuple[list[int], Tensor]]:
+    """Consecutive ones of a dtype, up to _BUCKET_BYTES of them in one tensor; a larger one as it is."""
+    bucket: list[tuple[int, Tensor]] = []
+
+    def made() -> tuple[list[int], Tensor]:
+        parts = [flat for _, flat in bucket]
+        return [index for index, _ in bucket], parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    for index, flat in flats:
+        assert flat is not None
+        num_bytes = sum(held.nbytes for _, held in bucket) + flat.nbytes
+        if bucket and (num_bytes > _BUCKET_BYTES or bucket[0][1].dtype != flat.dtype):
+            yield made()
+            bucket = []
+        bucket.append((index, flat))
+    if bucket:
+        yield made()

@@ -1,0 +1,263 @@
+"""One replica as a client of its stage's shards: it pushes its gradients to their owners, and pulls what
+these make of them.
+
+Gradients leave chunk by chunk, on the host during the backward that completes them (pushes.py). What is
+received is the core's: its ShardExchange takes in what others push and lands the versions that are pulled in
+the slots that they are for, as the program says (transfers.h). What an owner makes of gradients is
+param_server.py's. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.common.regions import Region
+from pipedream.model.boundary import TENSORS
+from pipedream.model.layers import dtype_name
+from pipedream.update.factor_exchange import FactorExchange
+from pipedream.update.gradients import StageGradients, in_order
+from pipedream.update.pushes import ItemLinks, RoundPushes
+from pipedream.update.shards import Piece, ShardLayout, in_leaving_order
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights
+
+__all__ = ["ReplicaChannels", "ShardClient"]
+
+_Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
+"""Gradients' storages that have been pushed, with their bytes, by the id of the reference."""
+
+
+@dataclass(frozen=True)
+class ReplicaChannels:
+    """The names of the channels between one replica and the others, by the other's index."""
+
+    push_to: Mapping[int, str]
+    push_from: Mapping[int, str]
+    pull_to: Mapping[int, str]
+    pull_from: Mapping[int, str]
+    posted_from: frozenset[int] = frozenset()
+    """Those of pull_from whose versions land where they are for."""
+
+    @property
+    def received(self) -> list[str]:
+        """By which something comes."""
+        return [*self.push_from.values(), *self.pull_from.values()]
+
+    def of(self, other: int, factors: FactorExchange | None) -> list[str]:
+        """In the order of the core's ExchangePeer; "" where there is none."""
+        of_factors = ({}, {}) if factors is None else (factors.channels_to, factors.channels_from)
+        by_kind = (self.push_to, self.push_from, *of_factors, self.pull_to, self.pull_from)
+        return [names.get(other, "") for names in by_kind]
+
+
+class ShardClient(StageGradients):
+    """A replica's exchange with the shards of the others."""
+
+    takes_means = True
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        core: ItemLinks,
+        layout: ShardLayout,
+        rounds: _core.Rounds,
+        replica: int,
+        channels: ReplicaChannels,
+        push_codec: str = "none",
+        factors: FactorExchange | None = None,
+        num_rounds_kept: int = 1,
+        slot_of: Mapping[int, int] | None = None,
+    ) -> None:
+        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels. factors: of
+        what the layout has as shared. num_rounds_kept: of which there may be gradients at once. slot_of: by
+        version, what is in the slots; None: the newest alone."""
+        super().__init__(weights, optimizer, tied)
+        self.layout = layout
+        self._core = core
+        self._rounds = rounds
+        self._replica = replica
+        self._channels = channels
+        self._factors = factors
+        self._others = sorted(channels.push_to)
+        self._chunks = {
+            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(layout.num_shards)
+        }
+        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(layout.num_shards)}
+        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
+        self._poisons = _core.poisons_released_slots()
+        self._slot_of = dict(slot_of or {rounds.first_version: 0})
+        self._exchange = self._make_exchange(layout)
+        tied.take_shards_by(self._exchange.whole_version)
+        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+        self._own: dict[int, list[Tensor | None]] = {}
+        """By round, this replica's gradients by parameter, flat: from its push to its update."""
+        self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
+        self._late: _Leaving = {}
+        """Those that were there when the round's last backward began: pushing also lets go of some."""
+        self._num_rounds_waiting = num_rounds_kept - 1
+        self._has_pushed = False  # since it was last known what has left
+        self.before_sending: Callable[[Tensor | None], None] | None = None
+        """The function of RoundPushes of the same name."""
+        self._pushes = RoundPushes(
+            core,
+            channels.push_to,
+            self._chunks,
+            self._dtypes,
+            len(self._leaves(0, 0)),
+            feeds_back=push_codec.startswith("topk"),
+            factored=() if factors is None else factors.parameters,
+            # Weakly: the leaves' hooks have the pushes, and this has the leaves.
+            push_factors=functools.partial(type(self)._push_factors, weakref.proxy(self)),
+            before_sending=functools.partial(type(self)._before_chunk, weakref.proxy(self)),
+        )
+        # On a device backwards run on other threads, and the core has one owner.
+        self._pushes_early = weights.own.slots[0].device.type == "cpu"
+        if self._pushes_early:
+            for slot in range(weights.own.num_slots):
+                for parameter, leaf in enumerate(weights.own.leaves(slot)):
+                    hook = functools.partial(self._pushes.accumulated, parameter)
+                    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _make_exchange(self, layout: ShardLayout) -> _core.ShardExchange:
+        channels, tied = self._channels, self._tied.owned
+        others = {*channels.push_to, *channels.push_from, *channels.pull_to, *channels.pull_from}
+        return self._core.make_exchange(
+            tensors=TENSORS,
+            rounds=self._rounds,
+            replica=self._replica,
+            chunks=self._rows_of(self._replica),
+            peers={
+                other: (
+                    self._rows_of(other),
+                    channels.of(other, self._factors),
+                    other in channels.posted_from,
+                )
+                for other in others
+            },
+            own_slots=[slot.data_ptr() for slot in self._weights.own.slots],
+            tied_slots=[] if tied is None else [slot.data_ptr() for slot in tied.slots],
+            slot_of=self._slot_of,
+            keeps_gradients=layout.whole_tensors,
+            holds_versions=layout.num_shards > self._rounds.num_replicas,
+            posts_early=not self._poisons,
+        )
+
+    def _rows_of(self, shard: int) -> list[Any]:
+        """The shard's chunks, as the core has them."""
+        leaves = self._leaves(0, 0)
+
+        def row(piece: Piece) -> tuple[int, int, int, int, str]:
+            dtype = dtype_name(leaves[piece.parameter].dtype)
+            return piece.parameter, piece.first, piece.count, piece.begin_bytes, dtype
+
+        return [
+            (chunk.begin_bytes, chunk.num_bytes, chunk.is_tied, [row(piece) for piece in chunk.pieces])
+            for chunk in self._chunks[shard]
+        ]
+
+    @property
+    def around_backward(self) -> Region | None:
+        return None if self._factors is None else self._factors.around_backward
+
+    @property
+    def received_channels(self) -> list[str]:
+        """By which the others' gradients and versions have come."""
+        of_factors = () if self._factors is None else self._factors.channels_from.values()
+        return [*self._channels.received, *of_factors]
+
+    def running(self) -> AbstractContextManager[None]:
+        return super().running() if self._factors is None else self._factors.running()
+
+    # Pushing.
+
+    def begin_backward(self) -> None:
+        """Waits until older rounds have left than may wait. Where links are as fast as they are at the others
+        they have, as those others have sent what the update before took."""
+        if self._has_pushed:
+            self._has_pushed = False
+            self._exchange.wait_for_pushes(self._num_rounds_waiting)
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        num_minibatches = self._core.num_minibatches()
+        if self._pushes_early and self._rounds.is_over_after(self._replica, minibatch, num_minibatches):
+            self._late = self._leaving()
+            self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
+
+    def push(self, minibatch: int, own_slot: int) -> None:
+        """Sends the others what their shards need of this replica's gradient of the minibatch's round and has
+        not left during the backward. own_slot: of the version that the round's last backward read."""
+        round_index = self._rounds.round_of(minibatch)
+        num_own = self._num_own(round_index)
+        own = self._own[round_index] = self._take_gradients(own_slot)
+        self._note_pushed(own)
+        if self._factors is not None:
+            if not self._factors.has_pushed:
+                self._push_factors(num_own)
+            self._factors.end_push(round_index)
+        self._pushes.send_rest(own, num_own)
+        self._late = {}
+        self._has_pushed = True
+        self._exchange.end_push(round_index)
+
+    def _push_factors(self, num_summed: int) -> None:
+        """When all of a round are complete."""
+        assert self._factors is not None
+        self._note_pushed(self._factors.push(num_summed))
+
+    def _note_pushed(self, tensors: Sequence[Tensor | None]) -> None:
+        self._pushed = [ref for ref in self._pushed if ref() is not None]
+        self._pushed += [weakref.ref(part.untyped_storage()) for part in tensors if part is not None]
+
+    def _before_chunk(self, copied: Tensor | None) -> None:
+        self._note_pushed([copied])
+        if self.before_sending is not None:
+            self.before_sending(copied)
+
+    def num_bytes(self, own_slot: int) -> int:
+        """With what has been pushed and not left, or had not when the backward began that measures: that may
+        have been there beside all that this one pushes."""
+        left_bytes = 0 if self._factors is None else self._factors.num_bytes
+        pushed = self._late | self._leaving()
+        return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
+
+    def _leaving(self) -> _Leaving:
+        return {id(ref): (ref, storage.nbytes()) for ref in self._pushed if (storage := ref()) is not None}
+
+    def _num_own(self, round_index: int) -> int:
+        return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
+
+    def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
+        """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
+        leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
+        early = self._pushes.gradients
+        if self._factors is not None:
+            self._factors.check(gradients)
+        return [
+            in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
+            for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
+        ]
+
+    def whole_slot(self, newest_slot: int) -> int:
+        """Returns the slot of the newest version whose shards have all been pulled."""
+        slot = self._exchange.whole_slot()
+        return newest_slot if slot is None else slot
+
+    def _shaped(self, gradient: Tensor, piece: Piece) -> Tensor:
+        """Returns the gradient as the optimizer takes it: flat, or in the shape of a whole parameter."""
+        leaf = self._leaves(0, 0)[piece.parameter]
+        return gradient.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else gradient

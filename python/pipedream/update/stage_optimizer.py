@@ -1,0 +1,501 @@
+"""The optimizer of a stage: it makes version v + 1 of the weights from version v and a minibatch's gradients.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core, optim
+from pipedream.checkpoint.snapshot import decode, encode, on_host
+from pipedream.model.factories import (
+    NamedParameters,
+    OptimizerFactory,
+    SchedulerFactory,
+    build_optimizer,
+    build_scheduler,
+    make_masters,
+)
+from pipedream.model.seeding import seed_torch, update_seed
+from pipedream.optim.master_weights import has_master, master_dtype
+from pipedream.update.shards import Piece, keep_pieces
+from pipedream.update.weights import masters_layout, state_layout, view_like
+
+__all__ = ["StageOptimizer"]
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group, the last two of a cycle
+
+
+class StageOptimizer:
+    """Makes version v + 1 from version v and a minibatch's gradients.
+
+    A native optimizer writes it in one pass. Any torch optimizer works on master parameters that are
+    pointed at a copy of v in the new slot. Made before the slots are, because its state has a place there.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        named: NamedParameters,
+        lr_scheduler: SchedulerFactory | None = None,
+        where: str = "the stage",
+    ) -> None:
+        """named: the parameters that this stage updates, with their initial values. where: "stage 1", for
+        errors of the factories."""
+        self._named = list(named)
+        self._masters = make_masters(named)
+        # A stage without parameters has nothing to optimize, and torch refuses an empty list.
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
+        self._where = where
+        self._made_with: list[dict[str, Any]] = []
+        """The options of its groups, as the factory has made them."""
+        if self._masters:
+            self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
+            self._made_with = [_options_of(group) for group in self.optimizer.param_groups]
+            if lr_scheduler is not None:
+                self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
+        self._native = self._native_one()
+        self._drawn_names = [name for name, _ in named]
+        self._draws: int | None = None
+        self._num_steps = 0
+
+    def draw_by_name(self, base: int, stage_index: int) -> None:
+        """Makes its steps draw by the stage, the names of its parameters and the number of the step, and not
+        from the generators of the process. base: of the run."""
+        self._draws = update_seed(base, stage_index, self._drawn_names)
+
+    def keep(self, pieces: Sequence[Piece]) -> None:
+        """From now on it makes versions of these pieces of its parameters alone: `named` are they, in order.
+        Before any state has a place."""
+        self._masters = keep_pieces(self.optimizer, self._masters, pieces)
+        names = [self._named[piece.parameter][0] for piece in pieces]
+        self._named = list(zip(names, self._masters, strict=True))
+        self._drawn_names = [
+            f"{name}[{piece.first}:{piece.first + piece.count}]"
+            for name, piece in zip(names, pieces, strict=True)
+        ]
+        self._native = self._native_one()
+
+    def _native_one(self) -> optim.NativeOptimizer | None:
+        """The optimizer, where it can write the next version in one pass. Exactly: a subclass may have a step
+        of its own."""
+        if (
+            isinstance(self.optimizer, optim.NativeOptimizer)
+            and type(self.optimizer) in optim.NATIVE_OPTIMIZERS
+            and self._keeps_order(self.optimizer)
+        ):
+            return self.optimizer
+        return None
+
+    @property
+    def num_parameters(self) -> int:
+        """Tensors that it makes versions of."""
+        return len(self._named)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it writes the next version in one pass, without memory of torch's but for scalars."""
+        return self._native is not None
+
+    @property
+    def num_placed_states(self) -> int:
+        """State tensors per parameter that place_state wants memory for."""
+        return 0 if self._native is None else self._native.num_state_tensors
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """Bytes of a flat slot with one of the state tensors of each parameter."""
+        return state_layout(self._named)[0]
+
+    @property
+    def num_placed_masters(self) -> int:
+        """Slots that place_state wants for float32 masters: one where a parameter has one."""
+        return int(self._native is not None and any(has_master(p) for _, p in self._named))
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether a parameter has a float32 master, wherever that lies."""
+        keeps = self.is_native or isinstance(self.optimizer, optim.MasterWeights)
+        return keeps and any(has_master(parameter) for _, parameter in self._named)
+
+    @property
+    def masters_slot_bytes(self) -> int:
+        """Bytes of a flat slot with the masters of all parameters."""
+        return masters_layout(self._named)[0]
+
+    def place_state(self, states: Sequence[Tensor], masters: Sequence[Tensor] = ()) -> None:
+        """Gives the native optimizer its state's memory: num_placed_states and num_placed_masters flat slots,
+        as state_layout and masters_layout have them."""
+        if self._native is None or not (states or masters):
+            return
+        _, offsets = state_layout(self._named)
+        _, master_offsets = masters_layout(self._named)
+        for slot in states:
+            slot.zero_()
+
+        def make(index: int, parameter: Tensor) -> list[Tensor]:
+            dtype = master_dtype(parameter.dtype)
+            placed = [view_like(slot, offsets[index], parameter, dtype) for slot in states]
+            if has_master(parameter):
+                placed += [view_like(slot, master_offsets[index], parameter, dtype) for slot in masters]
+            return placed
+
+        self._native.place_state(make)
+
+    def leave_slots(self) -> None:
+        """Between two runs over slots of their own: nothing here lies in a slot any more, and place_state()
+        gives the state a place again."""
+        if self._native is not None:
+            self._native.displace_state()
+            return
+        for master in self._masters:  # the next step points it into a slot again
+            master.data = torch.empty_like(master.data)
+
+    def state(
+        self, to_host: Callable[[Tensor], Tensor] = on_host
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON) of all that its next steps depend on, as StageSnapshot has them. to_host: makes the
+        copies. Raises ValueError for what cannot be kept."""
+        tensors: dict[str, Tensor] = {}
+        document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
+        if self.optimizer is None:
+            return tensors, document
+        name_of = self._names_by_index()
+        content = self.optimizer.state_dict()
+        named_state = {name_of.get(key, key): value for key, value in content.pop("state").items()}
+        groups = content.pop("param_groups")
+        document["optimizer"] = {
+            "class": _class_of(self.optimizer),
+            "made_with": encode(self._made_with, "made with", {}),
+            "parameters": [[name_of[index] for index in group["params"]] for group in groups],
+            "groups": [
+                encode(_options_of(group), f"group {index}", tensors, to_host)
+                for index, group in enumerate(groups)
+            ],
+            "state": {
+                name: encode(value, str(name), tensors, to_host) for name, value in named_state.items()
+            },
+            "others": encode(content, "others", tensors, to_host),
+        }
+        if self._scheduler is not None:
+            if not hasattr(self._scheduler, "state_dict"):
+                raise ValueError(f"the lr_scheduler of {self._where} has no state_dict()")
+            document["scheduler"] = {
+                "class": _class_of(self._scheduler),
+                "state": encode(self._scheduler.state_dict(), "scheduler", tensors, to_host),
+            }
+        return tensors, document
+
+    def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """From what state() gave, before place_state(). Raises ValueError for another optimizer's."""
+        self._num_steps = document["num_steps"]
+        before, scheduler = document["optimizer"], document["scheduler"]
+        self._check_same("optimizer", self.optimizer, before)
+        self._check_same("lr_scheduler", self._scheduler, scheduler)
+        if self.optimizer is None:
+            return
+        name_of = self._names_by_index()
+        index_of = {name: index for index, name in name_of.items()}
+        listed = [
+            [name_of[i] for i in group["params"]] for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        made_with = encode(self._made_with, "made with", {})
+        if listed != before["parameters"] or made_with != before["made_with"]:
+            raise ValueError(
+                f"state has other groups of parameters, or other options of them, than the optimizer of"
+                f" {self._where} is made with: go on with the same optimizer, and change rates by an"
+                " lr_scheduler"
+            )
+        device = self._masters[0].device
+        groups = [
+            {**decode(options, tensors, device), "params": [index_of[name] for name in names]}
+            for options, names in zip(before["groups"], before["parameters"], strict=True)
+        ]
+        state = {index_of.get(name, name): value for name, value in before["state"].items()}
+        decoded = {key: decode(value, tensors, device) for key, value in state.items()}
+        self._load({"state": decoded, "param_groups": groups, **decode(before["others"], tensors, device)})
+        if scheduler is not None:
+            self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
+
+    def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
+        """Goes on from what state() gave at other stages, which had its parameters among them. For a piece
+        of a parameter the state is cut out of the whole one's. Raises ValueError for another optimizer's."""
+        parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
+        if self.optimizer is None or not parts:
+            return
+        self._num_steps = max(document["num_steps"] for _, document in parts)
+        for _, document in parts:
+            self._check_same("optimizer", self.optimizer, document["optimizer"])
+        self._check_same("lr_scheduler", self._scheduler, parts[0][1]["scheduler"])
+        device = self._masters[0].device
+        states = joined_states(
+            (name, decode(value, tensors, device))
+            for tensors, document in parts
+            for name, value in document["optimizer"]["state"].items()
+        )
+        options_of: dict[str, Any] = {}
+        for tensors, document in parts:
+            before = document["optimizer"]
+            for names, options in zip(before["parameters"], before["groups"], strict=True):
+                options_of |= dict.fromkeys(map(whole_name, names), decode(options, tensors, device))
+        groups, state = [], {}
+        listed = iter(self._names_by_index().items())
+        for group in self.optimizer.param_groups:
+            indices = [next(listed) for _ in group["params"]]
+            known = [options_of[whole] for _, name in indices if (whole := whole_name(name)) in options_of]
+            groups.append({**(known[0] if known else group), "params": [index for index, _ in indices]})
+            for (index, name), master in zip(indices, group["params"], strict=True):
+                if whole_name(name) in states:
+                    state[index] = cut_out(states[whole_name(name)], name, master)
+        others = decode(parts[0][1]["optimizer"]["others"], parts[0][0], device)
+        self._load({"state": state, "param_groups": groups, **others})
+        if self._scheduler is not None:
+            tensors, document = parts[0]
+            self._scheduler.load_state_dict(decode(document["scheduler"]["state"], tensors, device))
+
+    def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
+        here, there = (None if mine is None else _class_of(mine)), (before or {}).get("class")
+        if here != there:
+            raise ValueError(
+                f"{what} is {here} at {self._where}, and state is of a run with {there}: go on with the same,"
+                " or leave state out"
+            )
+
+    def _load(self, content: dict[str, Any]) -> None:
+        """Does what load_state_dict() does, but that torch's own would cast all tensors to their parameters'
+        types."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            optimizer.load_state_dict(content)
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for group, options in zip(optimizer.param_groups, content["param_groups"], strict=True):
+            group.update(_options_of(options))
+        optimizer.state.clear()
+        for key, value in content["state"].items():
+            optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+
+    def _names_by_index(self) -> dict[int, str]:
+        """The parameters' names by their numbers in a state_dict."""
+        assert self.optimizer is not None
+        names = {id(master): name for master, name in zip(self._masters, self._drawn_names, strict=True)}
+        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
+
+    def torch_state_bytes(self) -> int:
+        """Bytes that the optimizer keeps outside the slots of place_state, each tensor once. A native one
+        keeps a number per parameter there, which is not counted."""
+        if self.optimizer is None or self.is_native:
+            return 0
+        tensors = {
+            id(value): value.numel() * value.element_size()
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        }
+        return sum(tensors.values())
+
+    def step(
+        self,
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """From the leaves of version v to those of v + 1, in the order of `named`; they may be the same."""
+        self.step_some(0, read, write, gradients, gradient_scale)
+        self.end_step()
+
+    def step_some(
+        self,
+        first: int,
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """Steps as many parameters as are given, from `first` on in the order of `named`. Only an optimizer
+        that works element by element is given some; end_step() follows the last of a version."""
+        masters = self._masters[first : first + len(read)]
+        if self.optimizer is None or not masters:
+            return
+        if len(masters) == len(self._masters):  # spares the plain step a context manager
+            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+            return
+        with _having_only(self.optimizer, masters):
+            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Sequence[nn.Parameter],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float,
+    ) -> None:
+        if self._native is not None:
+            self._native.step_out_of_place(read, write, gradients, gradient_scale)
+        else:
+            if self._draws is not None:
+                seed_torch(_core.derived_seed(self._draws, self._num_steps))
+                self._num_steps += 1
+            self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
+
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiplies the learning rates, and those from which a scheduler makes the next ones."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for name in _RATES:
+                if name in group:
+                    group[name] = group[name] * factor
+        _scale_scheduler(self._scheduler, factor)
+
+    def end_step(self) -> None:
+        """All of a version has been made."""
+        if self.optimizer is not None and self._scheduler is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
+            self._scheduler.step()
+
+    @staticmethod
+    def _step_through_masters(
+        optimizer: torch.optim.Optimizer,
+        masters: Sequence[nn.Parameter],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float,
+    ) -> None:
+        with torch.no_grad():
+            if gradient_scale != 1.0:
+                torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
+            moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
+            if moved:
+                torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
+        for master, leaf, gradient in zip(masters, write, gradients, strict=True):
+            master.data = leaf.data
+            master.grad = gradient
+        optimizer.step()
+        for master, leaf in zip(masters, write, strict=True):
+            master.grad = None
+            if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
+                with torch.no_grad():
+                    leaf.copy_(master)
+
+    def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
+        # A factory may sort parameters into groups; the native step takes them in the given order. Hooks
+        # belong to step().
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return listed == [id(p) for p in self._masters] and not hooked
+
+
+def _scale_scheduler(scheduler: Any, factor: float) -> None:
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+    for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
+        _scale_scheduler(part, factor)
+
+
+_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]\Z")
+
+
+def whole_name(name: str) -> str:
+    """The parameter's, of "name[first:end]"."""
+    match = _PIECE.match(name)
+    return name if match is None else match.group(1)
+
+
+class _Elements(NamedTuple):
+    """A tensor of a parameter's state that has a number for each of its elements, in the order of memory."""
+
+    flat: Tensor
+
+
+def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The states of whole parameters, from states of these or of their pieces."""
+    pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
+    for name, state in named:
+        match = _PIECE.match(name)
+        first, count = 0, None
+        if match is not None:
+            first, count = int(match.group(2)), int(match.group(3)) - int(match.group(2))
+        pieces.setdefault(whole_name(name), []).append((first, count, state))
+    joined: dict[str, Any] = {}
+    for name, found in pieces.items():
+        of_pieces = [
+            _with_elements(state, count) for _, count, state in sorted(found, key=lambda row: row[0])
+        ]
+        joined[name] = of_pieces[0]
+        for key, value in of_pieces[0].items() if isinstance(of_pieces[0], dict) else ():
+            if isinstance(value, _Elements):
+                joined[name][key] = _Elements(torch.cat([state[key].flat for state in of_pieces]))
+    return joined
+
+
+def _with_elements(state: Any, count: int | None) -> Any:
+    """count: of the parameter's elements; None: as many as the largest tensor has."""
+    if not isinstance(state, dict):
+        return state
+    sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    size = max(sizes, default=0) if count is None else count
+    return {
+        key: _Elements(torch.as_strided(value, (size,), (1,)))
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == size
+        else value
+        for key, value in state.items()
+    }
+
+
+def cut_out(state: Any, name: str, master: Tensor) -> Any:
+    """The state of the master, which may be a piece of the whole parameter, as its name says."""
+    if not isinstance(state, dict):
+        return state
+    match = _PIECE.match(name)
+    first = 0 if match is None else int(match.group(2))
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, _Elements):
+            return value.clone() if isinstance(value, Tensor) else value
+        own = torch.empty_like(master, dtype=value.flat.dtype, device=value.flat.device)
+        torch.as_strided(own, (own.numel(),), (1,)).copy_(value.flat[first : first + own.numel()])
+        return own
+
+    return {key: cut(value) for key, value in state.items()}
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All but its parameters, and their names."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+@contextlib.contextmanager
+def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Meanwhile the optimizer has no other parameters than these of its own."""
+    groups = optimizer.param_groups
+    all_of_groups = [group["params"] for group in groups]
+    kept = {id(parameter) for parameter in parameters}
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+    try:
+        yield
+    finally:
+        for group, all_of_group in zip(groups, all_of_groups, strict=True):
+            group["params"] = all_of_group

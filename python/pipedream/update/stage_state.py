@@ -1,0 +1,147 @@
+"""The versions that a stage begins with in a run that goes on, and the snapshot that it leaves for the next.
+
+    version          8    9    10                 read by the first microbatches after the boundary
+    at the end      slot 2    0    1              as the updates have left them
+    at the start    slot 0    1    2              the newest last
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.checkpoint.snapshot import StageSnapshot, on_host
+from pipedream.model.stage_module import StageModule
+from pipedream.update.loss_scale import LossScaling
+from pipedream.update.stage_optimizer import StageOptimizer
+from pipedream.update.tied import TiedParameters
+from pipedream.update.weights import StageWeights, WeightVersions
+
+__all__ = ["HeldVersions", "StageStart", "take_snapshot"]
+
+_Versions = Mapping[int, Mapping[str, Tensor]]
+
+
+class HeldVersions:
+    """Beside the only slot of a stage without stashing: versions that its first n_s - 1 microbatches after a
+    boundary read, each of which the slot has in its turn.
+
+        goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
+        the slot has                        8              9               10        10, 11
+
+    At the end of a run they are kept from when the end is known: nothing newer than what the first of them
+    reads has been written over then.
+    """
+
+    def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
+        """contents: by version, of which the newest is in the slot."""
+        self.contents = {version: dict(values) for version, values in (contents or {}).items()}
+        self._newest = newest
+
+    def __bool__(self) -> bool:
+        return bool(self.contents)
+
+    def load(self, version: int, versions: WeightVersions, slot: int) -> None:
+        """Before the version is read, which is the newest of the start or older: none older is read again."""
+        version = min(version, self._newest)
+        for name, leaf in versions.contents(slot).items():
+            leaf.data.copy_(self.contents[version][name])  # .data: autograd saw another version before
+        self.contents = {v: values for v, values in self.contents.items() if v >= version}
+        if version == self._newest:
+            self.contents.clear()
+
+    def keep(self, version: int, versions: WeightVersions, slot: int) -> None:
+        """The slot has this version, and may be written over next."""
+        if version not in self.contents:
+            self.contents[version] = _on_host(versions.contents(slot))
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """The versions that are in a stage's slots when its program starts."""
+
+    slot_of: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """By version."""
+    older: _Versions = field(default_factory=dict)
+    """By slot, the contents of all but the newest."""
+    older_tied: Mapping[int, _Versions] = field(default_factory=dict)
+    """By owner, likewise."""
+
+    @classmethod
+    def of(cls, schedule: _core.ScheduleOptions, stage: int, snapshot: StageSnapshot | None) -> StageStart:
+        """snapshot: None where the pipeline begins anew."""
+        newest = _core.rounds_of(schedule, stage).first_version
+        oldest = _core.oldest_version(schedule, stage)
+        slot_of = {version: version - oldest for version in range(oldest, newest + 1)}
+        if snapshot is None:
+            return cls(slot_of)
+        older = {slot: snapshot.versions[version] for version, slot in slot_of.items() if version < newest}
+        older_tied = {
+            owner: {
+                (version - max(versions)) % _core.num_tied_versions_kept(schedule, owner): content
+                for version, content in versions.items()
+                if version < max(versions)
+            }
+            for owner, versions in snapshot.tied.items()
+        }
+        held = None
+        if not _core.stashes_versions(schedule, stage):
+            held = HeldVersions({v: values for v, values in snapshot.versions.items() if v <= newest}, newest)
+        return cls(slot_of, older, older_tied, held)
+
+    held: HeldVersions | None = None
+    """Versions that are in no slot, of a stage that does not stash."""
+
+    @property
+    def newest_slot(self) -> int:
+        return self.slot_of[max(self.slot_of)]
+
+
+def take_snapshot(
+    core: _core.Worker,
+    stage: StageModule,
+    weights: StageWeights,
+    tied: TiedParameters,
+    optimizer: StageOptimizer,
+    loss_scaling: LossScaling | None,
+    held: HeldVersions,
+    *,
+    replica: int,
+    minibatch: int,
+    next_own: int,
+) -> StageSnapshot:
+    """When all work is done before the minibatch. next_own: the replica's first microbatch after, counted
+    through the run. held: what was kept of versions that are in no slot. Raises
+    ValueError for what cannot be kept."""
+    tensors, optimizer_document = optimizer.state()
+    document: dict[str, Any] = {}
+    if loss_scaling is not None:
+        document["loss_scaling"] = loss_scaling.state(next_own)
+    kept = _copied(weights.own, core.kept_versions(stage.stage_index))
+    return StageSnapshot(
+        stage.stage_index,
+        replica,
+        minibatch,
+        versions=held.contents | kept,
+        tied={
+            owner: _copied(weights.tied[owner], slots) for owner, slots in tied.kept_slots(minibatch).items()
+        },
+        buffers={name: on_host(buffer) for name, buffer in stage.stage_buffers()},
+        optimizer=tensors,
+        optimizer_document=optimizer_document,
+        document=document,
+    )
+
+
+def _copied(versions: WeightVersions, slot_of: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
+    return {version: _on_host(versions.contents(slot)) for version, slot in slot_of.items()}
+
+
+def _on_host(contents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: on_host(tensor) for name, tensor in contents.items()}

@@ -1,0 +1,336 @@
+"""Parameters tied across stages: one parameter that several stages use, updated once a round of its owner's.
+
+The most upstream stage that uses it owns it. Every use of a microbatch, forward and backward, reads the same
+version, in the owner's rounds vertical sync's where stages would differ (design.md, section 4).
+
+    user    RECV tied_version   before a forward: up to the version that it reads
+            SEND tied_gradient  after its last backward of a minibatch: its gradient of that
+    owner   RECV tied_gradient  after its own last backward there, to whose gradient the users' are added
+            SEND tied_version   after the update of the round: the next version
+
+With replicas the gradient goes to the owner's replica that has the last of its microbatches, and each
+replica of the owner sends every replica of a user the pieces of the version that it has updated. The program
+says when (transfers.h); here is what is sent, and what becomes of what is received. Version v lies in slot
+(v - v0) mod K, of K versions that are kept and v0, which is there at the start. Version v + K overwrites it,
+right after the backward of the last microbatch that reads it. The gradients of a round are in the leaves of
+the version that was read last. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.model.boundary import exportable
+from pipedream.model.stage_module import Tie
+from pipedream.update.shards import Piece, piece_of, whole_pieces
+from pipedream.update.weights import WeightVersions
+
+__all__ = ["TiedParameters", "ties_by_owner"]
+
+_NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # in the place of pieces that a replica has none of
+
+
+def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]:
+    """Those of the stage, in order."""
+    found: dict[int, list[Tie]] = {}
+    for tie in ties:
+        if stage_index in tie.stages:
+            found.setdefault(tie.stages[0], []).append(tie)
+    return dict(sorted(found.items()))
+
+
+class _Group:
+    """The parameters that a stage shares with one owner, which may be itself: their versions go together."""
+
+    def __init__(
+        self,
+        schedule: _core.ScheduleOptions,
+        owner: int,
+        versions: WeightVersions,
+        pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        """pieces: of these parameters, by the replica of the owner that sends them."""
+        self._schedule = schedule
+        self.owner = owner
+        self.versions = versions
+        self.pieces = pieces
+        self._first = _core.rounds_of(schedule, owner).first_version
+        self.gradient_slot = 0
+        """It has the version that the latest backward read."""
+        self.newest_of = [self._first] * len(pieces)
+        """By replica of the owner, what has come from there; of what the stage owns itself, what this replica
+        has made."""
+        self.whole_version: Callable[[], int] | None = None
+        """Says the newest version of which all is here, of what the stage owns itself and has in shards."""
+
+    def slot_of(self, version: int) -> int:
+        return (version - self._first) % self.versions.num_slots
+
+    def version_read_by(self, minibatch: int, microbatch: int = 0) -> int:
+        return _core.tied_version(self._schedule, self.owner, minibatch, microbatch)
+
+    def slot_read_by(self, minibatch: int, microbatch: int = 0) -> int:
+        return self.slot_of(self.version_read_by(minibatch, microbatch))
+
+    def oldest_from(self, minibatch: int, microbatch: int) -> int:
+        """The oldest version that this microbatch or a later one reads."""
+        return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
+
+    def kept_from(self, minibatch: int) -> range:
+        """The versions that are read from the minibatch on, and are there."""
+        oldest = _core.tied_version(self._schedule, self.owner, minibatch)
+        return range(oldest, self.newest + 1)
+
+    def slot_at(self, boundary: int) -> int:
+        return self.slot_of(_core.rounds_of(self._schedule, self.owner).num_begun(0, boundary))
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Gives away what the backwards accumulated, of whatever version."""
+        found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
+        for slot in range(self.versions.num_slots):
+            of_slot = self.versions.take_gradients(slot)
+            found = [_sum(one, other) for one, other in zip(found, of_slot, strict=True)]
+        return found
+
+    @property
+    def newest(self) -> int:
+        """The newest version of which all is here."""
+        return min(self.newest_of) if self.whole_version is None else self.whole_version()
+
+    def views(self, slot: int, pieces: Sequence[Piece]) -> list[Tensor]:
+        self.versions.settle(slot)
+        leaves = self.versions.leaves(slot)
+        return [piece_of(leaves[piece.parameter], piece) for piece in pieces]
+
+
+class TiedParameters:
+    """One stage's end of the ties it has, as owner of some and user of others."""
+
+    def __init__(
+        self,
+        schedule: _core.ScheduleOptions,
+        stage_index: int,
+        ties: Sequence[Tie],
+        versions: Mapping[int, WeightVersions],
+        *,
+        replica: int = 0,
+        pieces: Mapping[int, Sequence[Sequence[Piece]]] | None = None,
+        wait_until_sent: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """ties: those of this stage. versions: of their parameters, by owner, each in the order of the ties.
+        replica: this worker's. pieces: by owner with several shards, what each of its replicas sends of the
+        parameters that this stage has of it; of any other one sends all. wait_until_sent(user, n): returns
+        when at most the newest n versions have not left for the user."""
+        self._stage = stage_index
+        self._replica = replica
+        self._wait_until_sent = wait_until_sent
+        by_owner = ties_by_owner(stage_index, ties)
+        self._groups = {
+            owner: _Group(
+                schedule,
+                owner,
+                versions[owner],
+                (pieces or {}).get(owner) or [whole_pieces(versions[owner].leaves(0))],
+            )
+            for owner in by_owner
+        }
+        # The other stage -> positions of the parameters that travel between the two.
+        self._users: dict[int, list[int]] = {}
+        for index, tie in enumerate(by_owner.get(stage_index, ())):
+            for user in tie.stages[1:]:
+                self._users.setdefault(user, []).append(index)
+        self._owned = self._groups.get(stage_index)
+        self._received: dict[int, list[Tensor | None]] = {}  # gradients of the next update, by user
+        self._num_microbatches = schedule.num_microbatches
+        self._num_replicas = schedule.placement.num_replicas
+        self._has_replicas = any(
+            schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def take_shards_by(self, whole_version: Callable[[], int]) -> None:
+        """The core lands the others' shards of what this stage owns in its slots. whole_version: of which
+        all is there, the newest."""
+        if self._owned is not None:
+            self._owned.whole_version = whole_version
+
+    @property
+    def owned(self) -> WeightVersions | None:
+        """Versions of the tied parameters that this stage updates."""
+        return None if self._owned is None else self._owned.versions
+
+    def owned_leaves(self, slot: int) -> list[nn.Parameter]:
+        return [] if self._owned is None else self._owned.versions.leaves(slot)
+
+    @property
+    def newest_owned_leaves(self) -> list[nn.Parameter]:
+        """Returns the leaves of the version that this replica has made last."""
+        return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
+
+    def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
+        """By owner with so many replicas, but this stage, the leaves of the newest version of what it
+        shares."""
+        return [
+            group.versions.leaves(group.slot_of(group.newest))
+            for owner, group in self._groups.items()
+            if owner != self._stage and self._num_replicas(owner) == num_replicas
+        ]
+
+    def copy_owned(self, read_slot: int, write_slot: int) -> None:
+        if self._owned is not None:
+            self._owned.versions.copy_version(read_slot, write_slot)
+
+    @property
+    def owned_gradient_slot(self) -> int:
+        """It has the version that the latest backward read."""
+        return 0 if self._owned is None else self._owned.gradient_slot
+
+    def owned_slot_of(self, version: int) -> int:
+        return 0 if self._owned is None else self._owned.slot_of(version)
+
+    def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
+        """By owner."""
+        return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
+
+    def slots_at(self, boundary: int) -> dict[int, int]:
+        """By owner, of the version before this minibatch, which is a boundary of the run."""
+        return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
+
+    def begin_backward(self, minibatch: int, microbatch: int) -> None:
+        """Its gradients add to those that are in the leaves of another version."""
+        for group in self._groups.values():
+            slot = group.slot_read_by(minibatch, microbatch)
+            if slot != group.gradient_slot:
+                group.versions.move_gradients(group.gradient_slot, slot)
+                group.gradient_slot = slot
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients of the round so far."""
+        if self._owned is None:
+            return
+        self._owned.versions.scale_gradients(self._owned.gradient_slot, factor)
+        for user, received in self._received.items():
+            self._received[user] = [None if part is None else part * factor for part in received]
+
+    def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
+        """By owner, version -> slot of what a run keeps that goes on with the minibatch, when all updates
+        before it are done and here."""
+        return {
+            owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
+            for owner, group in self._groups.items()
+        }
+
+    @property
+    def newest_slots(self) -> dict[int, int]:
+        """By owner, of the newest version of which all is here."""
+        return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
+
+    def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
+        """Poisons the versions that this replica's backward was the last to read; an update that waits for it
+        writes their slots again. Where there are replicas what the stage owns may still be on its way to
+        another."""
+        next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
+        for group in self._groups.values():
+            version = group.version_read_by(minibatch, microbatch)
+            is_read = version >= group.oldest_from(next_minibatch, next_microbatch)
+            is_leaving = group is self._owned and self._has_replicas
+            if not is_read and group.versions.num_slots > 1 and not is_leaving:
+                group.versions.poison(group.slot_of(version))
+
+    def _own_after(self, minibatch: int, microbatch: int) -> tuple[int, int]:
+        """The replica's next microbatch."""
+        m = self._num_microbatches
+        return divmod(minibatch * m + microbatch + self._num_replicas(self._stage), m)
+
+    def gradients_for(self, owner: int) -> list[Tensor]:
+        """This stage's gradients of a minibatch, of what it shares with that owner; they are given up.
+        Before them which there are: an optimizer leaves alone what no use has a gradient of."""
+        group = self._groups[owner]
+        leaves, gradients = group.versions.leaves(group.gradient_slot), group.take_gradients()
+        are_there = [gradient is not None for gradient in gradients]
+        flags = torch.tensor(are_there, dtype=torch.uint8, device=leaves[0].device)
+        pairs = zip(gradients, leaves, strict=True)
+        return [flags, *(exportable(_dense(gradient, leaf)) for gradient, leaf in pairs)]
+
+    def take_gradients_from(self, user: int, received: list[Tensor]) -> None:
+        """Takes that user's part of the next update, for one minibatch."""
+        flags, *content = received
+        gradients = [g if is_there else None for g, is_there in zip(content, flags.tolist(), strict=True)]
+        before = self._received.get(user)
+        if before is not None:
+            gradients = [_sum(one, other) for one, other in zip(before, gradients, strict=True)]
+        self._received[user] = gradients
+
+    def collect(self) -> list[Tensor | None]:
+        """The gradients of the owned parameters, summed over all uses; the users' have come."""
+        if self._owned is None:
+            return []
+        total = self._owned.take_gradients()
+        for user, indices in self._users.items():
+            for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
+                if gradient is not None:
+                    mine = total[index]
+                    total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
+        return total
+
+    def begin_update(self) -> tuple[int, int]:
+        """(slot of the newest owned version, slot of the next). What is in that has left for all users."""
+        if self._owned is None:
+            return 0, 0
+        newest = self._newest_owned
+        if self._wait_until_sent is not None:
+            for user in self._users:
+                self._wait_until_sent(user, self._owned.versions.num_slots - 1)
+        return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
+
+    def finish_update(self) -> None:
+        """The next version is written."""
+        if self._owned is not None:
+            self._owned.newest_of[self._own_index] += 1
+
+    def version_for(self, user: int) -> list[Tensor]:
+        """Returns the parts of the newest version that this replica has updated and shares with that user,
+        which reads them without a copy."""
+        assert self._owned is not None
+        shared = self._users[user]
+        pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]
+        views = self._owned.views(self._owned.slot_of(self._newest_owned), pieces)
+        return [exportable(view) for view in views] or [_NO_TENSOR]
+
+    def take_version_from(self, owner: int, replica: int, values: list[Tensor]) -> None:
+        """Takes that replica's pieces of the next version of what this stage shares with that owner."""
+        group = self._groups[owner]
+        index = replica if len(group.pieces) > 1 else 0
+        group.newest_of[index] += 1
+        pieces = group.pieces[index]
+        views = group.views(group.slot_of(group.newest_of[index]), pieces)
+        with torch.no_grad():
+            for view, value in zip(views, values[: len(views)], strict=True):
+                view.copy_(value)  # of the same shape, whatever its strides
+
+    @property
+    def _own_index(self) -> int:
+        assert self._owned is not None
+        return self._replica if len(self._owned.pieces) > 1 else 0
+
+    @property
+    def _newest_owned(self) -> int:
+        """The newest version that this replica has made."""
+        assert self._owned is not None
+        return self._owned.newest_of[self._own_index]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if other is None else other if one is None else one + other
+
+
+def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,435 @@
+"""The weight versions of one stage, bound to its modules without a copy.
+
+The core keeps K flat slots, one per live version. Each (slot, unique parameter) is one autograd leaf that
+views its slot. A forward binds the modules' `_parameters` to the leaves of its version (design.md,
+section 4). Parameters tied across stages follow a version rule of their own, so they have slots of their own.
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.budget.resident_versions import ResidentVersions
+from pipedream.model.factories import NamedParameters, parameter_like
+from pipedream.model.layers import dtype_name
+from pipedream.model.references import Place, frozen_meanwhile, places_of
+from pipedream.model.stage_module import StageModule
+from pipedream.optim.master_weights import has_master, master_dtype
+
+__all__ = [
+    "StageWeights",
+    "WeightVersions",
+    "masters_layout",
+    "split_tied",
+    "state_layout",
+    "view_like",
+    "weight_layout",
+]
+
+_POISON = 0xFF  # bytes that are NaN as a float of any width
+
+
+@dataclass(slots=True)
+class _Reference:
+    """A place of a parameter beside the modules' tables. What a layer has put there since, it keeps."""
+
+    container: Any
+    key: Any
+    where: tuple[int, Any]
+    current: Any
+    original: Any
+    of_slot: list[Any]
+
+    def follow(self, slot: int) -> None:
+        self._put(self.of_slot[slot])
+
+    def restore(self) -> None:
+        self._put(self.original)
+
+    def _put(self, value: Any) -> None:
+        try:
+            held = self.container[self.key]
+        except (LookupError, AttributeError, ValueError):  # the layer took it away
+            return
+        if held is self.current:
+            self.container[self.key] = self.current = value
+
+
+class WeightVersions:
+    """Some parameters of a stage in flat slots, one per version kept.
+
+    `slots` are flat uint8 tensors; the parameters are copied into the newest version's. With `resident` they
+    are the few that lie in device memory, and it says which version is where: a leaf then views the place
+    where its version lies, and reads as NaN while that is nowhere.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        named: NamedParameters,
+        slots: list[Tensor],
+        resident: ResidentVersions | None = None,
+        *,
+        newest_slot: int = 0,
+        older: Mapping[int, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """older: by slot, versions that are there beside the newest."""
+        self.names = [name for name, _ in named]
+        self._originals = [parameter for _, parameter in named]
+        self._stage = stage
+        self._slots = slots
+        self._resident = resident
+        _, offsets = weight_layout(named)
+
+        def views(slot: Tensor) -> list[Tensor]:
+            return [view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
+
+        self._views = [views(slot) for slot in slots]
+        homes = self._views if resident is None else self._views[:1] * resident.num_versions
+        self._leaves = [
+            [parameter_like(p, view.data) for view, p in zip(home, self._originals, strict=True)]
+            for home in homes
+        ]
+        if resident is not None:
+            self._nowhere = [_nan_like(original) for original in self._originals]
+            # A function, not a method: the versions would hold themselves, and their slots.
+            resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
+            for slot in range(self.num_slots):
+                resident.on_move(slot, None)
+        self._bound_slot = -1
+        self._find_places()
+        for slot, version in (older or {}).items():
+            self._begin_with(slot, [version[name] for name in self.names])
+        self._begin_with(newest_slot, self._originals)
+
+    @torch.no_grad()
+    def _begin_with(self, slot: int, contents: Sequence[Tensor]) -> None:
+        if self._resident is not None:
+            self._resident.write(slot)
+        for leaf, content in zip(self._leaves[slot], contents, strict=True):
+            leaf.copy_(content)
+        if self._resident is not None:
+            self._resident.written(slot)
+
+    def contents(self, slot: int) -> dict[str, Tensor]:
+        """By name, the version in the slot, where it lies now."""
+        if self._resident is not None:
+            self._resident.read(slot)
+        return dict(zip(self.names, self._leaves[slot], strict=True))
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._leaves)
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """Flat, as weight_layout has them."""
+        return self._slots
+
+    def bind(self, slot: int) -> None:
+        """Makes the modules read the version in the slot."""
+        if self._resident is not None:
+            self._resident.read(slot)
+        if slot == self._bound_slot:
+            return
+        for container, key, leaf in self._bindings[slot]:
+            container[key] = leaf
+        for reference in self._references:
+            reference.follow(slot)
+        self._bound_slot = slot
+
+    def unbind(self) -> None:
+        """Forgets what the modules read: the next bind() writes it."""
+        self._bound_slot = -1
+
+    def follow_new_references(self) -> None:
+        """From now on also what the layers keep of the parameters since their first forward is bound."""
+        known = {reference.where for reference in self._references}
+        known |= {(id(container), key) for container, key, _ in self._bindings[0]}
+        index_of = {id(leaf): i for leaves in self._leaves for i, leaf in enumerate(leaves)}
+        for place in places_of([("", self._stage)]):
+            if id(place.tensor) in index_of and place.container is not None and place.where not in known:
+                known.add(place.where)
+                self._references.append(self._reference(place, index_of))
+
+    def leaves(self, slot: int) -> list[nn.Parameter]:
+        return self._leaves[slot]
+
+    def take_gradients(self, slot: int) -> list[Tensor | None]:
+        """The gradients that the backwards accumulated in the slot's leaves, which give them up. Raises
+        ValueError for one that was frozen meanwhile."""
+        gradients: list[Tensor | None] = []
+        for leaf in self._leaves[slot]:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None and not leaf.requires_grad:
+                raise frozen_meanwhile(self.names[len(gradients)])
+            gradients.append(gradient)
+        return gradients
+
+    def move_gradients(self, from_slot: int, to_slot: int) -> None:
+        """Moves what the backwards accumulated to the leaves of another slot, where the next ones add."""
+        for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
+            if old.grad is not None:
+                gradient, old.grad = old.grad, None
+                new.grad = gradient
+
+    def scale_gradients(self, slot: int, factor: float) -> None:
+        gradients = [leaf.grad for leaf in self._leaves[slot] if leaf.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def check_gradients_taken(self) -> None:
+        for leaves in self._leaves:
+            for name, leaf in zip(self.names, leaves, strict=True):
+                if leaf.grad is not None:
+                    raise ValueError(
+                        f"a gradient of parameter {name!r} went to a weight version that its backward did not"
+                        " read, so it was not trained with it: a layer keeps the parameter from an earlier"
+                        " forward, and must read it from its attribute in each"
+                    )
+
+    def prefetch(self, slot: int) -> None:
+        """The version that the next backward reads is to be in device memory by then."""
+        if self._resident is not None:
+            self._resident.prefetch(slot)
+
+    def begin_update(self, read_slot: int, write_slot: int) -> None:
+        """Before what writes the newest version from the one before."""
+        if self._resident is not None:
+            self._resident.read(read_slot)
+            self._resident.write(write_slot)
+
+    def end_update(self, write_slot: int) -> None:
+        """After it."""
+        if self._resident is not None:
+            self.settle(write_slot)  # its home gets what is in the slot
+            self._resident.written(write_slot)
+
+    def copy_version(self, read_slot: int, write_slot: int) -> None:
+        """By the leaves: a layer may have pointed them at other memory than the slot, as a recurrent one does
+        with flatten_parameters()."""
+        if write_slot != read_slot and self._originals:
+            with torch.no_grad():
+                torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])
+
+    def poison(self, slot: int) -> None:
+        """Nobody may read the slot before it is written: whoever does gets NaN."""
+        self.settle(slot)
+        if self._resident is not None:
+            self._resident.poison(slot)
+        else:
+            self._slots[slot].fill_(_POISON)
+
+    def restore(self, slot: int) -> None:
+        """Gives the modules their own parameters back, with the values of the version in the slot."""
+        if self._resident is not None:
+            self._resident.read(slot)
+        with torch.no_grad():
+            for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
+                original.copy_(leaf)
+        self.follow_new_references()  # none of them is to keep a version
+        for container, key, parameter in self._own_places:
+            container[key] = self._originals[parameter]
+        for reference in self._references:
+            reference.restore()
+        self._bound_slot = -1
+
+    def _find_places(self) -> None:
+        """Finds the places where parameters are bound: several for those that are tied within the stage."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
+        # What is written at every bind, so that it is one short loop. Recurrent layers read their weights
+        # from a list beside the table.
+        tables = {id(module._parameters) for module in self._stage.modules()}
+        tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
+        self._own_places: list[tuple[Any, Any, int]] = []
+        self._references: list[_Reference] = []
+        found: set[tuple[int, Any]] = set()
+        for place in places_of([("", self._stage)]):
+            index = index_of.get(id(place.tensor))
+            if index is None or place.container is None or place.where in found:
+                continue
+            found.add(place.where)
+            if id(place.container) in tables:
+                self._own_places.append((place.container, place.key, index))
+            else:
+                self._references.append(self._reference(place, index_of))
+        self._bindings = [
+            [(container, key, leaves[index]) for container, key, index in self._own_places]
+            for leaves in self._leaves
+        ]
+
+    def _reference(self, place: Place, index_of: Mapping[int, int]) -> _Reference:
+        """index_of: parameters by the id of what may lie in the place now."""
+
+        def filled_with(parameters: Sequence[nn.Parameter]) -> Any:
+            def replace(tensor: Tensor) -> Tensor:
+                index = index_of.get(id(tensor))
+                return tensor if index is None else parameters[index]
+
+            return place.filled(replace)
+
+        return _Reference(
+            place.container,
+            place.key,
+            place.where,
+            place.held,
+            filled_with(self._originals),
+            [filled_with(leaves) for leaves in self._leaves],
+        )
+
+    def settle(self, slot: int) -> None:
+        """The leaves view their place in the slot again, with the contents that they have."""
+        position = slot if self._resident is None else self._resident.position_of(slot)
+        if position is None:
+            return
+        for leaf, view in zip(self._leaves[slot], self._views[position], strict=True):
+            if leaf.data_ptr() != view.data_ptr():
+                view.copy_(leaf.data)
+                leaf.data = view
+
+    def show(self, slot: int) -> None:
+        """The leaves view their place in the slot again, whatever is there: the next version."""
+        for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
+            if leaf.data_ptr() != view.data_ptr():
+                leaf.data = view
+
+
+class StageWeights:
+    """The versions of a stage's own parameters, and of those tied to other stages."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        own_slots: list[Tensor],
+        tied: Mapping[int, tuple[Sequence[nn.Parameter], list[Tensor]]] | None = None,
+        resident: ResidentVersions | None = None,
+        *,
+        newest_slot: int = 0,
+        older: Mapping[int, Mapping[str, Tensor]] | None = None,
+        older_tied: Mapping[int, Mapping[int, Mapping[str, Tensor]]] | None = None,
+    ) -> None:
+        """tied: by owner, the parameters of it that the stage has, and their slots. resident: where own_slots
+        hold only some of the own versions at a time. newest_slot, older: of the own versions; older_tied:
+        likewise by owner."""
+        by_owner = dict(tied or {})
+        shared = [parameter for parameters, _ in by_owner.values() for parameter in parameters]
+        own = split_tied(stage, shared)[0]
+        self.own = WeightVersions(stage, own, own_slots, resident, newest_slot=newest_slot, older=older)
+        self.tied = {
+            owner: WeightVersions(
+                stage, split_tied(stage, parameters)[1], slots, older=(older_tied or {}).get(owner)
+            )
+            for owner, (parameters, slots) in by_owner.items()
+        }
+
+    @classmethod
+    def of(cls, own: WeightVersions) -> StageWeights:
+        """Makes the weights of these versions, without ties."""
+        made = cls.__new__(cls)
+        made.own, made.tied = own, {}
+        return made
+
+    def bind(self, own_slot: int, tied_slots: Mapping[int, int]) -> None:
+        """tied_slots: by owner."""
+        self.own.bind(own_slot)
+        for owner, slot in tied_slots.items():
+            # Another stage of this worker may share the very modules, and have bound them.
+            self.tied[owner].unbind()
+            self.tied[owner].bind(slot)
+
+    def follow_new_references(self) -> None:
+        for versions in self._all:
+            if versions.num_slots > 1:  # else all versions have the same leaves
+                versions.follow_new_references()
+
+    def check_gradients_taken(self) -> None:
+        """When all updates are done. Raises ValueError for a gradient that was in none."""
+        for versions in self._all:
+            versions.check_gradients_taken()
+
+    @property
+    def has_parameters(self) -> bool:
+        return any(versions.names for versions in self._all)
+
+    @property
+    def _all(self) -> list[WeightVersions]:
+        return [self.own, *self.tied.values()]
+
+
+def split_tied(
+    stage: StageModule, tied: Sequence[nn.Parameter]
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The stage's trainable parameters: (its own, those among `tied`, in the order of `tied`)."""
+    position = {id(parameter): index for index, parameter in enumerate(tied)}
+    named = stage.trainable_parameters()
+    own = [(name, parameter) for name, parameter in named if id(parameter) not in position]
+    shared = [(name, parameter) for name, parameter in named if id(parameter) in position]
+    return own, sorted(shared, key=lambda entry: position[id(entry[1])])
+
+
+def _move(
+    leaves: list[list[nn.Parameter]],
+    views: list[list[Tensor]],
+    nowhere: list[Tensor],
+    slot: int,
+    position: int | None,
+) -> None:
+    # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold none
+    # of its memory: offload.py's hooks see to that.
+    for leaf, view in zip(leaves[slot], nowhere if position is None else views[position], strict=True):
+        leaf.data = view
+
+
+def _nan_like(original: Tensor) -> Tensor:
+    """One NaN that looks like a tensor of the original's shape."""
+    return torch.full((), float("nan"), dtype=original.dtype, device=original.device).expand(original.shape)
+
+
+def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """(bytes of one version, offset of each parameter) in a flat slot."""
+    return _core.weight_layout([(name, dtype_name(p.dtype), p.numel()) for name, p in named])
+
+
+def state_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """The same of a slot with one of an optimizer's state tensors for each parameter."""
+    return _core.weight_layout([(name, dtype_name(master_dtype(p.dtype)), p.numel()) for name, p in named])
+
+
+def masters_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """The same of a slot with the masters of those parameters that have one, and nothing for the others."""
+    return _core.weight_layout(
+        [(name, dtype_name(master_dtype(p.dtype)), p.numel() if has_master(p) else 0) for name, p in named]
+    )
+
+
+def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor at that byte of a slot, as the original lies in memory. dtype: None: the original's."""
+    dtype = dtype or original.dtype
+    flat = slot[offset : offset + original.numel() * dtype.itemsize].view(dtype)
+    # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
+    view = (
+        flat.as_strided(original.shape, original.stride())
+        if _is_dense(original)
+        else flat.view(original.shape)
+    )
+    # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
+    # slot would make the backward of another fail falsely.
+    return view.data
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill the memory from first to last without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,45 @@
+"""A minibatch made as large as any that is known to come."""
+
+from __future__ import annotations
+
+import torch
+from pipedream.data.enlarged import enlarged, shaped
+from pipedream.model.batches import parts_of
+
+
+def test_values_repeat_along_every_dimension_that_grows() -> None:
+    inputs, targets = enlarged(
+        torch.tensor([[1, 2]]), torch.tensor([7, 8]), {"inputs": (2, 3), "targets": (1,)}
+    )
+    assert inputs.tolist() == [[1, 2, 1], [1, 2, 1]]
+    assert targets.tolist() == [7, 8]
+
+
+def test_a_batch_of_keywords_stays_one_object_and_its_shared_tensors_one() -> None:
+    tokens = torch.arange(2).reshape(1, 2)
+    inputs, targets = enlarged(*parts_of({"input_ids": tokens, "labels": tokens}, 0), {"input_ids": (2, 2)})
+    assert inputs is targets
+    assert inputs["input_ids"] is inputs["labels"]
+    assert inputs["input_ids"].shape == (2, 2)
+
+
+def test_what_the_shapes_do_not_fit_stays_the_same_object() -> None:
+    image, empty, scale = torch.ones(2, 2), torch.ones(0, 2), torch.tensor(1.0)
+    given = [image, {"empty": empty}, (scale, None, "text")]
+    shapes = {"inputs[0]": (4, 4, 4), "inputs[1].empty": (3, 3), "labels": (9,)}
+    found, _ = enlarged(given, None, shapes)
+    assert found[0] is image and found[1]["empty"] is empty and found[2][0] is scale
+    assert found[2][1:] == (None, "text")
+
+
+def test_a_minibatch_of_just_these_shapes_is_cut_where_it_is_larger() -> None:
+    inputs, targets = shaped(torch.tensor([[1, 2, 3]]), torch.tensor([7, 8]), {"inputs": (2, 2)})
+    assert inputs.tolist() == [[1, 2], [1, 2]]
+    assert targets.tolist() == [7, 8]
+
+
+def test_an_enlarged_tensor_has_the_order_in_memory_that_it_had() -> None:
+    images = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    large, _ = enlarged(images, torch.zeros(2), {"inputs": (5, 3, 4, 6)})
+    assert large.shape == (5, 3, 4, 6)
+    assert large.is_contiguous(memory_format=torch.channels_last)
