@@ -7,8 +7,8 @@ writing it. Torch-free; any thread of the process that owns the folder.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -19,7 +19,9 @@ __all__ = [
     "checkpoints_in",
     "find_checkpoint",
     "folder_of",
+    "go_on_after",
     "is_complete",
+    "minibatch_of",
     "newest_whole",
     "pin",
     "remove_incomplete",
@@ -28,6 +30,8 @@ __all__ = [
 
 _NAME = re.compile(r"checkpoint-(\d{9,})\Z")
 _PIN_NAME = "pinned"
+_REMOVED = "removed-"
+_DAMAGED = "damaged-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
@@ -111,15 +115,41 @@ def remove_old(path: Path, keep: int) -> None:
 
 
 def remove_incomplete(path: Path) -> None:
-    """Before a run that writes into the folder: nobody else does."""
+    """Before a run that writes into the folder: nobody else does. Also removes what a removal that was cut
+    short has left."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
+    for left in path.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
+    """Before a run that continues from the checkpoint at this minibatch writes into the folder at the path:
+    none is left there of a later minibatch, which it would write over. Those that are damaged get a name by
+    which people find them. The checkpoint itself, where the run goes back a few minibatches, gets the name of
+    the one with which it begins, which is where it lies then."""
+    for other in checkpoints_in(path):
+        if other != checkpoint and minibatch_of(other) > minibatch:
+            other.rename(path / f"{_DAMAGED}{secrets.token_hex(4)}-{other.name}")
+    if checkpoint.parent != path or minibatch_of(checkpoint) <= minibatch:
+        return checkpoint
+    renamed = folder_of(path, minibatch)
+    if renamed.exists():
+        _remove(renamed)
+    return checkpoint.rename(renamed)
+
+
+def minibatch_of(checkpoint: Path) -> int:
+    """The one that its name says."""
+    match = _NAME.match(checkpoint.name)
+    return -1 if match is None else int(match.group(1))
 
 
 def _remove(checkpoint: Path) -> None:
-    """The manifest first: what is left of a removal that was cut short is no complete checkpoint. What cannot
-    be removed stays until the next time."""
+    """Under another name, at once: nobody finds half a checkpoint, nor completes one that is being removed.
+    What cannot be removed stays until the next time."""
+    removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
     with contextlib.suppress(OSError):
-        os.unlink(checkpoint / MANIFEST_NAME)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+        checkpoint.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
