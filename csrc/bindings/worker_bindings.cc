@@ -229,6 +229,7 @@ class PyWorker {
     worker_->engine().add_compute(began_ns, ended_ns);
   }
   void begin_evaluation(std::int64_t boundary) { worker_->engine().begin_evaluation(MinibatchId(boundary)); }
+  void evaluate_first() { worker_->engine().evaluate_first(); }
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
     worker_->engine().end_of_data(num_minibatches, events);
   }
@@ -507,6 +508,10 @@ void bind_worker(py::module_& module) {
       .def("begin_evaluation", &PyWorker::begin_evaluation, py::arg("boundary"),
            "While the first FORWARD of the minibatch at the boundary is being done, or when all is done: the "
            "program has EVALUATEs of its weights. Only at replica 0 of each stage.")
+      .def("evaluate_first", &PyWorker::evaluate_first,
+           "Instead of completing the FORWARD of a group's first microbatch at the first stage: where the "
+           "schedule drains, the weights before it are evaluated first. next_work() has the EVALUATEs, then "
+           "that FORWARD again.")
       .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"), py::arg("boundary_events") = 0)
       .def("num_minibatches", &PyWorker::num_minibatches, "Of the run; None while that is not known here.")
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),

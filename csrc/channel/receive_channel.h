@@ -78,6 +78,7 @@ class ReceiveChannel final : public LinkHandler {
   // Call inside Wakeup::wait_until. Moves the next item out; false when there is none.
   [[nodiscard]] bool try_take(ReceivedItem& item);
   // The peer said BYE and the inbox is empty: nothing will come.
+  [[nodiscard]] bool has_item() const { return !inbox_.empty(); }
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
 
   // The sender writes into this end's memory itself; known from the link's opening on.

@@ -16,6 +16,8 @@ Evaluations::Evaluations(const ScheduleOptions& options, Rank rank) {
   stages_ = placement.stages_at(rank);
   replica_ = placement.places_at(rank).front().replica;
   rounds_ = rounds_of(options, stages_.front());
+  group_size_ = minibatches_between_drains(options);
+  may_be_first_ = options.evaluates && drains_every_minibatch(options) && replica_ == ReplicaIndex(0);
   is_early_ = has_replicas(options) || drains_every_minibatch(options);
   num_ahead_ = std::max<std::int64_t>(1, options.in_flight.front() - 1);
   num_chunks_ = static_cast<std::int64_t>(stages_.size());
@@ -27,6 +29,13 @@ void Evaluations::begin(MinibatchId boundary) {
   PD_CHECK(boundaries_.empty() || boundaries_.back() < boundary,
            boundary.value() << " after " << boundaries_.back().value());
   boundaries_.push_back(boundary);
+}
+
+bool Evaluations::may_be_before(const Instruction& forward, WeightVersion newest) const {
+  return may_be_first_ && boundaries_.empty() && forward.opcode == Opcode::kForward &&
+         forward.stage == stages_.front() && forward.microbatch == MicrobatchIndex(0) &&
+         forward.minibatch.value() % group_size_ == 0 &&
+         newest == version_at_boundary(rounds_, forward.minibatch);
 }
 
 bool Evaluations::is_due(const std::optional<Instruction>& next, WeightVersion newest) const {

@@ -22,6 +22,10 @@
 //     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 comes to that right behind UPDATE N - 1, and
 //     the others have work until the first evaluated activation reaches them.
 //
+// Stage 0 may also evaluate before the first forward of minibatch N if the schedule drains: callbacks that
+// answer before N is admitted are then told of the evaluation. A stage downstream waits for either of the
+// two, and the one that comes first says which of the places it is.
+//
 // Where a worker has several stages, W workers take W validation minibatches of one stage, then the same
 // ones of its next.
 #pragma once
@@ -49,6 +53,9 @@ class Evaluations {
   // Asks for an evaluation at the boundary: while the first forward of the minibatch is current, or when the
   // program is over. Boundaries ascend.
   void begin(MinibatchId boundary);
+  // Whether begin() may be called for the boundary right before this forward, while it is not done. newest:
+  // as of is_due().
+  [[nodiscard]] bool may_be_before(const Instruction& forward, WeightVersion newest) const;
   // Whether current() stands right before what the worker would compute next, which is none at the end.
   // newest: the version that all stages of the worker have.
   [[nodiscard]] bool is_due(const std::optional<Instruction>& next, WeightVersion newest) const;
@@ -70,6 +77,8 @@ class Evaluations {
   std::vector<StageIndex> stages_;  // of the worker
   ReplicaIndex replica_;
   Rounds rounds_;                          // the same at all stages here
+  std::int64_t group_size_ = 1;            // minibatches between two boundaries
+  bool may_be_first_ = false;              // before the first forward behind a boundary
   bool is_early_ = true;                   // the first of the two places above
   std::int64_t num_ahead_ = 1;             // of the second: microbatches from the boundary to its bound
   std::int64_t num_chunks_ = 1;            // stages here

@@ -47,10 +47,19 @@ void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   transfers_.set_num_minibatches(num_minibatches);
   if (computed_ && computed_->opcode == Opcode::kEvaluate) return;
   if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
-  // Before a forward that does not exist pulls may have been done.
+  keep_done();  // before a forward that does not exist pulls may have been done
+  refill();
+}
+
+void ProgramCursor::evaluate_first() {
+  evaluations_.begin(computed_->minibatch);
+  keep_done();
+  refill();
+}
+
+void ProgramCursor::keep_done() {
   const auto done = static_cast<std::ptrdiff_t>(position_);
   early_.insert(early_.end(), instructions_.begin(), instructions_.begin() + done);
-  refill();
 }
 
 void ProgramCursor::refill() {

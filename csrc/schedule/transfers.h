@@ -175,6 +175,13 @@ class ProgramCursor {
 
   // As of Evaluations. What is current stays so, unless the program is over.
   void begin_evaluation(MinibatchId boundary);
+  // Whether what is computed next is a forward before which evaluate_first() may begin an evaluation.
+  [[nodiscard]] bool may_evaluate_first() const {
+    return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
+  }
+  // The boundary before that forward is evaluated first. Of what stands before the forward, all that is done
+  // is not done again.
+  void evaluate_first();
   void end_evaluation() { evaluations_.end(); }
   [[nodiscard]] bool may_evaluation_be(bool is_last) const { return evaluations_.may_be(is_last); }
 
@@ -185,6 +192,7 @@ class ProgramCursor {
   void refill();
   void fill_evaluation(const Instruction& evaluate);
   void refill_at_end();
+  void keep_done();
   void fill();
   void leave_out_early();
 

@@ -69,7 +69,12 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
         "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
     made.versions.reserve(kNumMicrobatchesReserved);
   }
-  for (const EdgeChannel& channel : channels_) channel_of_edge_[channel.edge] = &channel;
+  for (const EdgeChannel& channel : channels_) {
+    channel_of_edge_[channel.edge] = &channel;
+    if (channel.edge.kind == EdgeKind::kEvaluation && channel.receives != nullptr) {
+      part_of(channel.edge.to.stage).evaluations = channel.receives;
+    }
+  }
   sending_.reserve(channels_.size());
   if (const auto first = cursor_.current()) doing_ = *first;
 }
@@ -158,6 +163,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     std::optional<ReceivedItem> item;
     if (ReceiveChannel* source = source_of(*instruction)) {
+      if (begins_evaluation(*source, deadline)) continue;
       const Result<bool> received = receive(*source, deadline, item.emplace());
       if (!received) return received.failure();
       if (!received.value()) return std::optional<WorkItem>();
@@ -293,6 +299,26 @@ Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
   const std::optional<Instruction> next = cursor_.following();
   SendChannel* const target = next ? target_of(*next) : nullptr;
   return target == nullptr ? Result<bool>(true) : wait_for_room(*target, deadline);
+}
+
+// Waits for the forward's activation or for an evaluation of the weights before it, where that may come
+// first. True: it did, and is next. What became of the activation is receive()'s to say.
+bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadline) {
+  if (doing_.edge.kind != EdgeKind::kActivation || !cursor_.may_evaluate_first()) return false;
+  const ReceiveChannel* const evaluations = part_of(doing_.stage).evaluations;
+  if (evaluations == nullptr) return false;
+  const std::int64_t wait_began_ns = now_ns();
+  bool is_first = false;
+  const auto has_come = [&] {
+    const bool is_there = source.has_item() || source.exhausted();
+    is_first = !is_there && evaluations->has_item();
+    return is_there || is_first;
+  };
+  static_cast<void>(wakeup_.wait_until(deadline, has_come));
+  wait_ns_ += now_ns() - wait_began_ns;
+  if (!is_first || wakeup_.failure()) return false;
+  cursor_.evaluate_first();
+  return true;
 }
 
 // What tied parameters and norms send: the program bounds it, and what has left may be known a little late.
@@ -437,6 +463,22 @@ void StageEngine::begin_evaluation(MinibatchId boundary) {
   cursor_.begin_evaluation(boundary);
 }
 
+void StageEngine::evaluate_first() {
+  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && cursor_.may_evaluate_first(),
+           to_string(doing_));
+  take_back_forward();
+  cursor_.evaluate_first();
+}
+
+// Leaves the engine as it was before the FORWARD was handed out.
+void StageEngine::take_back_forward() {
+  Part& part = part_of(doing_.stage);
+  if (part.stashes) part.stage_part.slots->release(doing_.version);
+  part.versions.pop_back();
+  --part.num_forwards;
+  end_item();
+}
+
 void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
   PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && num_minibatches <= doing_.minibatch.value() &&
                cursor_.may_set_num_minibatches(num_minibatches),
@@ -445,12 +487,9 @@ void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events)
     return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
            channel.edge.to.stage == doing_.stage;
   });
-  Part& part = part_of(doing_.stage);
+  const Part& part = part_of(doing_.stage);
   PD_CHECK(part.rounds.is_first_of_minibatch(doing_.microbatch) && !is_told, to_string(doing_));
-  if (part.stashes) part.stage_part.slots->release(doing_.version);
-  part.versions.pop_back();
-  --part.num_forwards;
-  end_item();
+  take_back_forward();
   learn_end(num_minibatches, events);
 }
 

@@ -143,6 +143,9 @@ class StageEngine {
   // FORWARD of the minibatch is being done, or when all is done. EVALUATEs then come at their place in the
   // program; one completed with is_end_of_data is the stage's last, and the one downstream is told so by it.
   void begin_evaluation(MinibatchId boundary);
+  // Instead of completing the FORWARD of a group's first microbatch at the first stage: where the schedule
+  // drains, the weights before it are evaluated first. It is handed out again afterwards.
+  void evaluate_first();
   // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage:
   // there is no such minibatch, but so many; with what is due at their end.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
@@ -192,6 +195,7 @@ class StageEngine {
     std::optional<ReceivedItem> activation;
     std::optional<ReceivedItem> gradient;
     std::optional<ReceivedItem> evaluation;
+    ReceiveChannel* evaluations = nullptr;  // from upstream
   };
 
   [[nodiscard]] Part& part_of(StageIndex stage);
@@ -202,6 +206,8 @@ class StageEngine {
   [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
   [[nodiscard]] Result<bool> wait_to_evaluate(Deadline deadline);
+  [[nodiscard]] bool begins_evaluation(const ReceiveChannel& source, Deadline deadline);
+  void take_back_forward();
   [[nodiscard]] Result<bool> wait_for_room(SendChannel& channel, Deadline deadline);
   [[nodiscard]] Result<std::optional<WorkItem>> hand_out_transfer(std::optional<ReceivedItem> received);
   [[nodiscard]] Result<bool> transfer_between_replicas(const Instruction& instruction, Deadline deadline);

@@ -448,9 +448,11 @@ TEST_F(ExchangingEngine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
 }
 
 // Completes what a run of so many minibatches hands out, with evaluations of so many validation minibatches
-// before minibatch 2 and at the end.
-Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated) {
+// before minibatch 2 and at the end. evaluates_first: the former before its first forward is done.
+Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated,
+                            bool evaluates_first = false) {
   Instructions done;
+  bool is_evaluated = false;
   bool is_at_end = false;
   for (;;) {
     auto work = engine.next_work(Clock::now() + kPatience);
@@ -467,7 +469,12 @@ Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, s
       continue;
     }
     const bool is_first = item.minibatch.value() == 2 && item.microbatch.value() == 0;
-    if (item.opcode == Opcode::kForward && is_first) {
+    if (item.opcode == Opcode::kForward && is_first && evaluates_first) {
+      if (!std::exchange(is_evaluated, true)) {
+        engine.evaluate_first();
+        continue;
+      }
+    } else if (item.opcode == Opcode::kForward && is_first) {
       engine.begin_evaluation(MinibatchId(2));
     }
     const bool updates = item.opcode == Opcode::kUpdate;
@@ -490,6 +497,22 @@ TEST_F(Engine, EvaluatesWhereTheProgramHasItUntilOneSaysThatItIsTheLast) {
       EXPECT_EQ(run_evaluating(*engine_, 4, num_evaluated), expected) << schedule;
       EXPECT_EQ(engine_->spans().size(), expected.size());
     }
+  }
+}
+
+TEST_F(Engine, EvaluatesBeforeAForwardThatIsHandedOutAgain) {
+  for (const std::int64_t num_evaluated : {0, 3}) {
+    ScheduleOptions options = make_options("flush", {1}, 2);
+    options.evaluates = true;
+    make(options);
+    Instructions expected =
+        make_program(options, Rank(0), 4, {{MinibatchId(2), num_evaluated}, {MinibatchId(4), num_evaluated}});
+    const auto forward = std::ranges::find_if(expected, [](const Instruction& instruction) {
+      return instruction.opcode == Opcode::kForward && instruction.minibatch == MinibatchId(2);
+    });
+    std::rotate(forward, forward + 1, forward + 2 + num_evaluated);  // the program has it in front
+    EXPECT_EQ(run_evaluating(*engine_, 4, num_evaluated, true), expected);
+    EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 8U);
   }
 }
 
