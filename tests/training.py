@@ -178,7 +178,7 @@ def train_plainly(training: Training) -> tuple[list[float], State]:
     for _ in range(training.epochs):
         for inputs, targets in training.data():
             optimizer.zero_grad()
-            losses.append(_accumulate(model, training, inputs, targets))
+            losses.append(accumulate(model, training, inputs, targets))
             if training.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
             optimizer.step()
@@ -187,7 +187,7 @@ def train_plainly(training: Training) -> tuple[list[float], State]:
     return losses, model.state_dict()
 
 
-def _accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) -> float:
+def accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) -> float:
     """Adds a minibatch's gradients, microbatch by microbatch; its loss."""
     if training.microbatches == 1:
         loss = training.case.loss_fn(model(inputs), targets)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete, is_pinned
 from pipedream.checkpoint.manifest import MANIFEST_NAME, Manifest, Part, problems_of, read_manifest
 from pipedream.command_line import JsonOption, check_output, print_result, with_notes
 from pipedream.common.errors import FileFormatError
@@ -82,6 +82,7 @@ def _describe_checkpoint(checkpoint: Path, quick: bool) -> dict[str, Any]:
         "problems": problems_of(checkpoint, manifest, checksums=not quick),
         "written": (checkpoint / MANIFEST_NAME).stat().st_mtime,
         "bytes": manifest.num_bytes,
+        "pinned": is_pinned(checkpoint),
         **manifest.to_dict(),
     }
 
@@ -103,7 +104,9 @@ def _show_folder(described: list[dict[str, Any]]) -> str:
 
 
 def _state_of(fields: dict[str, Any]) -> str:
-    return "not usable" if fields["problems"] else "whole"
+    if fields["problems"]:
+        return "not usable"
+    return "whole, pinned" if fields["pinned"] else "whole"
 
 
 def _written(fields: dict[str, Any]) -> str:
@@ -130,7 +133,8 @@ def _show_checkpoint(fields: dict[str, Any]) -> str:
             "<<<<>>>",
         ),
     ]
-    return with_notes("\n".join(lines), fields["problems"] or ["all files are whole"])
+    notes = fields["problems"] or ["all files are whole"]
+    return with_notes("\n".join(lines), [*notes, *(["pinned: `keep` never removes it"] * fields["pinned"])])
 
 
 def _row_of(part: Part, manifest: Manifest) -> list[str]:

@@ -12,8 +12,19 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from pipedream.callbacks import Callback, Decision, EndReport, EpochReport, MinibatchReport, StartReport
-from training import Training, train_by_reference, train_in_pipeline
+from pipedream.callbacks import (
+    Callback,
+    CheckpointReport,
+    Decision,
+    EndReport,
+    EpochReport,
+    EvaluationReport,
+    MinibatchReport,
+    StartReport,
+)
+from pipedream.callbacks.steering import Steering
+from pipedream.checkpoint.checkpoint_folder import folder_of, is_complete, is_pinned
+from training import Training, accumulate, train_by_reference, train_in_pipeline
 
 _TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last of an epoch is short
 
@@ -148,6 +159,109 @@ def test_a_rate_that_a_callback_halves_falls_at_all_stages_at_the_same_update(
     torch.testing.assert_close(state, expected_state, rtol=1e-9, atol=1e-12)
     rates = [report.rates[0] for report in recorder.epochs]
     assert rates[0] > 2 * rates[1]
+
+
+class _Watching(Callback):
+    """Asks at the end of an epoch for what is in `wishes`."""
+
+    wants_gradient_norms = True
+
+    def __init__(self, every: int | None, wishes: dict[int, Decision]) -> None:
+        self.every = every
+        self.wishes = wishes
+        self.told: list[MinibatchReport] = []
+        self.evaluations: list[EvaluationReport] = []
+        self.pinned: list[int] = []
+
+    def on_minibatches(self, report: MinibatchReport) -> None:
+        self.told.append(report)
+
+    def on_epoch(self, report: EpochReport) -> Any:
+        return self.wishes.get(report.epoch)
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        if not self.pinned:
+            report.pin()
+            self.pinned.append(report.minibatch)
+
+
+def _mean_output(outputs: Any, targets: Any) -> tuple[float, int]:
+    return float(outputs.sum()), len(targets)
+
+
+def _train_watched(
+    training: Training, wishes: dict[int, Decision], **options: Any
+) -> tuple[pipedream.RunResult, _Watching]:
+    watching = _Watching(3, wishes)
+    held_out = pipedream.Validation(training.case.data(2, training.dtype), {"mean": _mean_output}, every=5)
+    result, _ = train_in_pipeline(training, validation=held_out, callbacks=[watching], **options)
+    return result, watching
+
+
+_WATCHED = [
+    (replace(_TRAINING, schedule="flush", max_grad_norm=0.3), 0),
+    (_TRAINING, 2),
+    (replace(_TRAINING, replicas=(2, 1)), 4),
+    (replace(_TRAINING, num_stages=3, schedule="flush", replicas=(2, 1, 1), microbatches=2), 0),
+]
+
+
+@pytest.mark.parametrize(("training", "lead"), _WATCHED, ids=str)
+@pytest.mark.parametrize("is_local", [True, False], ids=["plain", "torchrun"])
+def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
+    farm: Farm, tmp_path: Path, training: Training, lead: int, is_local: bool
+) -> None:
+    wishes = {0: Decision(evaluate=True), 1: Decision(checkpoint=True, evaluate=True)}
+    checkpoints = pipedream.Checkpoints(tmp_path, every=100, keep=1)
+    if is_local:
+        result, watching = _train_watched(training, wishes, checkpoints=checkpoints)
+    else:
+        how = {"checkpoints": checkpoints, "num_ranks": training.num_workers}
+        result, watching = farm.results(_train_watched, training, wishes, **how)[0]
+    rounds = 2 if training.replicas == (2, 1) else 1
+    planned = {-(-minibatch // rounds) * rounds for minibatch in (5, 10, 15, 20)}
+    asked = {6 + lead, 12 + lead}
+    evaluated = [each.minibatch for each in result.validation]
+    assert evaluated == sorted(planned | asked)
+    assert [
+        (report.minibatch, report.loss, report.metrics["mean"], report.samples)
+        for report in watching.evaluations
+    ] == [(each.minibatch, each.loss, each.metrics["mean"], each.samples) for each in result.validation]
+    # One that a decision asked for is told at the boundary after it.
+    for report in watching.evaluations:
+        due = report.minibatch + lead + (rounds if report.minibatch in asked - planned else 0)
+        assert report.takes_effect == due or (due >= 24 and report.takes_effect is None)
+    assert watching.pinned == [12 + lead]
+    pinned = folder_of(tmp_path, 12 + lead)
+    assert is_pinned(pinned) and is_complete(pinned)
+    assert [report.version for report in watching.told] == [-(-r.end // rounds) for r in watching.told]
+    norms = [norm for report in watching.told for norm in report.gradient_norms]
+    assert len(norms) == -(-24 // rounds) and all(norm > 0 for norm in norms)
+    if training.schedule == "flush":
+        assert norms == pytest.approx(_plain_norms(training), rel=1e-9)
+
+
+def _plain_norms(training: Training) -> list[float]:
+    norms = []
+    model = training.model()
+    optimizer = training.optimizer(model.parameters())
+    for inputs, targets in [*training.data()] * training.epochs:
+        optimizer.zero_grad()
+        accumulate(model, training, inputs, targets)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm or 1e9)
+        norms.append(float(norm))
+        optimizer.step()
+    return norms
+
+
+def test_a_run_without_callbacks_measures_no_norms_for_them() -> None:
+    assert not Steering([]).points.gradient_norms
+    assert not Steering([_Recorder(every=1)]).points.gradient_norms
+    assert not Steering([_Recorder(every=1)]).points.at_evaluations
+    assert Steering([_Watching(1, {})]).points.gradient_norms
 
 
 def test_an_error_of_a_callback_stops_the_run_and_reaches_the_caller_with_the_model_trained() -> None:

@@ -4,7 +4,6 @@ not notice."""
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from farm import Farm
 from pipedream import reference
 from torch import Tensor, nn
-from training import Training, tolerance, train_in_pipeline
+from training import Training, accumulate, assert_close_state, tolerance, train_in_pipeline
 
 Results = list[tuple[int, dict[str, float]]]
 
@@ -240,14 +239,70 @@ def evaluate_for_callbacks(training: Training) -> tuple[list[dict[str, float]], 
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "flush"])
-def test_callbacks_are_told_of_the_newest_evaluation_that_an_answer_can_wait_for(
-    farm: Farm, schedule: str
-) -> None:
+def test_callbacks_are_told_of_the_evaluation_of_the_same_epoch(farm: Farm, schedule: str) -> None:
     training = Training("cnn", 2, schedule=schedule, num_minibatches=6, epochs=3)
     seen, figures = farm.results(evaluate_for_callbacks, training, num_ranks=2)[0]
-    of_epochs = [of_each for _, of_each in figures]
-    if schedule == "flush":  # an answer is due before the evaluation at the same place can run
-        assert seen[0].keys() == of_epochs[0].keys() and all(map(math.isnan, seen[0].values()))
-        assert seen[1:] == [of_epochs[0], of_epochs[2]]
-    else:
-        assert seen == of_epochs
+    assert seen == [of_each for _, of_each in figures]
+
+
+STEERED = [
+    Training("mlp", 2, schedule="flush", microbatches=2, num_minibatches=5, epochs=6),
+    Training("cnn", 3, schedule="gpipe", num_minibatches=4, epochs=6),
+    Training("mlp", 4, schedule="interleaved", microbatches=2, num_minibatches=4, epochs=6),
+    Training("tied_apart", 3, schedule="flush", num_minibatches=4, epochs=6),
+    Training("mlp", 2, replicas=(2, 1), schedule="flush", microbatches=2, num_minibatches=5, epochs=6),
+    Training("mlp", 2, replicas=(1, 2), schedule="flush", microbatches=2, num_minibatches=4, epochs=6),
+    Training("mlp", 1, schedule="flush", num_minibatches=4, epochs=6),
+]
+_PLATEAU = {"factor": 0.5, "patience": 0}
+_STOP = {"patience": 1, "mode": "max"}
+
+
+def train_steered(training: Training) -> tuple[Any, list[float], Results]:
+    callbacks = [
+        pipedream.callbacks.ReduceLROnPlateau("sum", **_PLATEAU),  # type: ignore[arg-type]
+        pipedream.callbacks.EarlyStopping("sum", **_STOP),  # type: ignore[arg-type]
+        Noting(),
+    ]
+    result, state = train_in_pipeline(training, validation=held_out(training, "epoch"), callbacks=callbacks)
+    return state, result.losses, [(each.minibatch, each.metrics) for each in result.validation]
+
+
+def train_steered_plainly(training: Training) -> tuple[Any, list[float], Results]:
+    """With torch's own scheduler, and a loop that stops."""
+    model = training.model()
+    optimizer = training.optimizer(model.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.0, threshold_mode="abs"
+    )
+    losses: list[float] = []
+    found: Results = []
+    for _ in range(training.epochs):
+        for inputs, targets in training.data():
+            optimizer.zero_grad()
+            losses.append(accumulate(model, training, inputs, targets))
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            pairs = [sum_of(model(inputs), targets) for inputs, targets in held_out(training, 1).data]
+        model.train()
+        value = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        found.append((len(losses), {"sum": value}))
+        plateau.step(value)
+        values = [metrics["sum"] for _, metrics in found]
+        if len(values) - 1 - values.index(max(values)) > 1:
+            break
+    return model.state_dict(), losses, found
+
+
+@pytest.mark.parametrize("training", STEERED, ids=str)
+def test_stopping_and_plateaus_equal_those_of_a_plain_loop_where_the_schedule_drains(
+    farm: Farm, training: Training
+) -> None:
+    state, losses, found = farm.results(train_steered, training, num_ranks=training.num_workers)[0]
+    plain_state, plain_losses, plain_found = train_steered_plainly(training)
+    assert [minibatch for minibatch, _ in found] == [minibatch for minibatch, _ in plain_found]
+    assert losses == pytest.approx(plain_losses, rel=1e-9)
+    for (_, figures), (_, wanted) in zip(found, plain_found, strict=True):
+        assert figures == pytest.approx(wanted, rel=1e-9)
+    assert_close_state(dict(state), dict(plain_state), 1e-9)

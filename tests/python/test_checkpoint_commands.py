@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pipedream import Plan
-from pipedream.checkpoint.checkpoint_folder import folder_of
+from pipedream.checkpoint.checkpoint_folder import folder_of, pin
 from pipedream.cli import main
 from safetensors.torch import load_file
 from torch import nn
@@ -60,7 +60,14 @@ def test_show_says_what_is_in_a_checkpoint(folder: Path, capfd: pytest.CaptureFi
     ]
     status, printed, _ = _call(capfd, "checkpoint", "show", folder_of(folder, 6), "--json")
     fields = json.loads(printed)
-    assert status == 0 and fields["minibatch"] == 6 and fields["problems"] == []
+    assert status == 0 and fields["minibatch"] == 6 and fields["problems"] == [] and not fields["pinned"]
+
+
+def test_show_marks_what_is_pinned(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pin(folder_of(folder, 6))
+    _, shown, _ = _call(capfd, "checkpoint", "show", folder)
+    assert [line.split()[-1] for line in shown.splitlines()[1:3]] == ["pinned", "damaged"]
+    assert "`keep` never removes it" in _call(capfd, "checkpoint", "show", folder_of(folder, 6))[1]
 
 
 def test_show_imports_no_torch(folder: Path) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from pipedream.callbacks.callback import (
     Callback,
+    CheckpointReport,
     Decision,
     EndReport,
     EpochReport,
+    EvaluationReport,
     MinibatchReport,
     StartReport,
 )
@@ -23,10 +25,12 @@ from pipedream.callbacks.tensorboard import TensorBoard
 
 __all__ = [
     "Callback",
+    "CheckpointReport",
     "Decision",
     "EarlyStopping",
     "EndReport",
     "EpochReport",
+    "EvaluationReport",
     "MinibatchReport",
     "ReduceLROnPlateau",
     "StartReport",

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from pipedream.checkpoint.checkpoint_folder import minibatch_of, pin
 
 __all__ = [
     "Answer",
     "Callback",
+    "CheckpointReport",
     "Decision",
     "EndReport",
     "EpochReport",
+    "EvaluationReport",
     "MinibatchReport",
     "StartReport",
     "callback_of",
     "decision_of",
+    "defines",
 ]
 
 
@@ -28,7 +34,9 @@ class Decision:
     rate_factor: float = 1.0
     """Multiplies the learning rates of all stages."""
     evaluate: bool = False
+    """Evaluates run(validation=...) there, too."""
     checkpoint: bool = False
+    """Saves a checkpoint of run(checkpoints=...) there, too."""
 
     def __or__(self, other: Decision) -> Decision:
         return Decision(
@@ -54,6 +62,9 @@ class StartReport:
     schedule: str
     decision_lead: int
     """Minibatches from the boundary of a report to the one where its decision takes effect."""
+    minibatches_per_update: int = 1
+    """Minibatches from which the first stage makes one weight version: several where it has replicas that
+    take turns."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +82,17 @@ class MinibatchReport:
     """The minibatch before which a decision takes effect; None: none can any more."""
     seconds: float
     """Since the report before, or the start."""
+    version: int = 0
+    """Weight version of the first stage after the last minibatch: its updates, and those of the run that this
+    one goes on from."""
+    gradient_norms: Sequence[float] = ()
+    """2-norm of the gradients of each update, before they are clipped: over all stages where the schedule
+    drains, else of the first stage. Empty unless max_grad_norm is given, autocast is float16, or a callback
+    has `wants_gradient_norms`; and with sync="asp" or "allreduce", sync_every, spare shards or a Program."""
 
     @property
     def end(self) -> int:
-        """The minibatch after the last one, and the weight version that this makes."""
+        """The minibatch after the last one."""
         return self.first + len(self.losses)
 
     @property
@@ -96,8 +114,8 @@ class EpochReport(MinibatchReport):
 
     epoch: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the newest evaluation, by name: NaN before there is one, empty without validation. If the
-    schedule drains, the evaluation after this epoch is still to come, and the one before it counts."""
+    """Metrics of the newest evaluation, by name: NaN before there is one, empty without validation. With
+    Validation(every="epoch") it is the evaluation after this epoch."""
 
     def value_of(self, metric: str) -> float:
         """A metric, or "loss": the mean of the epoch's losses where no evaluation has one. Raises ValueError
@@ -111,6 +129,39 @@ class EpochReport(MinibatchReport):
 
 
 @dataclass(frozen=True)
+class EvaluationReport:
+    """Held-out data have been evaluated."""
+
+    minibatch: int
+    """The minibatches that the weights were trained on, as RunResult.validation has it."""
+    metrics: Mapping[str, float]
+    """Figures by name, "loss" among them."""
+    samples: int
+    takes_effect: int | None
+    """The minibatch before which a decision takes effect; None: none can any more."""
+
+    @property
+    def loss(self) -> float:
+        return self.metrics["loss"]
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """A checkpoint is complete."""
+
+    path: Path
+
+    @property
+    def minibatch(self) -> int:
+        """The minibatches that its weights were trained on."""
+        return minibatch_of(self.path)
+
+    def pin(self) -> None:
+        """Keeps it, however many newer ones there are. Raises ValueError if `keep` has let it go already."""
+        pin(self.path)
+
+
+@dataclass(frozen=True)
 class EndReport:
     """The run is over."""
 
@@ -121,20 +172,31 @@ class EndReport:
 
 
 class Callback:
-    """Told of a run; a subclass defines the methods that it needs. What on_minibatches and on_epoch return is
-    decided: under a schedule that drains, before any later minibatch is admitted; else a fixed number of
-    minibatches later (StartReport.decision_lead), for which the pipeline waits if the answer is late."""
+    """Told of a run; a subclass defines the methods that it needs.
+
+    Answers of on_minibatches, on_epoch and on_evaluation take effect before any later minibatch is admitted
+    if the schedule drains, else a fixed number of minibatches later (StartReport.decision_lead). The pipeline
+    waits there for an answer that is late."""
 
     every: int | None = None
     """Minibatches after which on_minibatches is called, rounded up to a boundary; None: never."""
     decides = True
     """Whether the methods may return decisions. False: the pipeline never waits for this callback."""
+    wants_gradient_norms = False
+    """Whether reports are to have gradient_norms where nothing else measures them."""
 
     def on_start(self, report: StartReport) -> None: ...
 
     def on_minibatches(self, report: MinibatchReport) -> Answer: ...
 
     def on_epoch(self, report: EpochReport) -> Answer: ...
+
+    def on_evaluation(self, report: EvaluationReport) -> Answer:
+        """Called at the boundary of a planned evaluation, before on_minibatches and on_epoch of the same
+        boundary. One that a decision asked for is told at the next boundary."""
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        """Called soon after a checkpoint is complete. It decides nothing but to pin it."""
 
     def on_end(self, report: EndReport) -> None: ...
 
@@ -147,6 +209,11 @@ class _EpochFunction(Callback):
 
     def on_epoch(self, report: EpochReport) -> Answer:
         return self._function(report)
+
+
+def defines(callback: Callback, method: str) -> bool:
+    """Whether the callback has a method of its own."""
+    return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
 
 
 def callback_of(on_epoch_end: Callable[[EpochReport], Answer]) -> Callback:

@@ -7,20 +7,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pipedream.callbacks.callback import (
     Callback,
+    CheckpointReport,
     Decision,
     EndReport,
     EpochReport,
+    EvaluationReport,
     MinibatchReport,
     StartReport,
     decision_of,
+    defines,
 )
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
 
-__all__ = ["CallPoints", "Question", "Steering"]
+__all__ = ["CallPoints", "Evaluated", "Question", "Steering"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,11 @@ class CallPoints:
     everys: tuple[int, ...] = ()
     """Minibatches between two calls, of each callback that has a number."""
     at_epochs: bool = False
+    at_evaluations: bool = False
     decides: bool = False
     """Whether the pipeline waits for an answer."""
+    gradient_norms: bool = False
+    """Whether gradients are measured for them."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
         """Whether one is after the boundary `begin` and not after `end`."""
@@ -42,7 +50,8 @@ class CallPoints:
 
 @dataclass(frozen=True)
 class Question:
-    """The message of the first stage at a boundary."""
+    """The message of the first stage at a boundary. Minibatches count through all runs that go on one where
+    another ended."""
 
     boundary: int
     takes_effect: int | None
@@ -52,13 +61,21 @@ class Question:
     samples: list[int]
     """Samples of each minibatch since the question before, up to the boundary."""
     rates: list[float]
-    evaluated_at: int = -1
-    """The minibatch before which the newest evaluation is that the callbacks are told of; -1: none."""
+    evaluations: list[int] = field(default_factory=list)
+    """The minibatches before which there were evaluations that the callbacks have not been told of."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
         """From its JSON form, with tuples where JSON has lists."""
         return cls(**fields | {"epochs": [(epoch, end) for epoch, end in fields["epochs"]]})
+
+
+class Evaluated(NamedTuple):
+    """An evaluation as the last stage tells of it."""
+
+    minibatch: int
+    samples: int
+    figures: Mapping[str, float]
 
 
 class Steering:
@@ -71,24 +88,50 @@ class Steering:
         self.points = CallPoints(
             everys=tuple(sorted({every for every in numbers if every is not None})),
             at_epochs=bool(self._callbacks),
+            at_evaluations=any(defines(callback, "on_evaluation") for callback in self._callbacks),
             decides=any(callback.decides for callback in self._callbacks),
+            gradient_norms=any(callback.wants_gradient_norms for callback in self._callbacks),
         )
         self.error: Exception | None = None
         """Raised by a callback: the run stops, and then it is raised to the user."""
         self.why_rates_are_fixed = ""
         """The reason why no callback may change the rates; else empty."""
+        self.norms: Sequence[float] = ()
+        """Norms of the gradients of all updates of the first stage so far, where they are measured."""
+        self._origin = 0
+        """The minibatch that reports count as 0."""
+        self._per_update = 1
+        self._first_update = 0  # of the run
         self._samples: list[int] = []
         self._told_to = [0] * len(self._callbacks)  # on_minibatches of each
         self._told_s = [0.0] * len(self._callbacks)
         self._epoch_begin, self._epoch_s, self._num_epochs = 0, 0.0, 0
         self._rates: list[float] = []
         self._metrics: Mapping[str, float] = dict.fromkeys(metrics, math.nan)
+        self._validates = bool(self._metrics)
+        self._num_evaluations = 0  # that were told
+        self._checkpoints: Path | None = None
+        self._watches = any(defines(callback, "on_checkpoint") for callback in self._callbacks)
+        self._seen: set[Path] = set()  # checkpoints
+        self._looked_s = 0.0
         self._has_begun = False
 
-    def start(self, report: StartReport) -> None:
-        """Tells the callbacks of the start. An exception of one ends the run before it begins."""
+    def start(
+        self, report: StartReport, *, first_minibatch: int = 0, checkpoints: Path | None = None
+    ) -> None:
+        """Tells the callbacks of the start. An exception of one ends the run before it begins. checkpoints:
+        the folder into which the run saves itself."""
+        self._origin = first_minibatch
+        self._per_update = report.minibatches_per_update
+        self._first_update = first_minibatch // self._per_update
+        self._checkpoints = checkpoints
+        self._seen = set(self._new_checkpoints())
         for callback in self._callbacks:
             callback.on_start(report)
+
+    def updates_before(self, boundary: int) -> int:
+        """Updates of the first stage in this run before the boundary, which counts through all runs."""
+        return boundary // self._per_update - self._first_update
 
     def begin(self) -> None:
         """The first time: minibatches are trained on from now on."""
@@ -102,40 +145,56 @@ class Steering:
         self._rates = question.rates
 
     def tell(
-        self, question: Question, losses: Sequence[float], metrics: Mapping[str, float] | None = None
+        self, question: Question, losses: Sequence[float], evaluations: Sequence[Evaluated] = ()
     ) -> Decision:
-        """losses: of all minibatches up to the question's boundary, at least. metrics: of the evaluation that
-        the question names. A callback that raises stops the run, and none is told of anything after that."""
+        """losses: of all minibatches up to the question's boundary, at least. evaluations: those that the
+        question names. A callback that raises stops the run, and none is told of anything after that."""
         self.note_last(question)
+        self.tell_of_checkpoints()
         if self.error is not None:
             return Decision(stop=True)
-        self._metrics = metrics or self._metrics
         try:
-            decision = self._tell(question.boundary, question.epochs, losses, question.takes_effect)
-            if decision.rate_factor != 1.0 and self.why_rates_are_fixed:
-                raise ValueError(
-                    f"a callback wants its learning rates times {decision.rate_factor:g}, and"
-                    f" {self.why_rates_are_fixed}"
-                )
-            return decision
+            boundary, takes_effect = question.boundary - self._origin, question.takes_effect
+            assert takes_effect is not None
+            epochs = [(epoch, end - self._origin) for epoch, end in question.epochs]
+            return self._checked(
+                self._tell(boundary, epochs, losses, evaluations, takes_effect - self._origin)
+            )
         except Exception as error:
             self.error = error
             return Decision(stop=True)
 
+    def tell_of_checkpoints(self, period_s: float = 0.0) -> None:
+        """Tells the callbacks of checkpoints that are complete. Not sooner than period_s after the time
+        before."""
+        now_s = time.monotonic()
+        if not self._watches or self.error is not None or now_s < self._looked_s + period_s:
+            return
+        self._looked_s = now_s
+        try:
+            for path in self._new_checkpoints():
+                self._seen.add(path)
+                for callback in self._callbacks:
+                    callback.on_checkpoint(CheckpointReport(path))
+        except Exception as error:
+            self.error = error
+
     def end_with(self, result: Any) -> None:
         """The run is over, with this RunResult: what was not told yet is told, and decides nothing."""
         losses, sizes = result.losses, result.epoch_sizes
+        self.tell_of_checkpoints()
         if self.error is not None:  # as all that ends a run early
             self.error.losses, self.error.minibatch = losses, len(losses)  # type: ignore[attr-defined]
             return
         self._samples += [1] * (len(losses) - len(self._samples))
         ends = [sum(sizes[: epoch + 1]) for epoch in range(len(sizes))]
         left = [(epoch, end) for epoch, end in enumerate(ends) if epoch >= self._num_epochs]
-        if result.validation:
-            newest = result.validation[-1]
-            self._metrics = {"loss": newest.loss, **newest.metrics}
+        evaluations = [
+            Evaluated(each.minibatch, each.samples, {"loss": each.loss, **each.metrics})
+            for each in result.validation[self._num_evaluations :]
+        ]
         try:
-            self._tell(len(losses), left, losses, None, is_end=True)
+            self._tell(len(losses), left, losses, evaluations, None, is_end=True)
         except Exception as error:
             self.error = error
             return
@@ -150,31 +209,77 @@ class Steering:
         boundary: int,
         epochs: Sequence[tuple[int, int]],
         losses: Sequence[float],
+        evaluations: Sequence[Evaluated],
         takes_effect: int | None,
         *,
         is_end: bool = False,
     ) -> Decision:
         decision = Decision()
+        for evaluated in evaluations:
+            self._metrics = evaluated.figures
+            self._num_evaluations += 1
+            of_evaluation = EvaluationReport(
+                evaluated.minibatch, evaluated.figures, evaluated.samples, takes_effect
+            )
+            decision |= self._ask_all("on_evaluation", of_evaluation)
         for index, callback in enumerate(self._callbacks):
             begin, every = self._told_to[index], callback.every
             if every is None or boundary == begin or not (is_end or begin // every != boundary // every):
                 continue
             now_s = time.monotonic()
             seconds, self._told_to[index], self._told_s[index] = now_s - self._told_s[index], boundary, now_s
-            report = MinibatchReport(*self._between(begin, boundary, losses), takes_effect, seconds)
+            report = MinibatchReport(**self._between(begin, boundary, losses, takes_effect, seconds))
             decision |= decision_of(callback, callback.on_minibatches(report))
         for epoch, end in epochs:
             begin, now_s = self._epoch_begin, time.monotonic()
             seconds, self._epoch_begin, self._epoch_s = now_s - self._epoch_s, end, now_s
             self._num_epochs = epoch + 1
-            of_epoch = EpochReport(
-                *self._between(begin, end, losses), takes_effect, seconds, epoch, self._metrics
-            )
-            for callback in self._callbacks:
-                decision |= decision_of(callback, callback.on_epoch(of_epoch))
+            fields = self._between(begin, end, losses, takes_effect, seconds)
+            of_epoch = EpochReport(**fields, epoch=epoch, metrics=self._metrics)
+            decision |= self._ask_all("on_epoch", of_epoch)
+        return decision
+
+    def _ask_all(self, method: str, report: EvaluationReport | EpochReport) -> Decision:
+        decision = Decision()
+        for callback in self._callbacks:
+            decision |= decision_of(callback, getattr(callback, method)(report))
         return decision
 
     def _between(
-        self, begin: int, end: int, losses: Sequence[float]
-    ) -> tuple[int, Sequence[float], Sequence[int], Sequence[float]]:
-        return begin, list(losses[begin:end]), self._samples[begin:end], self._rates
+        self, begin: int, end: int, losses: Sequence[float], takes_effect: int | None, seconds: float
+    ) -> dict[str, Any]:
+        """The fields of a MinibatchReport."""
+        first, last = self._updates_by(begin), self._updates_by(end)
+        return {
+            "first": begin,
+            "losses": list(losses[begin:end]),
+            "samples": self._samples[begin:end],
+            "rates": self._rates,
+            "takes_effect": takes_effect,
+            "seconds": seconds,
+            "version": last,
+            "gradient_norms": list(self.norms[first - self._first_update : last - self._first_update]),
+        }
+
+    def _updates_by(self, minibatch: int) -> int:
+        """Updates of the first stage with the minibatches before this one, the last of which may be short."""
+        return -(-(self._origin + minibatch) // self._per_update)
+
+    def _new_checkpoints(self) -> list[Path]:
+        if self._checkpoints is None:
+            return []
+        complete = filter(is_complete, checkpoints_in(self._checkpoints))
+        return [path for path in complete if path not in self._seen]
+
+    def _checked(self, decision: Decision) -> Decision:
+        """Raises ValueError for what the run cannot do."""
+        why = ""
+        if decision.rate_factor != 1.0 and self.why_rates_are_fixed:
+            why = f"its learning rates times {decision.rate_factor:g}, and {self.why_rates_are_fixed}"
+        elif decision.evaluate and not self._validates:
+            why = "an evaluation, and run has no validation: give run(validation=...)"
+        elif decision.checkpoint and self._checkpoints is None:
+            why = "a checkpoint, and run has no checkpoints: give run(checkpoints=...)"
+        if why:
+            raise ValueError(f"a callback wants {why}")
+        return decision

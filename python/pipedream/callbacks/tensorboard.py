@@ -6,13 +6,21 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pipedream.callbacks.callback import Callback, EndReport, EpochReport, MinibatchReport, StartReport
+from pipedream.callbacks.callback import (
+    Callback,
+    EndReport,
+    EpochReport,
+    EvaluationReport,
+    MinibatchReport,
+    StartReport,
+)
 
 __all__ = ["TensorBoard"]
 
 
 class TensorBoard(Callback):
-    """Writes loss, rate and samples/s into `path`, and at the end the share of bubbles, the bytes sent, and
+    """Writes loss, rate, samples/s, the gradients' norm where it is measured, and validation figures into
+    `path`, and at the end the share of bubbles, the bytes sent, and
     each worker's peak memory and each stage's delay: `tensorboard --logdir path` shows them.
 
     every: minibatches between two writes; the loss of each minibatch is in one of them. Raises ValueError for
@@ -41,13 +49,18 @@ class TensorBoard(Callback):
         figures = {"samples_per_s": report.samples_per_s}
         for group, rate in enumerate(report.rates):
             figures["rate" if len(report.rates) == 1 else f"rate/{group}"] = rate
+        if report.gradient_norms:
+            figures["gradient_norm"] = report.gradient_norms[-1]
         self._add(report.end - 1, figures)
         self._writer.flush()
 
     def on_epoch(self, report: EpochReport) -> None:
-        figures = {"epoch/loss": report.loss}
-        figures |= {f"validation/{name}": value for name, value in report.metrics.items()}
-        self._add(report.end - 1, figures)
+        self._add(report.end - 1, {"epoch/loss": report.loss})
+        self._writer.flush()
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        figures = {f"validation/{name}": value for name, value in report.metrics.items()}
+        self._add(report.minibatch - 1, figures)
         self._writer.flush()
 
     def on_end(self, report: EndReport) -> None:

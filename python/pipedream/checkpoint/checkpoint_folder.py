@@ -7,8 +7,8 @@ writing it. Torch-free; any thread of the process that owns the folder.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 
@@ -19,8 +19,8 @@ __all__ = [
     "checkpoints_in",
     "find_checkpoint",
     "folder_of",
-    "go_on_after",
     "is_complete",
+    "is_pinned",
     "minibatch_of",
     "newest_whole",
     "pin",
@@ -30,13 +30,18 @@ __all__ = [
 
 _NAME = re.compile(r"checkpoint-(\d{9,})\Z")
 _PIN_NAME = "pinned"
-_REMOVED = "removed-"
-_DAMAGED = "damaged-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
     """The folder of the checkpoint at this minibatch."""
     return path / f"checkpoint-{minibatch:09}"
+
+
+def minibatch_of(checkpoint: Path) -> int:
+    """The minibatch of the checkpoint in this folder."""
+    match = _NAME.match(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match.group(1))
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -96,8 +101,17 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
 
 
 def pin(checkpoint: Path) -> None:
-    """Keeps the checkpoint, however many newer ones there are."""
-    (checkpoint / _PIN_NAME).touch()
+    """Keeps the checkpoint, however many newer ones there are. Raises ValueError if it is gone."""
+    with contextlib.suppress(OSError):
+        (checkpoint / _PIN_NAME).touch()
+    if not is_complete(checkpoint):  # looked at last: a removal begins with the manifest
+        raise ValueError(
+            f"{checkpoint} is gone, as `keep` newer ones are complete: give a larger keep to pin it in time"
+        )
+
+
+def is_pinned(checkpoint: Path) -> bool:
+    return (checkpoint / _PIN_NAME).exists()
 
 
 def remove_old(path: Path, keep: int) -> None:
@@ -110,46 +124,25 @@ def remove_old(path: Path, keep: int) -> None:
     for checkpoint in checkpoints_in(path):
         if checkpoint == oldest_kept:
             return
-        if not (checkpoint / _PIN_NAME).exists():
+        if not is_pinned(checkpoint):
             _remove(checkpoint)
 
 
 def remove_incomplete(path: Path) -> None:
-    """Before a run that writes into the folder: nobody else does. Also removes what a removal that was cut
-    short has left."""
+    """Before a run that writes into the folder: nobody else does."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
-    for left in path.glob(f"{_REMOVED}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
-    """Before a run that continues from the checkpoint at this minibatch writes into the folder at the path:
-    none is left there of a later minibatch, which it would write over. Those that are damaged get a name by
-    which people find them. The checkpoint itself, where the run goes back a few minibatches, gets the name of
-    the one with which it begins, which is where it lies then."""
-    for other in checkpoints_in(path):
-        if other != checkpoint and minibatch_of(other) > minibatch:
-            other.rename(path / f"{_DAMAGED}{secrets.token_hex(4)}-{other.name}")
-    if checkpoint.parent != path or minibatch_of(checkpoint) <= minibatch:
-        return checkpoint
-    renamed = folder_of(path, minibatch)
-    if renamed.exists():
-        _remove(renamed)
-    return checkpoint.rename(renamed)
-
-
-def minibatch_of(checkpoint: Path) -> int:
-    """The one that its name says."""
-    match = _NAME.match(checkpoint.name)
-    return -1 if match is None else int(match.group(1))
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under another name, at once: nobody finds half a checkpoint, nor completes one that is being removed.
-    What cannot be removed stays until the next time."""
-    removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
+    """The manifest first: what is left of a removal that was cut short is no complete checkpoint. What cannot
+    be removed stays until the next time, and so does one that was pinned at the last moment."""
+    manifest = checkpoint / MANIFEST_NAME
+    aside = manifest.with_suffix(".removed")
     with contextlib.suppress(OSError):
-        checkpoint.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(manifest, aside)
+        if is_pinned(checkpoint):
+            os.rename(aside, manifest)
+            return
+    shutil.rmtree(checkpoint, ignore_errors=True)

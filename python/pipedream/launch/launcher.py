@@ -143,7 +143,7 @@ def run_locally(
             _interrupts_told(options, board),
             notices_save(noticed_checkpoints(options), has_begun=lambda: board.newest() >= 0),
         ):
-            told = LocalSteering(steering, options.plan, options.microbatches, board, folder)
+            told = LocalSteering(steering, options, board, folder)
             _launch(task, options, board, expected, script, told)
         if options.gather != "none":
             _take_over(stages, options, folder)
@@ -291,6 +291,7 @@ def _launch(
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)
     look()  # a short run is over before the next look
+    told.finish()
 
 
 _PREFIX = "pipedream-"

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.planning.item_cost import EVEN, Spread, StageWaking
+from pipedream.planning.item_cost import StageWaking
+from pipedream.planning.spread import EVEN, Spread
 
 if TYPE_CHECKING:
     from pipedream import _core

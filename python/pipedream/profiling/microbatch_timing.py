@@ -19,7 +19,8 @@ import torch
 from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import MicrobatchTimes
-from pipedream.profiling.timed_passes import Clock, TimedPasses
+from pipedream.profiling.clock import Clock
+from pipedream.profiling.timed_passes import TimedPasses
 
 __all__ = ["microbatch_times", "product_ms_per_replica"]
 

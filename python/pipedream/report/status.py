@@ -21,14 +21,51 @@ LOOK_S = 0.05
 """Between two looks of the caller at its workers."""
 
 _COUNT = struct.Struct("<q")
-_LOSS = struct.Struct("<d")
-_NUM_LOSSES_AT_FIRST = 4096
+_NUMBER = struct.Struct("<d")
+_ROOM_AT_FIRST = 4096
+
+
+class _Series:
+    """Numbers that one worker adds and others read, in a file: how many there are, then 8 bytes each, and
+    room for more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counts: memoryview[int] = memoryview(b"")
+        self._numbers: memoryview[float] = memoryview(b"").cast("d")  # the same memory
+        self._count = 0
+
+    def add(self, number: float) -> None:
+        count = self._count = self._count + 1
+        if count >= len(self._numbers):
+            self._map(max(_ROOM_AT_FIRST, 2 * count))
+        self._numbers[count] = number
+        self._counts[0] = count  # the number is there before it counts
+
+    def read(self) -> list[float]:
+        if not self._path.exists():
+            return []
+        content = self._path.read_bytes()
+        if not content:  # made and not filled yet
+            return []
+        (count,) = _COUNT.unpack_from(content)
+        end = _COUNT.size + _NUMBER.size * count
+        return [number for (number,) in _NUMBER.iter_unpack(content[_COUNT.size : end])]
+
+    def _map(self, count: int) -> None:
+        """Maps the file, with room for so many; what is in it stays."""
+        num_bytes = _COUNT.size + _NUMBER.size * count
+        with self._path.open("r+b" if len(self._numbers) else "wb") as file:
+            file.truncate(num_bytes)
+        with self._path.open("r+b") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), num_bytes))
+        self._counts, self._numbers = mapped.cast("q"), mapped.cast("d")  # numbered alike: the count is 0
 
 
 class StatusBoard:
     """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank, and as many for
-    each of the two values of an early end; and beside it, for each replica of the last stage, a file of its
-    losses so far: their number, then 8 bytes per minibatch, and room for more."""
+    each of the two values of an early end; and beside it files of numbers: the losses so far of each replica
+    of the last stage, and the gradients' norms of the first stage."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
@@ -39,9 +76,8 @@ class StatusBoard:
         self._num_workers = num_workers
         self._asked, self._stop_at = num_workers, num_workers + 1  # entries after those of the ranks
         self._path = path
-        self._counts: memoryview[int] = memoryview(b"")  # of a file: of the worker that adds losses
-        self._losses: memoryview[float] = memoryview(b"").cast("d")  # the same memory
-        self._num_losses = 0
+        self._own_losses: _Series | None = None  # of the worker that adds some
+        self._norms = _Series(path.with_name(f"{path.name}-norms"))
 
     def write(self, rank: int, minibatch: int) -> None:
         self._minibatches[rank] = minibatch
@@ -72,39 +108,24 @@ class StatusBoard:
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
         """Adds the loss of the next minibatch of this replica of the last stage. Its worker calls it."""
-        num_losses = self._num_losses = self._num_losses + 1
-        if num_losses >= len(self._losses):
-            self._map_losses(self._path_of(replica), max(_NUM_LOSSES_AT_FIRST, 2 * num_losses))
-        self._losses[num_losses] = loss
-        self._counts[0] = num_losses  # the loss is there before it counts
+        if self._own_losses is None:
+            self._own_losses = self._losses_of(replica)
+        self._own_losses.add(loss)
 
     def losses(self, num_replicas: int = 1, num_microbatches: int = 1) -> list[float]:
         """All that so many replicas have added, up to the first minibatch that is missing."""
-        parts = [_losses_in(self._path_of(replica)) for replica in range(num_replicas)]
+        parts = [self._losses_of(replica).read() for replica in range(num_replicas)]
         return losses_of(parts, num_microbatches)
 
-    def _path_of(self, replica: int) -> Path:
-        return self._path.with_name(f"{self._path.name}-losses-{replica}")
+    def _losses_of(self, replica: int) -> _Series:
+        return _Series(self._path.with_name(f"{self._path.name}-losses-{replica}"))
 
-    def _map_losses(self, path: Path, num_losses: int) -> None:
-        """Maps the file, with room for so many; what is in it stays."""
-        num_bytes = _COUNT.size + _LOSS.size * num_losses
-        with path.open("r+b" if len(self._losses) else "wb") as file:
-            file.truncate(num_bytes)
-        with path.open("r+b") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), num_bytes))
-        self._counts, self._losses = mapped.cast("q"), mapped.cast("d")  # numbered alike: the count is 0
+    def add_norm(self, norm: float) -> None:
+        """Adds the norm of the next update's gradients. Rank 0 calls it."""
+        self._norms.add(norm)
 
-
-def _losses_in(path: Path) -> list[float]:
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    if not content:  # made and not filled yet
-        return []
-    (count,) = _COUNT.unpack_from(content)
-    end = _COUNT.size + _LOSS.size * count
-    return [loss for (loss,) in _LOSS.iter_unpack(content[_COUNT.size : end])]
+    def norms(self) -> list[float]:
+        return self._norms.read()
 
 
 def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:

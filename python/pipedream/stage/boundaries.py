@@ -68,26 +68,35 @@ class StageZeroGate:
         *,
         stopping: Stopping | None = None,
         asking: Asking | None = None,
+        evaluates: bool = False,
         saves_now: Callable[[], bool] | None = None,
         first_of_run: int = 0,
     ) -> None:
-        """saves_now: whether a SNAPSHOT is due that does not follow from the data; where stage 0 has no
-        replicas. first_of_run: the boundary with which it begins, at which nothing is due."""
+        """evaluates: this replica of the stage does. saves_now: whether a SNAPSHOT is due that does not
+        follow from the data; where stage 0 has no replicas. first_of_run: the boundary with which it begins,
+        at which nothing is due."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
         self._stopping = stopping
         self._asking = asking
+        self._evaluates = evaluates
         self._saves_now = saves_now
         self._first_of_run = first_of_run
         self._group = -1
+        self._evaluated = -1  # before this group, whose first forward was then put off
+        self._late = 0  # events that are due at the end
+        self.evaluates_first = False
+        """Why the newest minibatch was not admitted: the weights before it are evaluated first."""
         self.events = 0
         """Due at the boundary before the group that is forwarded now."""
         self.end = (0, 0)
         """Once it admits no more: how many minibatches there were, and what is due at their end."""
 
     def admits(self, minibatch: int, fetch: Callable[[int], bool]) -> bool:
-        """False: there is no such minibatch. fetch: reads it."""
+        """False: there is no such minibatch, or evaluates_first says that it is not its turn yet. fetch:
+        reads it."""
+        self.evaluates_first = False
         group = minibatch - minibatch % self._group_size
         if group == self._group:
             return fetch(minibatch) or self._end(self._source.num_minibatches, self._events_of_end())
@@ -105,21 +114,22 @@ class StageZeroGate:
             return self._end(group, STOP | self._saved_at_stop())
         events = self._planned_in(group - self._group_size, group) if self._planned else 0
         if self._asking is not None:
-            events |= self._asking.events_at(
-                group,
-                self._epochs_ended_in(group),
-                self._source,
-                is_evaluated=is_whole and bool(events & EVALUATE),
-            )
+            epochs, evaluates = self._epochs_ended_in(group), is_whole and bool(events & EVALUATE)
+            is_held = self._asking.holds_at(group, epochs, evaluates=evaluates)
+            if is_held and evaluates and self._evaluates and self._evaluated != group:
+                self._evaluated, self._group, self.evaluates_first = group, -1, True
+                return False
+            events |= self._asking.events_at(group, epochs, self._source, evaluates=evaluates)
+            if is_held and evaluates:
+                events &= ~EVALUATE  # it is done
         if self._saves_now is not None and self._saves_now():
             events |= SNAPSHOT
         if not is_whole:
-            return True  # what is planned is due at the end
+            self._late = events & (EVALUATE | SNAPSHOT)
+            return True
         if events & STOP:
             return self._end(group, events | self._saved_at_stop())
         self.events = events
-        if events & EVALUATE and self._asking is not None:
-            self._asking.note_evaluation(group)
         return True
 
     def note_loss(self, minibatch: int, part: float) -> None:
@@ -147,7 +157,7 @@ class StageZeroGate:
         begin = (end - 1) - (end - 1) % self._group_size  # the boundary before
         if end % self._group_size and begin > self._first_of_run:
             begin -= self._group_size  # what was due before a short group is due here
-        return self._planned_in(begin, end, is_end=True)
+        return self._planned_in(begin, end, is_end=True) | self._late
 
     def _planned_in(self, begin: int, end: int, *, is_end: bool = False) -> int:
         """Events whose place is after the one minibatch and not after the other."""

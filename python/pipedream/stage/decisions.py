@@ -77,10 +77,13 @@ class Stopping:
 
 
 class AnswerWay(Protocol):
-    """How questions come to the callbacks, and answers to the stages."""
+    """How questions come to the callbacks, and answers to the stages. Boundaries count through all runs."""
 
     def ask(self, question: Question) -> None:
         """At rank 0."""
+
+    def note_norm(self, norm: float) -> None:
+        """At rank 0: the norm of the next update's gradients."""
 
     waits: bool
     """Whether somebody has to wait for an answer that decides nothing, too."""
@@ -106,31 +109,42 @@ class Asking:
         lead: int,
         group_size: int,
         rates: Callable[[], list[float]],
+        first_minibatch: int = 0,
     ) -> None:
-        """asks: at rank 0. rates: the learning rates now."""
+        """asks: at rank 0. rates: the learning rates now. first_minibatch: of the run, from which callbacks
+        count."""
         self._way = way
         self._points = points
-        self._asks = asks
         self._lead = lead
         self._group_size = group_size
         self._rates = rates
+        self._first = first_minibatch
+        self._asks = asks
         self.check: Callable[[], None] = lambda: None
         """Raises what the links of the segment know."""
-        self._num_told = 0  # minibatches
-        self._evaluated_at = -1
+        self._told_to = first_minibatch
+        self._evaluations: list[int] = []
+        """Boundaries whose evaluations no question has named."""
         self._due: list[tuple[int, int]] = []
         """Boundaries at which answers are due, and those of their questions."""
         self._losses: dict[int, float] = {}
         """By minibatch, of this replica's microbatches, in part for those that are not back yet."""
-        self._num_waited = 0  # minibatches
+        self._waited_to = first_minibatch
 
     def note_loss(self, minibatch: int, part: float) -> None:
         """The gradient of a microbatch has come back. part: what its loss is in that of its minibatch."""
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
-    def note_evaluation(self, group: int) -> None:
-        """The weights before this minibatch are evaluated."""
-        self._evaluated_at = group
+    def note_norm(self, norm: float) -> None:
+        """The gradients of the next update have this norm."""
+        if self._asks:
+            self._way.note_norm(norm)
+
+    def holds_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
+        """Whether no minibatch from this group on is admitted before the answer to a question there.
+        evaluates: the weights before it are evaluated."""
+        is_asked = self._asks_at(group, ended_epochs, evaluates=evaluates)
+        return is_asked and self._lead == 0 and self._waits
 
     def events_at(
         self,
@@ -138,57 +152,70 @@ class Asking:
         ended_epochs: Sequence[tuple[int, int]],
         source: MinibatchSource,
         *,
-        is_evaluated: bool = False,
+        evaluates: bool = False,
     ) -> int:
-        """Callbacks count from the beginning of the run, which may go on from another's state. is_evaluated:
-        the weights before this group will be, which an answer that is due at once cannot wait for."""
-        evaluated_at = group if is_evaluated and self._lead > 0 else self._evaluated_at
-        first = source.first_minibatch
-        boundary = group - first
-        begin = boundary - self._group_size
-        if self._points.is_due(begin, boundary, has_ended_epoch=bool(ended_epochs)):
-            takes_effect = boundary + self._lead
+        """The events that callbacks want before this group. evaluates: of holds_at(); such an evaluation is
+        over where that is True."""
+        if evaluates:
+            self._evaluations.append(group)
+        if self._asks_at(group, ended_epochs, evaluates=evaluates):
+            takes_effect = group + self._lead
             if self._asks:
-                samples = source.samples[self._num_told : boundary]
-                self._num_told = boundary
-                epochs = [(epoch, end - first) for epoch, end in ended_epochs]
-                rates = self._rates()
-                self._way.ask(Question(boundary, takes_effect, epochs, samples, rates, evaluated_at))
-            if self._points.decides or self._way.waits:
-                self._due.append((takes_effect, boundary))
+                samples = self._samples_to(group, source)
+                question = Question(
+                    group, takes_effect, [*ended_epochs], samples, self._rates(), self._evaluations
+                )
+                self._way.ask(question)
+            self._evaluations = []
+            if self._waits:
+                self._due.append((takes_effect, group))
         events = 0
-        while self._due and self._due[0][0] <= boundary:
+        while self._due and self._due[0][0] <= group:
             due, asked = self._due.pop(0)
-            asked_of = range(self._num_waited, asked)
-            self._num_waited = asked
-            losses = [self._losses.pop(first + minibatch, 0.0) for minibatch in asked_of]
+            asked_of = range(self._waited_to, asked)
+            self._waited_to = asked
+            losses = [self._losses.pop(minibatch, 0.0) for minibatch in asked_of]
             events |= self._way.wait(due, losses, self.check)
+        if events & EVALUATE and not evaluates:
+            self._evaluations.append(group)
         return events
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
         """There are no more; what nobody was asked about is told."""
         if self._asks:
-            boundary = num_minibatches - source.first_minibatch
-            samples = source.samples[self._num_told : boundary]
-            self._way.ask(Question(boundary, None, [], samples, self._rates()))
+            samples = self._samples_to(num_minibatches, source)
+            self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
+
+    @property
+    def _waits(self) -> bool:
+        return self._points.decides or self._way.waits
+
+    def _asks_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
+        if self._points.at_evaluations and (evaluates or self._evaluations):
+            return True
+        end = group - self._first
+        return self._points.is_due(end - self._group_size, end, has_ended_epoch=bool(ended_epochs))
+
+    def _samples_to(self, minibatch: int, source: MinibatchSource) -> list[int]:
+        first = source.first_minibatch
+        samples = source.samples[self._told_to - first : minibatch - first]
+        self._told_to = minibatch
+        return samples
 
 
 class RateChanges:
     """Changes the learning rates of this worker's stages where an answer wants that (BoundaryListener)."""
 
-    def __init__(
-        self, way: AnswerWay, scale_rates: Callable[[int, float], None], first_minibatch: int = 0
-    ) -> None:
-        """scale_rates: (stage, factor). first_minibatch: of the run."""
+    def __init__(self, way: AnswerWay, scale_rates: Callable[[int, float], None]) -> None:
+        """scale_rates: (stage, factor)."""
         self._way = way
-        self._first_minibatch = first_minibatch
         self._scale_rates = scale_rates
 
     def begin(self, stage: int, minibatch: int, events: int) -> None: ...
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         if events & RATE:
-            self._scale_rates(stage, self._way.rate_factor(minibatch - self._first_minibatch))
+            self._scale_rates(stage, self._way.rate_factor(minibatch))
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,11 @@ class JobOptions:
 
     @property
     def measures_gradients(self) -> bool:
-        """Whether updates need the gradients' norm."""
-        return self.max_grad_norm is not None or self.autocast is torch.float16
+        """Whether updates need the gradients' norm, or callbacks want to know it."""
+        if self.max_grad_norm is not None or self.autocast is torch.float16:
+            return True
+        has_none = self.is_asynchronous or self.reduces_together or self.plan.num_spares
+        return self.call_points.gradient_norms and not has_none and not isinstance(self.schedule, Program)
 
     @property
     def reduces_together(self) -> bool:

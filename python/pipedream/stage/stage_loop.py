@@ -225,6 +225,7 @@ class WorkerLoop:
             self._planned_events(),
             stopping=steered.stopping,
             asking=steered.asking,
+            evaluates=self._evaluations is not None,
             first_of_run=self._data.first_minibatch,
             saves_now=self._saves_now,
         )
@@ -283,10 +284,11 @@ class WorkerLoop:
         if not self._options.call_points.at_epochs:
             return
         name, folder = evaluation_name(boundary), self._place.folder  # for callbacks
+        evaluated = {"minibatch": boundary, "samples": samples, "figures": dict(figures)}
         if folder is not None:
-            write_record(folder / f"{name}.json", figures)
+            write_record(folder / f"{name}.json", evaluated)
         else:
-            self._place.rendezvous.publish(name, dict(figures))
+            self._place.rendezvous.publish(name, evaluated)
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
@@ -422,7 +424,10 @@ class WorkerLoop:
             if made is None:
                 user.drop_elapsed()
                 assert self._gate is not None
-                core.end_of_data(*self._gate.end)
+                if self._gate.evaluates_first:
+                    core.evaluate_first()
+                else:
+                    core.end_of_data(*self._gate.end)
                 work = core.next_work()
             elif work.edge is not None:  # its time is in the span of the item after it
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
@@ -440,7 +445,7 @@ class WorkerLoop:
         return work
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
-        """Does the item, and returns the tensors that it sends; None if there is no such minibatch."""
+        """Does the item, and returns the tensors that it sends; None if the minibatch is not admitted."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
@@ -488,6 +493,8 @@ class WorkerLoop:
             return
         total = self._norms[work.stage].total(work.minibatch)
         runner.hear(work.minibatch, total)
+        if work.stage == 0 and self._steered.asking is not None:
+            self._steered.asking.note_norm(math.sqrt(total.squared_norm))
         clip = self._clip_scale(total)
         runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))
 

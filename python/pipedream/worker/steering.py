@@ -21,7 +21,7 @@ from typing import Any
 
 from pipedream import _core
 from pipedream.callbacks.callback import Decision
-from pipedream.callbacks.steering import Question, Steering
+from pipedream.callbacks.steering import Evaluated, Question, Steering
 from pipedream.common.errors import failures_of_others
 from pipedream.common.guard import write_record
 from pipedream.planning.plan import Plan
@@ -37,6 +37,7 @@ from pipedream.stage.decisions import (
     stop_lead,
 )
 from pipedream.stage.evaluation import evaluation_name
+from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
@@ -45,6 +46,7 @@ __all__ = ["LocalSteering", "steered"]
 _QUESTIONS = "questions"
 _POLL_S = 0.001
 _ANSWER_S = 0.005
+_CHECKPOINTS_S = 0.25  # between two looks for new ones
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
@@ -56,7 +58,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
         stopping = Stopping(place.stop_order, decides=place.rank == 0, lead=lead)
     if not points.at_epochs:
         return Steered(stopping)
-    way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder)
+    way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder, place.board)
     asking: Asking | None = None
     if 0 in optimizers.by_stage:
         asking = Asking(
@@ -66,10 +68,9 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
             lead=answer_lead(schedule),
             group_size=_core.minibatches_between_drains(schedule),
             rates=optimizers.by_stage[0].rates,
+            first_minibatch=run.options.first_minibatch,
         )
-    changes = RateChanges(
-        way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor), run.options.first_minibatch
-    )
+    changes = RateChanges(way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor))
     return Steered(stopping, asking, changes)
 
 
@@ -78,8 +79,10 @@ class FolderWay:
 
     waits = False  # the caller looks by itself, and knows the losses
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, board: StatusBoard | None) -> None:
+        assert board is not None
         self._folder = folder
+        self.note_norm = board.add_norm
 
     def ask(self, question: Question) -> None:
         with (self._folder / _QUESTIONS).open("a", encoding="utf-8") as file:
@@ -107,9 +110,12 @@ class StoreWay:
         self._replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
         self._num_replicas = run.plan.stages[0].num_replicas
         self._steering = steering
+        self._norms: list[float] = []
+        self.note_norm = self._norms.append
         if steering is not None:
             fix_rates_of_spares(steering, run.plan)
             steering.begin()
+            steering.norms = self._norms
         self._open: dict[int, Question] = {}
         """By the boundaries of their answers."""
         self._losses: list[float] = []
@@ -130,10 +136,10 @@ class StoreWay:
                 keys = [_losses_key(boundary, replica) for replica in range(self._num_replicas)]
                 losses = [sum(parts) for parts in zip(*self._wait_for(keys), strict=True)]
             self._losses += losses
-            question, metrics = self._open.pop(boundary), {}
-            if question.evaluated_at >= 0:
-                (metrics,) = self._wait_for([evaluation_name(question.evaluated_at)])
-            decision = self._steering.tell(question, self._losses, metrics)
+            question = self._open.pop(boundary)
+            found = self._wait_for([*map(evaluation_name, question.evaluations)])
+            evaluations = [Evaluated(**each) for each in found]
+            decision = self._steering.tell(question, self._losses, evaluations)
             self._rendezvous.publish(_answer_key(boundary), _answer_of(decision))
         return int(self._answer(boundary)["events"])
 
@@ -155,15 +161,15 @@ class StoreWay:
 class LocalSteering:
     """At the caller of local workers."""
 
-    def __init__(
-        self, steering: Steering, plan: Plan, num_microbatches: int, board: StatusBoard, folder: Path
-    ) -> None:
+    def __init__(self, steering: Steering, options: JobOptions, board: StatusBoard, folder: Path) -> None:
         self._steering = steering
-        self._plan = plan
-        self._num_microbatches = num_microbatches
+        self._plan = options.plan
+        self._num_microbatches = options.microbatches
+        self._first_minibatch = options.first_minibatch
+        self._has_norms = options.measures_gradients
         self._board = board
         self._folder = folder
-        fix_rates_of_spares(steering, plan)
+        fix_rates_of_spares(steering, options.plan)
         self.is_needed = steering.points.at_epochs
         """Whether look() has anything to do."""
         # Where the pipeline waits for an answer, soon.
@@ -178,30 +184,36 @@ class LocalSteering:
         if self._board.newest() >= 0:
             self._steering.begin()
         self._read_questions()
-        while self._open:
-            losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
-            question = self._open[0]
-            metrics = self._metrics_of(question)
-            if len(losses) < question.boundary or metrics is None:
-                return
+        while self._open and self._answer(self._open[0]):
             del self._open[0]
-            if question.takes_effect is None:
-                self._steering.note_last(question)
-                continue
-            decision = self._steering.tell(question, losses, metrics)
-            if self._steering.error is not None:
-                self._board.ask_for_stop()  # where nobody waits for the answer
-            write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))
+        self._steering.tell_of_checkpoints(_CHECKPOINTS_S)
+        if self._steering.error is not None:
+            self._board.ask_for_stop()  # where nobody waits for an answer
 
-    def _metrics_of(self, question: Question) -> dict[str, float] | None:
-        """None: they are not there yet."""
-        if question.evaluated_at < 0 or question.takes_effect is None:
-            return {}
-        path = self._folder / f"{evaluation_name(question.evaluated_at)}.json"
-        if not path.exists():
-            return None
-        metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return metrics
+    def finish(self) -> None:
+        """The workers have done their part."""
+        self.look()
+        self._steering.norms = self._board.norms()
+
+    def _answer(self, question: Question) -> bool:
+        """False: not all is known yet that it is about."""
+        if question.takes_effect is None:
+            self._steering.note_last(question)
+            return True
+        losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
+        if len(losses) < question.boundary - self._first_minibatch:
+            return False
+        if self._has_norms:
+            self._steering.norms = self._board.norms()
+            if len(self._steering.norms) < self._steering.updates_before(question.boundary):
+                return False
+        paths = [self._folder / f"{evaluation_name(each)}.json" for each in question.evaluations]
+        if not all(path.exists() for path in paths):
+            return False
+        evaluations = [Evaluated(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        decision = self._steering.tell(question, losses, evaluations)
+        write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))
+        return True
 
     def _read_questions(self) -> None:
         path = self._folder / _QUESTIONS

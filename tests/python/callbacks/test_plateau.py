@@ -14,10 +14,9 @@ from pipedream.callbacks.steering import CallPoints, Question, Steering
 def _decisions(callback: Callback, values: Sequence[float], metric: str = "loss") -> list[Decision]:
     callback.on_start(StartReport(None, len(values), 2, "flush", 0))
     reports = [
-        EpochReport(
-            epoch, [1.0 if metric != "loss" else value], [1], [0.1], epoch + 1, 1.0, epoch, {metric: value}
-        )
+        EpochReport(epoch, [loss], [1], [0.1], epoch + 1, 1.0, epoch=epoch, metrics={metric: value})
         for epoch, value in enumerate(values)
+        for loss in [1.0 if metric != "loss" else value]
     ]
     return [decision_of(callback, callback.on_epoch(report)) for report in reports]
 
@@ -92,3 +91,20 @@ def test_a_rate_that_cannot_change_is_refused_with_the_reason() -> None:
     assert (
         str(steering.error) == "a callback wants its learning rates times 0.5, and the plan has spare shards"
     )
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        (Decision(evaluate=True), "a callback wants an evaluation, and run has no validation"),
+        (Decision(checkpoint=True), "a callback wants a checkpoint, and run has no checkpoints"),
+    ],
+)
+def test_a_wish_that_the_run_cannot_fulfil_is_refused_with_the_remedy(wish: Decision, text: str) -> None:
+    class Wishing(Callback):
+        def on_epoch(self, report: EpochReport) -> Decision:
+            return wish
+
+    steering = Steering([Wishing()])
+    assert steering.tell(Question(1, 1, [(0, 1)], [1], []), [0.0]) == Decision(stop=True)
+    assert text in str(steering.error)

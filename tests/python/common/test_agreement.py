@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pipedream import Plan
+from pipedream.callbacks.steering import CallPoints
 from pipedream.common.agreement import OWN, compared, difference, given, settings_of
 from pipedream.links.keys import CurveKeys
 from pipedream.links.options import LinkOptions
@@ -89,7 +90,7 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
         "validation": None,
         "checkpoints": None,
         "state": None,
-        "callbacks": "CallPoints(everys=(), at_epochs=False, decides=False)",
+        "callbacks": repr(CallPoints()),
         "schedule": "2bw",
         "sync": "ssp",
         "staleness": 2,
