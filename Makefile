@@ -13,11 +13,11 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-fast build-cpp test-cpp compile-python test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-fast build-cpp test-cpp compile-python test-python style demo examples faults docs lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
-	@echo "make setup | test-fast | test-cpp | test-python | examples | style | docs | lint | asan | tsan | fuzz | bench | clean"
+	@echo "make setup | test-fast | test-cpp | test-python | faults | examples | style | docs | lint | asan | tsan | fuzz | bench | clean"
 
 setup:
 	@tools/setup.sh
@@ -59,6 +59,11 @@ compile-python: setup
 test-python: setup
 	@echo "==> Python tests"
 	@$(PYTEST) -n $$(($(JOBS) + 1)) --maxprocesses 8 --dist worksteal
+
+# Faults at every step of small runs, and ten kills of an example. make test has some of the first.
+faults: setup
+	@PIPEDREAM_FAULTS=all $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal tests/faults/test_injected.py
+	@$(PYTHON) tests/faults/kill_and_resume.py
 
 # What a change is tried with: no C++ tests, and neither what waits for failures nor what takes long by itself.
 test-fast: setup

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipedream.launch.profiling import profile
     from pipedream.launch.runner import run
     from pipedream.model.initial_weights import materialise
-    from pipedream.model.meta_device import parameters_on_meta
+    from pipedream.model.stand_ins import parameters_on_meta
     from pipedream.model.validation import Validation
     from pipedream.planning.layer_profile import LayerProfile, Profile
     from pipedream.planning.link_profile import LinkProfile, MeasuredLink
@@ -92,7 +92,7 @@ _MODULES = {
     "calibrate": "launch.calibration",
     "load_checkpoint": "checkpoint.whole_model",
     "materialise": "model.initial_weights",
-    "parameters_on_meta": "model.meta_device",
+    "parameters_on_meta": "model.stand_ins",
     "partition": "planning.partitioner",
     "profile": "launch.profiling",
     "profile_links": "launch.link_profiling",

@@ -338,8 +338,7 @@ def trace_command(
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
     from pipedream.planning.plan_schedule import minibatches_per_body
     from pipedream.planning.simulator import simulate
-    from pipedream.simulate.schedule_picture import check_picture_path
-    from pipedream.simulate.text_picture import draw_text
+    from pipedream.simulate.schedule_picture import check_picture_path, draw_text
     from pipedream.simulate.traced_schedule import (
         TraceRequest,
         describe_bubble,

@@ -21,7 +21,7 @@ from pipedream.budget.rehearsal import Handover
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.calls import is_compiled
-from pipedream.model.loss_placement import spare_loss
+from pipedream.model.loss_state import spare_loss
 from pipedream.model.stage_calls import StageCalls
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched

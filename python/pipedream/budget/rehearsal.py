@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.footprint import SCALARS_BYTES, Footprint, WorkMeter, make_meter, storage_bytes
 from pipedream.budget.offload import measure_offloadable
-from pipedream.budget.repeats import foreign_draws, gives_the_same_again
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.links.channels import rehearsal_name
 from pipedream.links.state_transfer import receive_document, receive_tensors, send_document, send_tensors
@@ -54,14 +53,14 @@ from pipedream.model.boundary import (
 from pipedream.model.calls import calls_seen, is_compiled
 from pipedream.model.draws import SeenDraws, drawing_alike
 from pipedream.model.factored import FactoredLayers, factorable
-from pipedream.model.loss_placement import spare_loss
-from pipedream.model.recompute import GeneratorState
+from pipedream.model.loss_state import spare_loss
+from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
 
-__all__ = ["Handover", "Rehearsal"]
+__all__ = ["Handover", "Rehearsal", "foreign_draws", "gives_the_same_again"]
 
 _NUM_TRIES = 4  # to find that draws matter, which need not show at once: of a layer that is dropped at times
 
@@ -411,3 +410,35 @@ def _wait_for(device: torch.device) -> None:
     """Waits for the device; the error of a kernel comes out here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
+    """Returns the generators, torch's apart, that were drawn from between the two."""
+    found = []
+    if before.python != after.python:
+        found.append("random")
+    if before.of_numpy() != after.of_numpy():
+        found.append("numpy.random")
+    return tuple(found)
+
+
+def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
+    """Whether the stage's forward, done again as a recompute does it, gives what it gave. True too where it
+    fails, which is told otherwise. run: does it; its output has no in-place work to come."""
+    generators = GeneratorState.capture(device)
+    with contextlib.suppress(Exception):
+        with BufferMemory(stage).forward() as buffers:
+            first = tensors_of(run())
+        with generators.replayed(device), buffers_replayed(stage, buffers):
+            second = tensors_of(run())
+        pairs = zip(first, second, strict=True)
+        return all(_is_same(one, other, device) for one, other in pairs)
+    return True
+
+
+def _is_same(one: Tensor, other: Tensor, device: torch.device) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # On a device two sums may be added up in different orders.
+    tolerance = 0.0 if device.type == "cpu" else 1e-2
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -7,8 +7,8 @@ writing it. Torch-free; any thread of the process that owns the folder.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -19,6 +19,7 @@ __all__ = [
     "checkpoints_in",
     "find_checkpoint",
     "folder_of",
+    "go_on_after",
     "is_complete",
     "is_pinned",
     "minibatch_of",
@@ -30,18 +31,13 @@ __all__ = [
 
 _NAME = re.compile(r"checkpoint-(\d{9,})\Z")
 _PIN_NAME = "pinned"
+_REMOVED = "removed-"
+_DAMAGED = "damaged-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
     """The folder of the checkpoint at this minibatch."""
     return path / f"checkpoint-{minibatch:09}"
-
-
-def minibatch_of(checkpoint: Path) -> int:
-    """The minibatch of the checkpoint in this folder."""
-    match = _NAME.match(checkpoint.name)
-    assert match is not None, checkpoint
-    return int(match.group(1))
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -104,7 +100,7 @@ def pin(checkpoint: Path) -> None:
     """Keeps the checkpoint, however many newer ones there are. Raises ValueError if it is gone."""
     with contextlib.suppress(OSError):
         (checkpoint / _PIN_NAME).touch()
-    if not is_complete(checkpoint):  # looked at last: a removal begins with the manifest
+    if not is_complete(checkpoint):  # looked at last: a removal begins with a rename
         raise ValueError(
             f"{checkpoint} is gone, as `keep` newer ones are complete: give a larger keep to pin it in time"
         )
@@ -125,24 +121,49 @@ def remove_old(path: Path, keep: int) -> None:
         if checkpoint == oldest_kept:
             return
         if not is_pinned(checkpoint):
-            _remove(checkpoint)
+            _remove(checkpoint, unless_pinned=True)
 
 
 def remove_incomplete(path: Path) -> None:
-    """Before a run that writes into the folder: nobody else does."""
+    """Before a run that writes into the folder: nobody else does. Also removes what a removal that was cut
+    short has left."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
+    for left in path.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
-def _remove(checkpoint: Path) -> None:
-    """The manifest first: what is left of a removal that was cut short is no complete checkpoint. What cannot
-    be removed stays until the next time, and so does one that was pinned at the last moment."""
-    manifest = checkpoint / MANIFEST_NAME
-    aside = manifest.with_suffix(".removed")
+def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
+    """Before a run that continues from the checkpoint at this minibatch writes into the folder at the path:
+    none is left there of a later minibatch, which it would write over. Those that are damaged get a name by
+    which people find them. The checkpoint itself, where the run goes back a few minibatches, gets the name of
+    the one with which it begins, which is where it lies then."""
+    for other in checkpoints_in(path):
+        if other != checkpoint and minibatch_of(other) > minibatch:
+            other.rename(path / f"{_DAMAGED}{secrets.token_hex(4)}-{other.name}")
+    if checkpoint.parent != path or minibatch_of(checkpoint) <= minibatch:
+        return checkpoint
+    renamed = folder_of(path, minibatch)
+    if renamed.exists():
+        _remove(renamed)
+    return checkpoint.rename(renamed)
+
+
+def minibatch_of(checkpoint: Path) -> int:
+    """The one that its name says."""
+    match = _NAME.match(checkpoint.name)
+    return -1 if match is None else int(match.group(1))
+
+
+def _remove(checkpoint: Path, *, unless_pinned: bool = False) -> None:
+    """Under another name, at once: nobody finds half a checkpoint, nor completes one that is being removed.
+    What cannot be removed stays until the next time. unless_pinned: so does one that was pinned at the last
+    moment."""
+    removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
     with contextlib.suppress(OSError):
-        os.rename(manifest, aside)
-        if is_pinned(checkpoint):
-            os.rename(aside, manifest)
+        checkpoint.rename(removed)
+        if unless_pinned and is_pinned(removed):
+            removed.rename(checkpoint)
             return
-    shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)

@@ -12,6 +12,7 @@ from pipedream.checkpoint.checkpoint_folder import (
     checkpoints_in,
     find_checkpoint,
     is_complete,
+    minibatch_of,
     newest_whole,
 )
 from pipedream.checkpoint.manifest import Manifest
@@ -112,12 +113,14 @@ class Checkpoints:
 
     def _find_named(self, named: Path) -> Found:
         checkpoint, manifest, unused = find_checkpoint(named)
-        present = checkpoints_in(self.folder)
-        newer = present[present.index(checkpoint) + 1 :] if checkpoint in present else []
+        present = [other for other in checkpoints_in(self.folder) if is_complete(other)]
+        reached = manifest.header.minibatch
+        newer = [other for other in present if minibatch_of(other) >= reached and other != checkpoint]
         if newer:
             raise ValueError(
                 f"checkpoints: resume is {checkpoint.name}, and {self.folder} has newer ones, as"
-                f" {newer[-1].name}, which this run would write over: give another folder as path"
+                f" {newer[-1].name}, which this run would write over: give another folder as path, or leave"
+                " resume out to continue from the newest"
             )
         return Found(checkpoint, manifest, tuple(unused))
 

@@ -199,6 +199,16 @@ def write_part(folder: Path, header: Header, part: Part, state: Mapping[str, Any
 def write_manifest(folder: Path) -> Manifest | None:
     """Completes the checkpoint in the folder where all its parts are there; else returns None. Raises
     FileFormatError where parts contradict each other."""
+    manifest = _joined(folder)
+    if manifest is not None:
+        content = _to_bytes(manifest.to_dict())
+        write_whole(folder / MANIFEST_NAME, "manifest", lambda file: file.write(content))
+        _sync_folder(folder)
+    return manifest
+
+
+def _joined(folder: Path) -> Manifest | None:
+    """The manifest that follows from the parts; None where one is missing."""
     known: dict[tuple[int, int], Part] = {}
     header: Header | None = None
     for path in sorted(folder.glob("stage-*.json")):
@@ -212,10 +222,7 @@ def write_manifest(folder: Path) -> Manifest | None:
         known[part.stage_index, part.replica_index] = replace(part, files=(*part.files, own))
     if header is None or set(known) != set(header.parts):
         return None
-    manifest = Manifest(header, tuple(known[place] for place in header.parts))
-    write_whole(folder / MANIFEST_NAME, "manifest", lambda file: file.write(_to_bytes(manifest.to_dict())))
-    _sync_folder(folder)
-    return manifest
+    return Manifest(header, tuple(known[place] for place in header.parts))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -254,7 +261,18 @@ def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> 
             found.append(f"{path} is missing")
         except OSError as error:
             found.append(f"{path} cannot be read: {error.strerror}")
+    if checksums and not found and not _is_of_its_parts(folder, manifest):
+        found.append(f"{folder / MANIFEST_NAME} is corrupted: its stages' files say something else")
     return found
+
+
+def _is_of_its_parts(folder: Path, manifest: Manifest) -> bool:
+    """Whether the manifest, which has no checksum of its own, has what the parts have."""
+    try:
+        joined = _joined(folder)
+    except (FileFormatError, OSError):
+        return False
+    return joined is not None and joined.to_dict() == manifest.to_dict()
 
 
 def _crc32_of(path: Path) -> int:

@@ -20,7 +20,7 @@ from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, 
 from pipedream.checkpoint.stage_files import FROZEN, NAMES, join_pieces, read_kind
 from pipedream.checkpoint.state import mean_buffers, write_tensors
 from pipedream.model.layers import Model, dtype_name, roots_of
-from pipedream.model.meta_device import is_on_meta
+from pipedream.model.stand_ins import is_on_meta
 
 __all__ = ["WholeState", "check_fits", "export_checkpoint", "load_checkpoint", "read_whole_state"]
 

@@ -175,14 +175,16 @@ class CheckpointWriter:
         write_stage(job.folder, job.header, job.place, job.contents, job.state)
         for checkpoint in checkpoints_in(self._path):
             # An earlier one is not complete yet where a network's file system showed the last parts late.
-            if not is_complete(checkpoint) and write_manifest(checkpoint) is not None:
+            if _completes(checkpoint):
                 remove_old(self._path, self._keep)
                 self._on_complete(checkpoint)
 
     def _tell(self, job: _Job, error: Exception) -> None:
-        """A training is worth more than one checkpoint. What was written of this one makes room again."""
+        """A training is worth more than one checkpoint. The files of a part that is not whole make room
+        again; a whole one stays, as another worker may have completed the checkpoint with it."""
+        part = part_name(*job.place)
         with contextlib.suppress(OSError):
-            for path in job.folder.glob(f"{part_name(*job.place)}[-.]*"):
+            for path in () if (job.folder / f"{part}.json").exists() else job.folder.glob(f"{part}[-.]*"):
                 path.unlink()
         _log.warning(
             "the checkpoint of minibatch %d could not be written at stage %d (%s): the training goes on, and"
@@ -191,3 +193,13 @@ class CheckpointWriter:
             job.place[0],
             describe_error(error),
         )
+
+
+def _completes(checkpoint: Path) -> bool:
+    """Whether the checkpoint was not complete, and is now."""
+    try:
+        return not is_complete(checkpoint) and write_manifest(checkpoint) is not None
+    except FileNotFoundError:
+        if checkpoint.exists():
+            raise
+        return False  # an old one, which another worker has removed meanwhile

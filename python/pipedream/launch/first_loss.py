@@ -31,11 +31,11 @@ from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
 from pipedream.model.calls import is_compiled
 from pipedream.model.layers import Model, roots_of
-from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
-from pipedream.model.meta_device import is_on_meta
+from pipedream.model.loss_state import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_module import StageModule, find_ties
+from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.untouched import untouched
 from pipedream.planning.codec_choice import NO_CODEC, codec_between
 from pipedream.report.first_figures import FirstFigures, compares_gradients, compares_losses

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipedream.planning.formulas import parameter_bytes_of
-from pipedream.planning.item_cost import WORK_KINDS, ItemCost, Waking, waking_share
+from pipedream.planning.item_cost import WORK_KINDS, ItemCost, Spread, Waking, waking_share
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import (
@@ -26,7 +26,6 @@ from pipedream.planning.runtime_costs import (
     SyncCost,
 )
 from pipedream.planning.simulator import SharedHost
-from pipedream.planning.spread import Spread
 from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]

@@ -47,10 +47,10 @@ from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model, layers_of
-from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept, seed_all
+from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.validation import LOSS, Validation
 from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.planning.partition_arguments import AUTO

@@ -35,9 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipedream.common.errors import describe_error
 from pipedream.common.units import format_bytes
 from pipedream.model.layers import Model, roots_of
-from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, generators_kept
-from pipedream.model.stand_ins import exchange, zeroed
+from pipedream.model.stand_ins import exchange, is_on_meta, zeroed
 
 __all__ = [
     "COMPLEX_MARK",

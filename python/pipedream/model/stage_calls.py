@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from pipedream.common.regions import Region, within
 from pipedream.model.boundary import check_loss, map_tensors
-from pipedream.model.loss_placement import call_loss
+from pipedream.model.loss_state import call_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.stage_module import StageModule
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
-from pipedream.planning.item_cost import StageWaking, wakings_from
+from pipedream.planning.item_cost import EVEN, Spread, StageWaking, wakings_from
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_schedule import minibatches_per_body, schedule_of, versions_kept
 from pipedream.planning.runtime_costs import StageCosts, costs_of
@@ -28,7 +28,6 @@ from pipedream.planning.simulator import (
     simulate,
     steady_ms,
 )
-from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times, shard_shares
 
 if TYPE_CHECKING:

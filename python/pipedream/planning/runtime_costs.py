@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.factor_rule import factored_sum
-from pipedream.planning.item_cost import WORK_KINDS, ItemCost, Waking, wakings_from
+from pipedream.planning.item_cost import EVEN, WORK_KINDS, ItemCost, Spread, Waking, wakings_from
 from pipedream.planning.layer_profile import LayerProfile, Profile, pass_costs
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.synced_bytes import num_chunks
 
 if TYPE_CHECKING:

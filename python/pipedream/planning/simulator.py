@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_number, check_whole
-from pipedream.planning.item_cost import StageWaking
-from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.item_cost import EVEN, Spread, StageWaking
 
 if TYPE_CHECKING:
     from pipedream import _core

@@ -26,11 +26,12 @@ from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.model.stage_calls import StageCalls, backward, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.stand_ins import poisoned
-from pipedream.profiling.clock import Clock, make_clock
 from pipedream.profiling.timed_passes import (
+    Clock,
     LossFunction,
     bytes_of,
     drop_gradients,
+    make_clock,
     parameter_bytes_of,
     saved_tensors_counted,
 )

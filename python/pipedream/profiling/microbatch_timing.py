@@ -19,8 +19,7 @@ import torch
 from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.item_cost import microbatch_counts
 from pipedream.planning.layer_profile import MicrobatchTimes
-from pipedream.profiling.clock import Clock
-from pipedream.profiling.timed_passes import TimedPasses
+from pipedream.profiling.timed_passes import Clock, TimedPasses
 
 __all__ = ["microbatch_times", "product_ms_per_replica"]
 

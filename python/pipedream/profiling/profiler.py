@@ -29,18 +29,25 @@ from pipedream.model.data_copies import copy_of, generators_of_loader_kept
 from pipedream.model.factored import factorable, rows_counted
 from pipedream.model.initial_weights import WeightSource, check_weights, whole_for_a_check
 from pipedream.model.layers import Model, check_shapes, layers_of, model_name
-from pipedream.model.loss_placement import loss_on, spare_loss
-from pipedream.model.meta_device import is_on_meta
+from pipedream.model.loss_state import loss_on, spare_loss
 from pipedream.model.microbatch import batch_size_of
 from pipedream.model.precision import autocast_dtype, autocast_left, autocast_region
 from pipedream.model.references import check_loss_fn
+from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.untouched import untouched
 from pipedream.planning.layer_profile import LayerProfile, MicrobatchTimes, Profile, WeightFactors
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
-from pipedream.profiling.clock import Clock, make_clock, make_work_clock
 from pipedream.profiling.layer_sweep import SWEEPS_MAX, LayerSweep
 from pipedream.profiling.microbatch_timing import microbatch_times, product_ms_per_replica
-from pipedream.profiling.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
+from pipedream.profiling.timed_passes import (
+    Clock,
+    CutPasses,
+    LayerPasses,
+    LossFunction,
+    TimedPasses,
+    make_clock,
+    make_work_clock,
+)
 from pipedream.splitting.cut_model import cut_model, needs_cutting
 from pipedream.splitting.split_check import NUM_CHECKED, check_layers, without_bad_cuts
 

@@ -8,11 +8,14 @@ back in the order in which the forward went on. So a layer's backward is timed a
 call of autograd's own for each layer would add what entering it costs, some 60 us, to every one of them.
 
 The values and gradients that flow are those of real training. Owned by the thread that profiles.
+
+Clocks read spans on the host or by a GPU's own events; there a backward's spans end on autograd's own thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -23,18 +26,20 @@ from pipedream.common.regions import Region
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, map_tensors, tensors_of
 from pipedream.model.calls import calls_seen, module_names, visible_modules
-from pipedream.model.loss_placement import call_loss
+from pipedream.model.loss_state import call_loss
 from pipedream.model.trace import CallCounter, CallKey
-from pipedream.profiling.clock import Clock
 from pipedream.splitting.cut_model import CutModel
 
 __all__ = [
+    "Clock",
     "CutPasses",
     "LayerPasses",
     "LossFunction",
     "TimedPasses",
     "bytes_of",
     "drop_gradients",
+    "make_clock",
+    "make_work_clock",
     "parameter_bytes_of",
     "saved_tensors_counted",
 ]
@@ -198,11 +203,11 @@ class _Pass:
         spans, last = self._clock.finish_minibatch(), self._num_layers - 1
         forward, backward = [0.0] * self._num_layers, [0.0] * self._num_layers
         num_forward = len(self._forward) + 1
-        for layer, time in zip([*self._forward, last], spans[:num_forward], strict=True):
-            forward[layer] += time
+        for layer, span in zip([*self._forward, last], spans[:num_forward], strict=True):
+            forward[layer] += span
         # Where no gradient told the layers in between apart, the most downstream one has their time.
-        for layer, time in zip([last, *self._backward], spans[num_forward:], strict=True):
-            backward[layer] += time
+        for layer, span in zip([last, *self._backward], spans[num_forward:], strict=True):
+            backward[layer] += span
         return forward, backward
 
     @contextlib.contextmanager
@@ -268,3 +273,81 @@ def drop_gradients(module: nn.Module) -> None:
     # Each minibatch writes fresh gradients, as a training loop that sets them to None.
     for parameter in module.parameters():
         parameter.grad = None
+
+
+def make_clock(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def make_work_clock(device: torch.device) -> Clock:
+    """A clock for comparisons: on a host with one thread it counts the time of this process alone, whatever
+    else the machine does meanwhile."""
+    if device.type == "cuda" or torch.get_num_threads() > 1:
+        return make_clock(device)
+    return HostClock(time.process_time)
+
+
+class Clock:
+    """Times spans of one minibatch, in order."""
+
+    def start_minibatch(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def next(self) -> None:
+        """The end of a span and the start of another."""
+        self.stop()
+        self.start()
+
+    def finish_minibatch(self) -> list[float]:
+        """Milliseconds of each span."""
+        raise NotImplementedError
+
+
+class HostClock(Clock):
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        """now_s: the time; None: that of the machine."""
+        self._now_s = now_s or time.perf_counter
+
+    def start_minibatch(self) -> None:
+        self._spans: list[float] = []
+
+    def start(self) -> None:
+        self._started = self._now_s()
+
+    def stop(self) -> None:
+        self._spans.append((self._now_s() - self._started) * 1e3)
+
+    def finish_minibatch(self) -> list[float]:
+        return self._spans
+
+
+class CudaClock(Clock):
+    """Events on the current stream, read after one synchronisation per minibatch: none between layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start_minibatch(self) -> None:
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        torch.cuda.synchronize(self._device)
+
+    def start(self) -> None:
+        self._started = self._record()
+
+    def stop(self) -> None:
+        self._spans.append((self._started, self._record()))
+
+    def finish_minibatch(self) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        return [started.elapsed_time(stopped) for started, stopped in self._spans]
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event

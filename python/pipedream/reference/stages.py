@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipedream import _core
 from pipedream.model.boundary import map_tensors, tensors_of
-from pipedream.model.loss_placement import call_loss
+from pipedream.model.loss_state import call_loss
 from pipedream.model.references import frozen_meanwhile
 from pipedream.model.seeding import RngState, generators_kept, seed_torch
 from pipedream.model.stage_module import StageModule

@@ -17,7 +17,7 @@ from pipedream.model.boundary import device_of
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
-from pipedream.model.loss_placement import loss_on
+from pipedream.model.loss_state import loss_on
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
 from pipedream.model.seeding import (

@@ -1,23 +1,41 @@
 """CheckedModel runs a model whole, and in stages that end at some of its places, for the check of cuts. Owned
-by the thread that profiles."""
+by the thread that profiles.
+
+The check computes in float64 where it can: in float32 a sum in another order and a value that is a little
+stale look alike; in float64 they are ten orders of magnitude apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.batches import call_model
+from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.draws import DrawSites
+from pipedream.model.initial_weights import free_host_bytes
 from pipedream.model.layers import Model, named_layers, roots_of
+from pipedream.model.references import places_of, tensors_carried_by
 from pipedream.model.stage_module import StageModule
 from pipedream.model.trace import CallCounter
 from pipedream.splitting.crossing import Fillers
 from pipedream.splitting.cut_model import CutModel
 
-__all__ = ["CheckedModel", "checked_model"]
+__all__ = [
+    "CheckedModel",
+    "NotInFloat64Error",
+    "PrecisionSeen",
+    "as_float64",
+    "checked_model",
+    "fits_in_float64",
+    "in_float64",
+]
 
 
 class CheckedModel(Protocol):
@@ -126,3 +144,82 @@ class _ListStage(StageModule):
 
 def _calling(on_begin: Callable[[int], None], place: int) -> Callable[[], None]:
     return lambda: on_begin(place)
+
+
+# Values, gradients of the whole model and of the cut one, those being computed, and activations.
+_NUM_COPIES = 8
+# Compute capabilities of GPUs that do half as many operations a second in it as in float32: P100, V100, A100,
+# H100, B200. Others do a 32nd or a 64th.
+_WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+_WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+_WIDER_COMPLEX = {torch.complex64: torch.complex128}
+
+
+class NotInFloat64Error(Exception):
+    """The model does not compute in it."""
+
+
+class PrecisionSeen(TorchDispatchMode):
+    """Notes the coarsest floating-point numbers that are computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.coarsest = torch.float64
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(output):
+            if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.coarsest).eps:
+                self.coarsest = tensor.dtype
+        return output
+
+
+def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device) -> bool:
+    """Whether there is memory on the device for all that a check needs then, and the device is not many times
+    slower so."""
+    tensors = {id(t): t for _, root in roots for t in (*root.parameters(), *root.buffers())}
+    needed_bytes = _NUM_COPIES * 8 * sum(tensor.numel() for tensor in tensors.values())
+    if device.type == "cpu":
+        return needed_bytes <= free_host_bytes()
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) in _WITH_FLOAT64
+        and needed_bytes <= torch.cuda.mem_get_info(device)[0]
+    )
+
+
+def as_float64(value: Any) -> Any:
+    """The value with wide floating-point tensors."""
+    return map_tensors(lambda tensor: tensor.to(_wide(tensor)), value)
+
+
+@contextlib.contextmanager
+def in_float64(roots: Iterable[tuple[str, nn.Module]], loss_fn: Any) -> Iterator[None]:
+    """Inside, all floating-point tensors that the modules and the loss hold are wide, and new ones by
+    default. Raises NotInFloat64Error where that cannot be."""
+    held = [place.tensor for place in places_of(roots)]
+    held += [tensor for _, tensor in tensors_carried_by("loss_fn", loss_fn)]
+    narrow = [t for t in {id(t): t for t in held}.values() if t.dtype != _wide(t)]
+    default = torch.get_default_dtype()
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        try:
+            for tensor in narrow:
+                content = tensor.data
+                tensor.data = content.to(_wide(tensor))
+                before.append((tensor, content))
+        except Exception as error:  # of a tensor of some class of its own, or for want of memory
+            raise NotInFloat64Error from error
+        torch.set_default_dtype(torch.float64)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for tensor, content in before:
+            tensor.data = content
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    table = _WIDER_COMPLEX if tensor.is_complex() else _WIDER
+    return table.get(tensor.dtype, tensor.dtype)

@@ -25,7 +25,7 @@ from pipedream.model.calls import is_compiled, module_names
 from pipedream.model.draws import DrawSites, sites_of_trace
 from pipedream.model.initial_weights import WeightSource, traceable
 from pipedream.model.layers import CutForward, Model, check_parameters, is_list_of_layers, model_name
-from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
+from pipedream.model.loss_state import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region, casts_not_kept
 from pipedream.model.seeding import RngState
 from pipedream.model.trace import Trace, record

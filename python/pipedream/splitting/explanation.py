@@ -22,7 +22,7 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model, check_shapes, layers_of, model_name
-from pipedream.model.meta_device import is_on_meta
+from pipedream.model.stand_ins import is_on_meta
 from pipedream.splitting.crossing import Crossing
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.split_check import check_cuts

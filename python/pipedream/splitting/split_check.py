@@ -28,7 +28,7 @@ from pipedream.model.calls import visible_modules
 from pipedream.model.draws import KeyedDraws
 from pipedream.model.global_names import GlobalNames
 from pipedream.model.layers import Model, named_layers
-from pipedream.model.loss_placement import call_loss
+from pipedream.model.loss_state import call_loss
 from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
 from pipedream.model.stage_calls import leaves_of
@@ -37,15 +37,16 @@ from pipedream.model.structure import taken_apart
 from pipedream.model.trace import uncompiled
 from pipedream.model.untouched import Attributes, untouched
 from pipedream.splitting import crossing, span
-from pipedream.splitting.checked_model import CheckedModel, checked_model
-from pipedream.splitting.cut_model import CutModel
-from pipedream.splitting.float64 import (
+from pipedream.splitting.checked_model import (
+    CheckedModel,
     NotInFloat64Error,
     PrecisionSeen,
     as_float64,
+    checked_model,
     fits_in_float64,
     in_float64,
 )
+from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["NUM_CHECKED", "check_cuts", "check_layers", "without_bad_cuts"]
 

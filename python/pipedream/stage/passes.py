@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedream.budget.offload import SavedTensors, StageOffload, graph_root
 from pipedream.common.regions import Region, entered
 from pipedream.data.batch_reader import Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
@@ -25,15 +27,14 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.ignored_labels import with_other_labels
-from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
+from pipedream.model.recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
-from pipedream.stage.nan_source import origins_of_nan
-from pipedream.stage.stashed import OffloadedStash, Stashed
-from pipedream.stage.user_code import UserCode
+from pipedream.stage.user_code import UserCode, origins_of_nan
+from pipedream.update.weights import StageWeights
 
-__all__ = ["RecomputedPasses", "StagePasses", "begins_to_work_in_place"]
+__all__ = ["OffloadedStash", "RecomputedPasses", "StagePasses", "Stashed", "begins_to_work_in_place"]
 
 _LEAF_CHANGED = "a leaf Variable that requires grad"  # in torch's error
 
@@ -252,3 +253,62 @@ class RecomputedPasses(StagePasses):
             self._works_in_place = changed
         elif changed and not self._works_in_place:
             raise begins_to_work_in_place(self._stage.stage_index, minibatch)
+
+
+@dataclass(slots=True)
+class Stashed:
+    """Everything that the backward of a microbatch needs."""
+
+    minibatch: int
+    leaves: list[Tensor]
+    """Received tensors: their gradients go upstream."""
+    value: Any
+    """The stage's input, until the forward has it; under recompute until the second one has."""
+    piece: Microbatch
+    read_slot: int
+    """The slot of the version that the forward read."""
+    scale: float
+    """The loss scale of float16, if there is one."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """The outputs of the forward that the backward goes through, or the loss; empty before a recompute."""
+    generators: GeneratorState | None = None
+    buffers: Buffers = field(default_factory=list)
+    """Recompute: what the forward read and changed."""
+    saved: SavedTensors | None = None
+    """Offloading: what the graph holds."""
+    microbatch: int = 0
+
+
+class OffloadedStash:
+    """The offloading of one stage's stash."""
+
+    def __init__(self, offload: StageOffload, stage: StageModule, weights: StageWeights) -> None:
+        self._offload = offload
+        self._stage = stage
+        self._weights = weights
+
+    def saving(
+        self, stashed: Stashed, given: Any, *, is_next: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around what makes the microbatch's graph. is_next: its backward is the stage's next."""
+        kept = [*stashed.leaves, *tensors_of(given)]
+        kept += [buffer for _, buffer in self._stage.stage_buffers()]
+        stashed.saved = self._offload.forward(kept, is_next=is_next)
+        return contextlib.nullcontext() if stashed.saved is None else stashed.saved
+
+    def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors at which the backward begins. A stash that leaves the device keeps no outputs,
+        which are sent."""
+        if stashed.saved is None or not stashed.saved.leaves_device:
+            return outputs
+        return [graph_root(output) for output in outputs]
+
+    def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
+        """Before a backward. following: what the next one needs comes back while this one runs."""
+        if stashed.saved is not None:
+            stashed.saved.arrive()
+        if following is None:
+            return
+        self._weights.own.prefetch(following.read_slot)
+        if following.saved is not None:
+            following.saved.prefetch()

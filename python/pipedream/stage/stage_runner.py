@@ -31,8 +31,7 @@ from pipedream.stage.boundaries import Boundaries, StageZeroGate
 from pipedream.stage.decisions import bits_of_loss, loss_of_bits
 from pipedream.stage.job import JobOptions
 from pipedream.stage.outgoing import gradients_of, memory_of, nothing_like, settled
-from pipedream.stage.passes import RecomputedPasses, StagePasses
-from pipedream.stage.stashed import OffloadedStash, Stashed
+from pipedream.stage.passes import OffloadedStash, RecomputedPasses, StagePasses, Stashed
 from pipedream.stage.user_code import UserCode
 from pipedream.update.gradients import GradientFigures, StageGradients
 from pipedream.update.loss_scale import LossScaling

@@ -4,25 +4,40 @@ two factors, where these are smaller, and each makes the mean gradient, and the 
     dense, per round and replica     2 (r - 1) / r  M N       gradients to the shards, and versions from them
     factors                          (r - 1)  K (M + N)       of K rows each, to each of the others
 
-r: replicas; W: M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2).
-The rule is planning/factor_rule.py's. The mean is one product, of the factors of all members of the round,
-one below the other in the order of the replicas. Each replica makes it of the same values by the same call,
-and so of the same bits; that replicas multiply alike is tried before the run. Owned by the worker's compute
-thread.
+r: replicas; W: M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section
+4.2). The rule is planning/factor_rule.py's. The mean is one product, of the factors of all members of the
+round, one below the other in the order of the replicas. Each replica makes it of the same values by the
+same call, and so of the same bits; that replicas multiply alike is tried before the run. Owned by the
+worker's compute thread.
+
+FactorExchange sends one item with the factors of all such weights before the chunks of a round. Nothing of
+them is pulled: all replicas have the same ones, and make the same of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipedream.model.factored import Factors
+from pipedream import _core
+from pipedream.common.errors import PipelineError
+from pipedream.model.factored import FactoredLayers, Factors
 from pipedream.planning import factor_rule
+from pipedream.update import pushes
 
-__all__ = ["FactorLayer", "RoundFactors", "are_smaller", "factors_of", "item_of", "mean_product"]
+__all__ = [
+    "FactorExchange",
+    "FactorLayer",
+    "RoundFactors",
+    "are_smaller",
+    "factors_of",
+    "item_of",
+    "mean_product",
+]
 
 
 @dataclass(frozen=True)
@@ -123,3 +138,103 @@ def _none_of(layer: FactorLayer, device: torch.device) -> Factors:
 
 def _copy(factor: Tensor) -> Tensor:
     return factor.detach().clone(memory_format=torch.contiguous_format)
+
+
+class FactorExchange:
+    """The exchange of factors for the weights of one stage that are pushed so, at least one."""
+
+    def __init__(
+        self,
+        core: pushes.ItemLinks,
+        weights: Sequence[FactorLayer],
+        layers: Mapping[str, Sequence[nn.Linear]],
+        *,
+        channels_to: Mapping[int, str],
+        channels_from: Mapping[int, str],
+        replica: int,
+        device: torch.device,
+    ) -> None:
+        """weights: in the order of the stage's parameters. layers: by a weight's name, who has it; they leave
+        factors between begin() and release(). channels_to, channels_from: by the other replica."""
+        self._core = core
+        self._weights = weights
+        self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
+        self.channels_to = channels_to
+        self.channels_from = channels_from
+        self._replica = replica
+        self._num_replicas = 1 + len(channels_to)
+        self._device = device
+        self._left = RoundFactors(weights)
+        self._layers = FactoredLayers(layers, self._left.add)
+        self.around_backward = self._layers.backward
+        self._pushed: list[Factors | None] | None = None  # of the round that is being pushed
+        self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
+        """By round that is not over, and replica: those of each weight."""
+
+    @property
+    def parameters(self) -> list[int]:
+        """The weights' positions among the stage's parameters."""
+        return list(self._index_of)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that backwards have left and that are not pushed."""
+        return self._left.num_bytes
+
+    def counts(self, parameter: int) -> bool:
+        """Whether this replica counts a weight in the norm of all gradients, which only one does."""
+        return self._index_of[parameter] % self._num_replicas == self._replica
+
+    def push(self, num_summed: int) -> list[Tensor]:
+        """To all others, what this replica has of a round, of so many microbatches. Gives what it sends."""
+        self._pushed = self._left.take()
+        item = item_of(self._weights, self._pushed, self._device)
+        items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]
+        self._core.send_items(items, _core.ItemFields(num_minibatches=num_summed))
+        return item
+
+    @property
+    def has_pushed(self) -> bool:
+        """Whether that has been done of the round whose gradients are pushed now."""
+        return self._pushed is not None
+
+    def end_push(self, round_index: int) -> None:
+        """All of the round is pushed."""
+        assert self._pushed is not None
+        self._of_rounds.setdefault(round_index, {})[self._replica] = self._pushed
+        self._pushed = None
+
+    def take_in(self, other: int, round_index: int, item: Sequence[Tensor]) -> None:
+        """Takes the factors that this replica has pushed."""
+        self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
+
+    def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:
+        """The mean gradient of a weight over the round's minibatches, once all have come; None where nobody
+        has one."""
+        index = self._index_of[parameter]
+        by_replica = {replica: found[index] for replica, found in self._of_rounds[round_index].items()}
+        factors = {replica: found for replica, found in by_replica.items() if found is not None}
+        return mean_product(factors, num_minibatches) if factors else None
+
+    def end_round(self, round_index: int) -> None:
+        """It is updated."""
+        del self._of_rounds[round_index]
+
+    def check(self, gradients: Sequence[Tensor | None]) -> None:
+        """gradients: by parameter, that backwards have accumulated. Raises PipelineError for one that no
+        layer has left as factors, which would be lost."""
+        for weight in self._weights:
+            if gradients[weight.parameter] is not None:
+                raise PipelineError(
+                    f"parameter {weight.name!r} has a gradient besides that of its layer, which the first"
+                    " microbatch had not shown: leave 'factors' out of the codec of pushes"
+                )
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The layers leave factors inside, and are the user's again afterwards."""
+        self._layers.install()
+        try:
+            yield
+        finally:
+            self._layers.remove()

@@ -23,7 +23,7 @@ from pipedream import _core
 from pipedream.common.regions import Region
 from pipedream.model.boundary import TENSORS
 from pipedream.model.layers import dtype_name
-from pipedream.update.factor_exchange import FactorExchange
+from pipedream.update.factors import FactorExchange
 from pipedream.update.gradients import StageGradients, in_order
 from pipedream.update.pushes import ItemLinks, RoundPushes
 from pipedream.update.shards import Piece, ShardLayout, in_leaving_order

@@ -20,7 +20,6 @@ from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.layers import Model, outline_of
 from pipedream.model.loss_state import check_loss_buffers
-from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import (
     RngStream,
     base_seed,
@@ -29,6 +28,7 @@ from pipedream.model.seeding import (
     seed_torch,
 )
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
+from pipedream.model.stand_ins import is_on_meta
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.splitting.evaluation_cut import evaluation_stages

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipedream.checkpoint.checkpoint_folder import remove_incomplete
+from pipedream.checkpoint.checkpoint_folder import go_on_after, remove_incomplete
 from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_manifest, read_part
 from pipedream.checkpoint.run_state import RunState, WorkerState
@@ -45,8 +45,8 @@ _log = logging.getLogger("pipedream")
 
 def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) -> Continued | None:
     """The checkpoint to continue from, which fits the model; None to start from the beginning. Makes the
-    folder, and removes from it what an earlier run left incomplete. group_size: minibatches after which all
-    replicas of the plan have made their updates."""
+    folder, removes from it what an earlier run left incomplete, and sets aside what this one would write
+    over. group_size: minibatches after which all replicas of the plan have made their updates."""
     found = checkpoints.find()
     checkpoints.folder.mkdir(parents=True, exist_ok=True)
     remove_incomplete(checkpoints.folder)
@@ -68,7 +68,7 @@ def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) ->
             minibatch,
         )
     _log.info("continuing from %s, at minibatch %d", found.checkpoint, minibatch)
-    return Continued(str(found.checkpoint), minibatch)
+    return Continued(str(go_on_after(found.checkpoint, minibatch, checkpoints.folder)), minibatch)
 
 
 class _CheckpointState(RunState):

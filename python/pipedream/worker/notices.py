@@ -5,8 +5,9 @@ the file `save` in the folder of the checkpoints, which anybody may touch.
     rank 0                          finds it, decides    at its next boundary
     all                             copy, write
 
-SIGUSR1 saves, and the run goes on. On the main thread, whose handlers signals have; elsewhere, and where the
-script has a handler of its own, nothing is changed.
+SIGUSR1 saves, and the run goes on. A handler that the script has for SIGTERM is called once the checkpoint is
+there; where the script ignores SIGTERM, the run goes on. On the main thread, whose handlers signals have;
+elsewhere nothing is changed.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], boo
     if checkpoints is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    # None: a library has installed it, and Python could not put it back.
+    handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
     owner, is_over = os.getpid(), threading.Event()
     came: list[int] = []
 
@@ -95,7 +98,7 @@ def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], boo
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
             return  # a forked process of a DataLoader, whose data are still needed
-        if number == signal.SIGUSR1:
+        if number == signal.SIGUSR1 or handlers[number] == signal.SIG_IGN:
             ask_to_save(checkpoints.folder)
         elif is_over.is_set() or not has_begun() or checkpoints.grace == 0:
             _pass_on(number, frame, handlers[number])

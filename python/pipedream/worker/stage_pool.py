@@ -56,8 +56,7 @@ from pipedream.model.stage_module import StageModule
 from pipedream.planning.codec_choice import codec_of_pushes
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.update.asynchronous_server import AsynchronousServer
-from pipedream.update.factor_exchange import FactorExchange
-from pipedream.update.factors import FactorLayer
+from pipedream.update.factors import FactorExchange, FactorLayer
 from pipedream.update.gradients import StageGradients
 from pipedream.update.param_server import ParameterServer
 from pipedream.update.pushes import copied_bytes

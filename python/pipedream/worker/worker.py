@@ -32,8 +32,7 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.residuals import Residuals
 from pipedream.model.layers import Model
-from pipedream.model.loss_placement import loss_on
-from pipedream.model.loss_state import LossState
+from pipedream.model.loss_state import LossState, loss_on
 from pipedream.report.result import RunResult
 from pipedream.stage.decisions import Steered
 from pipedream.stage.job import JobOptions, WorkerPlace

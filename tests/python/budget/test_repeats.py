@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from pipedream import Plan
-from pipedream.budget.repeats import foreign_draws, gives_the_same_again
+from pipedream.budget.rehearsal import foreign_draws, gives_the_same_again
 from pipedream.model.seeding import RngState
 from pipedream.splitting.splitter import split
 from torch import nn

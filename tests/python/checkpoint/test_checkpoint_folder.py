@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pipedream.checkpoint.checkpoint_folder import (
     checkpoints_in,
     find_checkpoint,
     folder_of,
+    go_on_after,
     is_complete,
     newest_whole,
     pin,
@@ -126,12 +128,54 @@ def test_the_newest_are_kept_and_pinned_ones(tmp_path: Path) -> None:
         pin(folders[1])
 
 
+def test_a_manifest_in_which_any_bit_has_changed_is_not_used_but_where_it_says_the_same(
+    tmp_path: Path,
+) -> None:
+    _, newest = _write(tmp_path, 6, 12)
+    path, manifest = newest / "checkpoint.json", read_manifest(newest)
+    content = path.read_bytes()
+    for position in range(0, len(content), 13):
+        changed = bytes([content[position] ^ 1 << position % 8])
+        path.write_bytes(content[:position] + changed + content[position + 1 :])
+        found, unused = newest_whole(tmp_path)
+        assert found is not None
+        if found[0] == newest:
+            assert found[1].to_dict() == manifest.to_dict(), position
+        else:
+            assert str(newest) in unused[0] and "\n" not in unused[0]
+
+
+def test_a_removal_that_was_cut_short_is_made_whole_by_the_next_run(tmp_path: Path) -> None:
+    (folder,) = _write(tmp_path, 6)
+    with mock.patch("shutil.rmtree"):  # the process is killed here
+        remove_old(tmp_path, 1)
+        write_checkpoint(tmp_path, _make_model(), PLAN, 12)
+        remove_old(tmp_path, 1)
+    assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 12)]
+    assert not folder.exists() and len(list(tmp_path.iterdir())) == 2
+    remove_incomplete(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder_of(tmp_path, 12)]
+
+
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
     (folder,) = _write(tmp_path, 6)
     path = folder / "checkpoint.json"
     path.write_text(path.read_text().replace('"stage-0.json"', '"../stage-0.json"'))
     with pytest.raises(FileFormatError, match=r"files\[\d\]\.name is '\.\./stage-0\.json'"):
         read_manifest(folder)
+
+
+def test_a_run_that_continues_writes_over_no_checkpoint(tmp_path: Path) -> None:
+    """Of two runs' files in one folder nothing could be made."""
+    _, second, third, fourth = _write(tmp_path, 6, 12, 13, 18)
+    assert go_on_after(third, 13, tmp_path) == third
+    names = {path.name.rpartition("-")[2] for path in tmp_path.glob("damaged-*")}
+    assert names == {"000000018"} and not fourth.exists()
+    renamed = go_on_after(third, 12, tmp_path)
+    assert renamed == second and read_manifest(renamed).header.minibatch == 13
+    assert [path.name[-2:] for path in checkpoints_in(tmp_path)] == ["06", "12"]
+    assert go_on_after(renamed, 12, tmp_path) == renamed
+    assert go_on_after(renamed, 6, tmp_path / "other") == renamed
 
 
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:

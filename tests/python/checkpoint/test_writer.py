@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from pipedream import Plan
+from pipedream.checkpoint import manifest
 from pipedream.checkpoint import writer as writer_module
-from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete, newest_whole
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, newest_whole
 from pipedream.checkpoint.stage_files import Content, read_kind
 from pipedream.checkpoint.writer import CheckpointWriter, CopyMemory
 from written_checkpoints import header_of
@@ -48,8 +50,8 @@ def test_what_is_written_is_what_the_tensors_were_when_they_were_saved(
     writer.close()
     found, unused = newest_whole(tmp_path)
     assert found is not None and unused == []
-    checkpoint, manifest = found
-    for part in manifest.parts:
+    checkpoint, known = found
+    for part in known.parts:
         assert torch.equal(read_kind(checkpoint, part.newest_weights)["weight"], torch.arange(6.0).view(2, 3))
         mean = read_kind(checkpoint, part.of_kind("buffers"))["mean"]
         assert mean.dtype == torch.float64 and mean[1, 2] == 6
@@ -71,10 +73,11 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is_whole(
     write_stage = writer_module.write_stage
 
     def full(folder: Path, header: object, place: tuple[int, int], *rest: object) -> object:
-        write_stage(folder, header, place, *rest)  # type: ignore[arg-type]
+        written = write_stage(folder, header, place, *rest)  # type: ignore[arg-type]
         if place == (1, 0) and folder.name.endswith("12"):
+            (folder / "stage-1.json").unlink()
             raise OSError(28, "No space left on device")
-        return None
+        return written
 
     monkeypatch.setattr(writer_module, "write_stage", full)
     writer = _writer(tmp_path)
@@ -84,8 +87,50 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is_whole(
                 writer.save(header_of(PLAN, minibatch), (stage, 0), _contents(torch.ones(3)), {})
         writer.close()
     assert [is_complete(path) for path in checkpoints_in(tmp_path)] == [True, False, True]
+    assert not list(folder_of(tmp_path, 12).glob("stage-1*"))
     (told,) = caplog.messages
     assert "minibatch 12 could not be written at stage 1" in told and "No space left" in told
+
+
+def test_a_worker_that_cannot_write_the_manifest_takes_nothing_from_a_checkpoint_that_another_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With keep=1 the checkpoint before was removed, and then no whole one was left.
+    write_manifest = writer_module.write_manifest
+
+    def complete_and_fail(folder: Path) -> object:
+        if write_manifest(folder) is not None:
+            raise OSError(28, "No space left on device")
+        return None
+
+    monkeypatch.setattr(writer_module, "write_manifest", complete_and_fail)
+    writer = _writer(tmp_path)
+    for stage in range(2):
+        writer.save(header_of(PLAN, 6), (stage, 0), _contents(torch.ones(3)), {})
+    writer.close()
+    found, unused = newest_whole(tmp_path)
+    assert found is not None and not unused
+
+
+def test_an_old_checkpoint_that_another_worker_removes_meanwhile_costs_no_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Who looked whether the old one was complete found a file missing, and dropped its part of the new one.
+    read_part = manifest.read_part
+
+    def read_late(path: Path) -> object:
+        if path.parent == folder_of(tmp_path, 6) and path.parent.exists():
+            shutil.rmtree(path.parent)
+        return read_part(path)
+
+    for minibatch, stages in ((6, [0]), (12, [0, 1])):
+        writer = _writer(tmp_path)
+        for stage in stages:
+            writer.save(header_of(PLAN, minibatch), (stage, 0), _contents(torch.ones(3)), {})
+        writer.close()
+        monkeypatch.setattr(manifest, "read_part", read_late)
+    assert not caplog.messages
+    assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 12)] and is_complete(folder_of(tmp_path, 12))
 
 
 def test_what_has_no_room_is_copied_beside_it_and_counted() -> None:

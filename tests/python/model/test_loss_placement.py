@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.model.loss_placement import call_loss, loss_on
+from pipedream.model.loss_state import call_loss, loss_on
 from torch import Tensor, nn
 
 _META = torch.device("meta")

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.item_cost import StageWaking, Waking
+from pipedream.planning.item_cost import Spread, StageWaking, Waking
 from pipedream.planning.simulator import SharedHost, StageTimes, TransferTimes, simulate
-from pipedream.planning.spread import Spread
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pipedream import _core
 from pipedream.planning import plan_search
-from pipedream.planning.item_cost import ItemCost
+from pipedream.planning.item_cost import ItemCost, Spread
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
@@ -25,7 +25,6 @@ from pipedream.planning.runtime_costs import (
     runtime_of,
     stage_costs,
 )
-from pipedream.planning.spread import Spread
 
 _COSTS_NOTHING = FREE.positions["only"]
 

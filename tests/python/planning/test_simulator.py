@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
+from pipedream.planning.item_cost import Spread
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_stage import in_flight_in_phase
 from pipedream.planning.simulator import (
@@ -23,7 +24,6 @@ from pipedream.planning.simulator import (
     simulate,
     summarize,
 )
-from pipedream.planning.spread import Spread
 
 Programs: TypeAlias = list[list[_core.Instruction]]
 

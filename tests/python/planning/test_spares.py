@@ -13,7 +13,7 @@ from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.simulator import StageTimes, simulate
 from pipedream.planning.synced_bytes import round_ms, shard_shares
 from pipedream.simulate.plan_simulation import PlanSimulation, simulate_plan
-from pipedream.simulate.text_picture import draw_text
+from pipedream.simulate.schedule_picture import draw_text
 
 _BYTES_PER_S = 1e9
 

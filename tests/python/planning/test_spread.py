@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.item_cost import EVEN, Spread
 
 
 def test_even_items_have_factors_of_one_and_a_slow_change_is_no_spread() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream import _core
-from pipedream.planning.item_cost import StageWaking, Waking
+from pipedream.planning.item_cost import Spread, StageWaking, Waking
 from pipedream.planning.simulator import (
     SharedHost,
     StageTimes,
@@ -17,7 +17,6 @@ from pipedream.planning.simulator import (
     simulate,
     steady_ms,
 )
-from pipedream.planning.spread import Spread
 
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel")
 _DURATION = st.floats(0, 9).map(lambda ms: round(ms, 3))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from pipedream.planning.layer_profile import MicrobatchTimes
-from pipedream.profiling.clock import make_clock
 from pipedream.profiling.microbatch_timing import microbatch_times
 from pipedream.profiling.profiler import profile
+from pipedream.profiling.timed_passes import make_clock
 from torch import nn
 
 

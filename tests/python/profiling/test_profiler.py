@@ -13,9 +13,9 @@ import pytest
 import torch
 from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_error
 from pipedream import Plan, partition
-from pipedream.profiling.clock import HostClock
 from pipedream.profiling.microbatch_timing import product_ms_per_replica
 from pipedream.profiling.profiler import profile
+from pipedream.profiling.timed_passes import HostClock
 from pipedream.splitting.cut_model import cut_model
 from pipedream.splitting.splitter import split
 from torch import nn
@@ -414,7 +414,7 @@ def test_the_time_of_a_part_of_the_forward_is_its_own_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("pipedream.profiling.clock.time.perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr("pipedream.profiling.timed_passes.time.perf_counter", lambda: clock.now_s)
     data = CASES["mlp"].data(1, torch.float32)
     measured = profile(_SlowBranch(clock), data, squared_error, minibatches=1)
     assert [layer.name for layer in measured.layers] == ["first", "slow", "third", "last"]

@@ -14,8 +14,7 @@ from pipedream import _core
 from pipedream.planning.simulator import Simulation, StageTimes, simulate
 from pipedream.simulate import schedule_picture
 from pipedream.simulate.schedule_drawing import PhaseSpan
-from pipedream.simulate.schedule_picture import check_picture_path, make_spans, write_picture
-from pipedream.simulate.text_picture import draw_text
+from pipedream.simulate.schedule_picture import check_picture_path, draw_text, make_spans, write_picture
 
 
 def simulate_schedule(

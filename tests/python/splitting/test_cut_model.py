@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import boundary_input
-from pipedream.model.meta_device import parameters_on_meta
 from pipedream.model.stage_module import StageModule, find_ties
+from pipedream.model.stand_ins import parameters_on_meta
 from pipedream.splitting.crossing import Fillers
 from pipedream.splitting.cut_model import CutModel, cut_model
 from pipedream.splitting.span import SpanStage

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from pipedream.model.global_names import GlobalNames
 from pipedream.model.untouched import Attributes
 from pipedream.splitting import split_check
+from pipedream.splitting.checked_model import fits_in_float64
 from pipedream.splitting.cut_model import cut_model
-from pipedream.splitting.float64 import fits_in_float64
 from pipedream.splitting.split_check import _difference, _Outcome, check_cuts, without_bad_cuts
 from torch import Tensor, nn
 from twins import CLASSES, VOCABULARY, WIDTH, LongOnes, RandomlyDropped, Rotary, Truncated, cross_entropy

@@ -11,8 +11,7 @@ from pipedream.common.errors import PipelineError
 from pipedream.data.batch_reader import Microbatch
 from pipedream.model.boundary import Boundary
 from pipedream.model.stage_module import StageModule
-from pipedream.stage.passes import RecomputedPasses, StagePasses
-from pipedream.stage.stashed import Stashed
+from pipedream.stage.passes import RecomputedPasses, StagePasses, Stashed
 from pipedream.stage.user_code import UserCode
 from torch import Tensor, nn
 

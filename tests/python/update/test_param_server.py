@@ -14,8 +14,7 @@ from pipedream.common.errors import PipelineError
 from pipedream.model.factored import factorable
 from pipedream.planning.plan import Plan
 from pipedream.splitting.splitter import split
-from pipedream.update.factor_exchange import FactorExchange
-from pipedream.update.factors import FactorLayer
+from pipedream.update.factors import FactorExchange, FactorLayer
 from pipedream.update.param_server import ParameterServer
 from pipedream.update.shards import ShardLayout
 from pipedream.update.stage_optimizer import StageOptimizer

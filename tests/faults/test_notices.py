@@ -1,0 +1,127 @@
+"""A notice that the machine goes, SIGTERM or SIGUSR1, has the run saved at its next boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from unittest import mock
+
+import pytest
+from farm import Farm
+from mishaps import NUM_MINIBATCHES, model_with, run, wait_for_file
+from pipedream import Checkpoints
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
+from pipedream.worker import notices
+
+_AT = 3
+
+
+class _EndedByNotice(BaseException):
+    """The script's own end by SIGTERM."""
+
+
+@contextlib.contextmanager
+def _script_ends_at_sigterm(told: Path | None = None) -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        if told is not None:
+            told.touch()
+        raise _EndedByNotice
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _send(number: int, processes: tuple[int, ...], until: str) -> None:
+    """In the first stage's forward: its next boundary comes when the file is there."""
+    notices._LOOK_S = 0.0
+    for process in processes or (os.getpid(), os.getppid()):
+        os.kill(process, number)
+    wait_for_file(until)
+
+
+def _checkpoints(path: Path, **how: object) -> Checkpoints:
+    return Checkpoints(path, every="10h", **how)  # type: ignore[arg-type]
+
+
+def _saved(path: Path) -> list[str]:
+    assert all(map(is_complete, checkpoints_in(path)))
+    return [checkpoint.name for checkpoint in checkpoints_in(path)]
+
+
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    send = functools.partial(_send, signal.SIGUSR1, (os.getpid(),), str(tmp_path / "save"))
+    result = run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path))
+    assert len(result.losses) == NUM_MINIBATCHES
+    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+    assert not (tmp_path / "save").exists()
+
+
+def test_sigterm_saves_before_the_script_ends_as_it_would_have(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    send = functools.partial(_send, signal.SIGTERM, (os.getpid(),), str(tmp_path / "save"))
+    with pytest.raises(_EndedByNotice), _script_ends_at_sigterm():
+        run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path))
+    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+    assert capfd.readouterr().err == "pipedream: saving a checkpoint before this process ends\n"
+    continued = run(model_with(None, stages=2), checkpoints=_checkpoints(tmp_path))
+    assert continued.continued_at == _AT + 1
+    assert continued.losses == run(model_with(None, stages=2)).losses
+
+
+def test_sigterm_ends_a_script_whose_run_comes_to_no_boundary_within_grace(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    send = functools.partial(_send, signal.SIGTERM, (os.getpid(),), str(ended))
+    with pytest.raises(_EndedByNotice), _script_ends_at_sigterm(ended):
+        run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path / "C", grace=0.3))
+    assert not _saved(tmp_path / "C")
+
+
+def test_a_script_that_ignores_sigterm_is_saved_and_goes_on(tmp_path: Path) -> None:
+    send = functools.partial(_send, signal.SIGTERM, (os.getpid(),), str(tmp_path / "save"))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        result = run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(result.losses) == NUM_MINIBATCHES
+    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+
+
+def test_without_grace_sigterm_ends_a_script_at_once(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    send = functools.partial(_send, signal.SIGTERM, (os.getpid(),), str(ended))
+    with pytest.raises(_EndedByNotice), _script_ends_at_sigterm(ended):
+        run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path / "C", grace=0))
+    assert not _saved(tmp_path / "C")
+
+
+def _run_rank(path: Path) -> None:
+    """All ranks get SIGTERM, as torchrun hands it on."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the farm's server ignores
+    (path.parent / os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
+    with mock.patch.object(notices, "_LOOK_S", 0.0):
+        run(
+            model_with(functools.partial(_notify_ranks, path), stages=2, at=_AT, rank=0),
+            checkpoints=_checkpoints(path),
+        )
+
+
+def _notify_ranks(path: Path) -> None:
+    for rank in ("1", "0"):
+        os.kill(int((path.parent / rank).read_text(encoding="utf-8")), signal.SIGTERM)
+
+
+def test_ranks_of_torchrun_save_before_sigterm_ends_them(farm: Farm, tmp_path: Path) -> None:
+    outcomes = farm.run(_run_rank, tmp_path / "C", num_ranks=2)
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGTERM] * 2
+    assert _saved(tmp_path / "C") == [f"checkpoint-{_AT + 1:09}"]
