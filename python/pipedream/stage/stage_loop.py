@@ -17,19 +17,8 @@ import torch
 from torch import Tensor
 
 from pipedream import _core
-from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
-from pipedream.budget.memory import (
-    CHECKPOINT_COPY,
-    EVALUATION,
-    GRADIENTS,
-    MODEL,
-    SHARD_STEP,
-    STASH,
-    TORCH_OPTIMIZER_STATE,
-    TRANSIENT,
-)
 from pipedream.budget.offload import StageOffload
-from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
+from pipedream.budget.torch_pool import TorchPool
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards
 from pipedream.common.guard import write_record
@@ -56,12 +45,12 @@ from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures, evaluation_name
 from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, located, memory_rows, num_received_bytes
+from pipedream.stage.measured_memory import MeasuredMemory, measured_until
+from pipedream.stage.position import LEAVE_TIMEOUT_S, Position, located, num_received_bytes
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.update.loss_scale import LossScaling
-from pipedream.update.param_server import ParameterServer
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.stage_state import StageStart, take_snapshot
@@ -142,17 +131,13 @@ class WorkerLoop:
         self._steered = steered
         self._edges = edges
         self._predicted = predicted
+        self._memory: MeasuredMemory | None = None  # while it trains
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
         self._position = Position(options.plan, place.rank, prepared[0].stage.stage_index)
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
-        # On the host measuring costs time per operator: enough is seen once the pipeline has been full. Of
-        # n microbatches in flight at each replica the last to be forwarded for the first time is the n r-th
-        # of the loop; one round more has a backward and an update beside them.
-        num_replicas_max = max(stage.num_replicas for stage in options.plan.stages)
-        num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
-        self._measured_until = None if device.type == "cuda" else schedule.first_minibatch + num_measured
+        self._measured_until = measured_until(options.plan, schedule, device)
         last = options.plan.num_stages - 1
         self._replica = options.plan.replica_of(place.rank)
         stages = [part.stage.stage_index for part in prepared]
@@ -356,7 +341,7 @@ class WorkerLoop:
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
-        meter, step_meter = self._start_measuring()
+        self._memory = MeasuredMemory(self._predicted, self._runners, self._servers, self._device)
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
@@ -374,7 +359,7 @@ class WorkerLoop:
             is_over = not goes_on()
             for stage, runner in self._runners.items():
                 runner.finish(newest_slots[stage], is_over=is_over)
-        return self._report(meter, step_meter)
+        return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
         """Copies the state of the stages when all is done. Raises ValueError for what it cannot keep."""
@@ -484,7 +469,8 @@ class WorkerLoop:
             self._place.board.write(self._place.rank, minibatch)
         if self._measured_until is not None and minibatch > self._measured_until:
             self._measured_until = None
-            self._stop_measuring()
+            assert self._memory is not None
+            self._memory.stop()
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
         if not self._norms:
@@ -505,7 +491,8 @@ class WorkerLoop:
         return clip_scale(figures.squared_norm, self._options.max_grad_norm)
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
-        self._stop_measuring()
+        if self._memory is not None:
+            self._memory.stop()
         if self._evaluations is not None:
             self._evaluations.finish()
         for part in self._prepared:
@@ -531,56 +518,7 @@ class WorkerLoop:
         reads = any(runner.is_first or runner.is_last for runner in self._runners.values())
         return self._data.stream.source if reads else ""
 
-    # What was done.
-
-    def _start_measuring(self) -> tuple[WorkMeter, StepMeter]:
-        gradient_bytes = functools.partial(_gradient_bytes, self._runners.values())
-        meter = WorkMeter(make_meter(self._device), gradient_bytes)
-        step_meter = StepMeter(make_meter(self._device))
-        if self._predicted.get(STASH) is not None:
-            for runner in self._runners.values():
-                runner.meter, runner.step_meter = meter, step_meter
-            for server in self._servers.values():
-                server.before_sending = meter.note_gradients
-        return meter, step_meter
-
-    def _stop_measuring(self) -> None:
-        for runner in self._runners.values():
-            runner.meter = runner.step_meter = None
-        for server in self._servers.values():
-            server.before_sending = None
-
-    def _memory(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, dict[str, int | None]]:
-        measured: dict[str, int | None] = {
-            STASH: meter.stash_peak_bytes,
-            TRANSIENT: max(meter.transient_peak_bytes, step_meter.peak_bytes + self._mean_peak_bytes()),
-            GRADIENTS: meter.gradient_peak_bytes,
-            TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
-            MODEL: self._predicted.get(MODEL, 0),
-            **({EVALUATION: None} if EVALUATION in self._predicted else {}),
-            SHARD_STEP: sum(server.step_peak_bytes for server in self._asynchronous_servers()),
-            CHECKPOINT_COPY: 0 if self._saver is None else self._saver.peak_bytes,
-        }
-        if self._torch_pool is not None:
-            del measured[STASH], measured[GRADIENTS]  # they are in it
-            measured[TRANSIENT] = None
-            if SHARD_STEP in self._predicted:
-                measured[SHARD_STEP] = None
-        elif STASH not in self._predicted:
-            measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
-        memory = memory_rows(self._core, self._predicted, measured)
-        if self._torch_pool is not None:
-            memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
-        return memory
-
-    def _mean_peak_bytes(self) -> int:
-        servers = self._servers.values()
-        return max((s.mean_peak_bytes for s in servers if isinstance(s, ParameterServer)), default=0)
-
-    def _asynchronous_servers(self) -> list[AsynchronousServer]:
-        return [server for server in self._servers.values() if isinstance(server, AsynchronousServer)]
-
-    def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         # Where that takes longer the trace is short of an item.
         self._core.wait_for_transfers(LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
@@ -589,6 +527,9 @@ class WorkerLoop:
         num_minibatches = self._core.num_minibatches()
         assert num_minibatches is not None
         num_done = num_minibatches - self._data.first_minibatch
+        torch_state_bytes = sum(part.optimizer.torch_state_bytes() for part in self._prepared)
+        assert self._memory is not None
+        memory = self._memory.rows(self._core, torch_state_bytes, self._torch_pool, self._saver)
         return {
             "pid": os.getpid(),
             "stages": {
@@ -603,7 +544,7 @@ class WorkerLoop:
             "totals": self._core.totals(),
             "spans": self._core.spans(),
             "transfers": self._core.transfers(),
-            "memory": self._memory(meter, step_meter),
+            "memory": memory,
             "synced_bytes": sum(
                 num_received_bytes(stats, server.received_channels) for server in self._servers.values()
             ),
@@ -700,7 +641,3 @@ def _figures_of(
         scale = mean_scale(runner, minibatch)
         figures += measured._replace(squared_norm=measured.squared_norm * scale**2)
     return figures
-
-
-def _gradient_bytes(runners: Iterable[StageRunner]) -> int:
-    return sum(runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in runners)

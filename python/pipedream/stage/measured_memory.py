@@ -1,0 +1,115 @@
+"""Measured memory: the peaks of a worker's memory terms, beside what its plan predicts of them.
+
+On the host measuring costs time per operator: enough is seen once the pipeline has been full. A GPU counts by
+itself. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
+from pipedream.budget.memory import (
+    CHECKPOINT_COPY,
+    EVALUATION,
+    GRADIENTS,
+    MODEL,
+    SHARD_STEP,
+    STASH,
+    TORCH_OPTIMIZER_STATE,
+    TRANSIENT,
+)
+from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
+from pipedream.planning.plan import Plan
+from pipedream.stage.position import memory_rows
+from pipedream.stage.stage_runner import StageRunner
+from pipedream.update.asynchronous_server import AsynchronousServer
+from pipedream.update.param_server import ParameterServer
+from pipedream.update.shard_client import ShardClient
+
+if TYPE_CHECKING:
+    from pipedream.stage.saving import StageSaver
+
+__all__ = ["MeasuredMemory", "measured_until"]
+
+
+def measured_until(plan: Plan, schedule: _core.ScheduleOptions, device: torch.device) -> int | None:
+    """The last minibatch that is measured on the host; None measures all.
+
+    With n microbatches in flight at each of r replicas, the last one that is forwarded for the first time is
+    the n r-th of the loop; one round more has a backward and an update beside them."""
+    num_replicas_max = max(stage.num_replicas for stage in plan.stages)
+    num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
+    return None if device.type == "cuda" else schedule.first_minibatch + num_measured
+
+
+class MeasuredMemory:
+    """Meters around the work items of a worker's stages, from construction until stop()."""
+
+    def __init__(
+        self,
+        predicted: Mapping[str, int],
+        runners: Mapping[int, StageRunner],
+        servers: Mapping[int, ShardClient],
+        device: torch.device,
+    ) -> None:
+        """predicted: bytes of each memory term. runners, servers: by stage; servers where it has replicas."""
+        self._predicted = predicted
+        self._runners = runners
+        self._servers = servers
+        gradient_bytes = functools.partial(_gradient_bytes, runners.values())
+        self._work = WorkMeter(make_meter(device), gradient_bytes)
+        self._step = StepMeter(make_meter(device))
+        if predicted.get(STASH) is not None:
+            for runner in runners.values():
+                runner.meter, runner.step_meter = self._work, self._step
+            for server in servers.values():
+                server.before_sending = self._work.note_gradients
+
+    def stop(self) -> None:
+        for runner in self._runners.values():
+            runner.meter = runner.step_meter = None
+        for server in self._servers.values():
+            server.before_sending = None
+
+    def rows(
+        self,
+        core: _core.Worker,
+        torch_state_bytes: int,
+        torch_pool: TorchPool | None,
+        saver: StageSaver | None,
+    ) -> dict[str, dict[str, int | None]]:
+        """By term: bytes predicted and at most there, None where that cannot be told. torch_state_bytes: size
+        of the state that torch's optimizers made."""
+        predicted, servers = self._predicted, self._servers.values()
+        means = [server.mean_peak_bytes for server in servers if isinstance(server, ParameterServer)]
+        measured: dict[str, int | None] = {
+            STASH: self._work.stash_peak_bytes,
+            TRANSIENT: max(self._work.transient_peak_bytes, self._step.peak_bytes + max(means, default=0)),
+            GRADIENTS: self._work.gradient_peak_bytes,
+            TORCH_OPTIMIZER_STATE: torch_state_bytes,
+            MODEL: predicted.get(MODEL, 0),
+            **({EVALUATION: None} if EVALUATION in predicted else {}),
+            SHARD_STEP: sum(s.step_peak_bytes for s in servers if isinstance(s, AsynchronousServer)),
+            CHECKPOINT_COPY: 0 if saver is None else saver.peak_bytes,
+        }
+        if torch_pool is not None:
+            del measured[STASH], measured[GRADIENTS]  # they are in it
+            measured[TRANSIENT] = None
+            if SHARD_STEP in predicted:
+                measured[SHARD_STEP] = None
+        elif STASH not in predicted:
+            measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
+        memory = memory_rows(core, predicted, measured)
+        if torch_pool is not None:
+            memory[TORCH_TENSORS]["peak"] = torch_pool.peak_bytes
+        return memory
+
+
+def _gradient_bytes(runners: Iterable[StageRunner]) -> int:
+    return sum(runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in runners)
