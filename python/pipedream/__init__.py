@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PipelineError,
         WorkerLost,
     )
+    from pipedream.common.microbatches import Microbatches
     from pipedream.launch.calibration import calibrate
     from pipedream.launch.link_profiling import profile_links
     from pipedream.launch.profiling import profile
@@ -48,6 +49,7 @@ __all__ = [
     "LayerProfile",
     "LinkProfile",
     "MeasuredLink",
+    "Microbatches",
     "NonFiniteLoss",
     "PeerLost",
     "PipelineError",
@@ -79,6 +81,7 @@ _MODULES = {
     "LayerProfile": "planning.layer_profile",
     "LinkProfile": "planning.link_profile",
     "MeasuredLink": "planning.link_profile",
+    "Microbatches": "common.microbatches",
     "NonFiniteLoss": "common.errors",
     "PeerLost": "common.errors",
     "PipelineError": "common.errors",

@@ -3,12 +3,20 @@ numbers."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pipedream
+import pytest
+import torch
 from covering import parametrize_pairs
 from farm import Farm
-from oracle import assert_equals_reference
-from training import Training
+from oracle import assert_equals_reference, assert_memory_as_predicted
+from pipedream import Microbatches, RunResult, reference
+from pipedream.data.batch_reader import ValidationReader
+from training import State, Training, assert_close_losses, assert_close_state, state_of, train_in_pipeline
 
 _STRAIGHT = ("pipedream", "unstashed", "vertical_sync")
 _PLANS = {"2-1": (2, 1), "1-2": (1, 2), "3-1": (3, 1), "2-2": (2, 2), "2-3": (2, 3)}
@@ -48,3 +56,110 @@ def test_a_replicated_plan_gives_the_references_result(
         case_name, len(replicas), replicas=replicas, schedule=schedule, microbatches=microbatches, **how
     )
     assert_equals_reference(farm, training)
+
+
+class _Given:
+    """Minibatches in microbatches of their own sizes, that nobody can look at before they come."""
+
+    def __init__(self, training: Training, *minibatches: Sequence[int]) -> None:
+        self._case = training.case
+        self._minibatches = minibatches
+
+    def __iter__(self) -> Iterator[Microbatches]:
+        generator = torch.Generator().manual_seed(5)
+        for sizes in self._minibatches:
+            yield Microbatches(self._case.make_batch(generator, torch.float64, size) for size in sizes)
+
+
+_SIZES = ((3, 2, 3), (1, 3, 2), (2, 3), (3, 1, 4), (2, 2, 2), (3,))
+"""Samples of microbatches; minibatch 3 has the largest."""
+
+
+def _assert_equals_reference_on_given(
+    training: Training, result: RunResult, state: State, drained_at: Sequence[int]
+) -> None:
+    assert result.drained_at == drained_at
+    model = training.model()
+    options = training.options() | {"data": _Given(training, *_SIZES)}
+    expected = reference.run(model, training.plan, **options, drained_at=drained_at)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, state_of(model), 1e-9)
+    assert result.versions == expected.versions
+    assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [((1, 1), "flush"), ((1, 1, 1), "pipedream"), ((2, 1), "unstashed"), ((1, 3), "gpipe")],
+    ids=str,
+)
+def test_microbatches_that_the_data_have_made_are_taken_uncut(
+    farm: Farm, replicas: tuple[int, ...], schedule: str
+) -> None:
+    training = Training("transformer", len(replicas), replicas=replicas, schedule=schedule, microbatches=3)
+    ranks = training.num_workers
+    data = _Given(training, *_SIZES)
+    result, state = farm.results(train_in_pipeline, training, num_ranks=ranks, data=data)[0]
+    group = math.lcm(3, *replicas) // 3
+    _assert_equals_reference_on_given(training, result, state, [3 // group * group])
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)], ids=str)
+def test_microbatches_that_the_caller_forwards_are_taken_uncut(replicas: tuple[int, ...]) -> None:
+    training = Training("transformer", 2, replicas=replicas, microbatches=3)
+    result, state = train_in_pipeline(training, data=iter(_Given(training, *_SIZES)))
+    assert "forwarded" in result.data_sources[0]
+    _assert_equals_reference_on_given(training, result, state, [3 // replicas[0] * replicas[0]])
+
+
+def test_given_microbatches_accumulate_gradients_as_a_plain_loop_does(farm: Farm) -> None:
+    training = Training("lstm", 2, schedule="flush", microbatches=3)
+    data = [*_Given(training, *_SIZES)]
+    result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=data)[0]
+    assert result.drained_at == []  # a list's largest is known
+    model = training.model()
+    optimizer, losses = training.optimizer(model.parameters()), []
+    for minibatch in data:
+        optimizer.zero_grad()
+        count = sum(len(targets) for _, targets in minibatch)
+        parts = [training.case.loss_fn(model(i), t) * (len(t) / count) for i, t in minibatch]
+        loss = torch.stack(parts).sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(state, state_of(model), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (((2, 2, 2, 2),), r"minibatch 0 is Microbatches of 4 batches, more than microbatches=3: give run as"),
+        (((2, 2), (2, 2, 2, 2)), r"minibatch 1 is Microbatches of 4 batches, more than microbatches=3"),
+        (((),), r"minibatch 0 of the data is Microbatches of no batch: give one or more"),
+    ],
+)
+def test_microbatches_that_a_run_cannot_take_are_refused(
+    farm: Farm, sizes: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    training = Training("mlp", 2, microbatches=3)
+    outcomes = farm.run(train_in_pipeline, training, num_ranks=2, data=[*_Given(training, *sizes)])
+    assert any(re.search(message, str(outcome.error)) for outcome in outcomes)
+
+
+def test_data_that_yield_microbatches_at_times_are_refused(farm: Farm) -> None:
+    training = Training("mlp", 2, microbatches=3)
+    data = [*_Given(training, (2, 2)), *training.data()]
+    outcomes = farm.run(train_in_pipeline, training, num_ranks=2, data=data)
+    message = "minibatch 1 of the data is no Microbatches, unlike those before it"
+    assert any(message in str(outcome.error) for outcome in outcomes)
+
+
+def test_a_profile_and_a_validation_refuse_them() -> None:
+    training = Training("mlp", 2)
+    with pytest.raises(ValueError, match="batches yields Microbatches, and whole minibatches are timed"):
+        pipedream.profile(training.model(), [*_Given(training, (2, 2))], training.case.loss_fn)
+    reader = ValidationReader([*_Given(training, (2, 2))], 0)
+    reader.begin(0)
+    with pytest.raises(ValueError, match="validation: data yielded Microbatches"):
+        reader.next()

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream import _core
+from pipedream.common.microbatches import Microbatches
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import Minibatch, fingerprint, fingerprint_of
 from pipedream.model.batches import parts_of
 from pipedream.model.ignored_labels import IgnoredLabels, UnevenLabels
-from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, sizes_of, weights
 from pipedream.model.seeding import RngState, generators_kept, seed_all
 
 __all__ = ["BatchReader", "Microbatch", "ValidationReader"]
@@ -97,12 +98,14 @@ class BatchReader:
         fingerprint = fingerprint_of(batch) if self._is_compared else 0
         inputs = batch.inputs if self._is_first else None
         targets = batch.targets if self._is_last else None
-        if self._num_microbatches == 1:
+        in_pieces = isinstance(batch.inputs, Microbatches) or isinstance(batch.targets, Microbatches)
+        if self._num_microbatches == 1 and not in_pieces:
             pieces = [Microbatch(inputs, targets, fingerprint)]
         else:
             pieces = self._cut(minibatch, batch, inputs, targets, fingerprint)
         if self._is_first:
-            self._check_inputs(batch.inputs, minibatch)
+            for each in batch.inputs if in_pieces else [batch.inputs]:
+                self._check_inputs(each, minibatch)
         return pieces
 
     def _cut(
@@ -114,7 +117,7 @@ class BatchReader:
         cut_targets = cut(targets, name="the targets")
         # At every stage that reads: others would find another fingerprint. Of what is forwarded the caller.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
-        sizes = piece_sizes(batch.num_samples, m)
+        sizes = sizes_of(batch.inputs, batch.targets, batch.num_samples, m)
         counts: list[float] = [*sizes]
         uneven: tuple[UnevenLabels, ...] = ()
         if self._is_last and self._weight_fn is not None:
@@ -160,6 +163,8 @@ class ValidationReader:
             if self._num_read == 0:
                 raise ValueError("validation: data yielded nothing: give data that can be iterated again")
             return None
+        if isinstance(batch, Microbatches):
+            raise ValueError("validation: data yielded Microbatches: give batches, which are not cut here")
         inputs, targets = parts_of(batch, self._num_read)
         self._num_read += 1
         return inputs, targets, fingerprint(inputs, targets)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import Keywords
 from pipedream.model.tensor_spec import as_sent, as_used, order_in_memory
+from pipedream.planning.shapes import larger_of, shapes_of_parts
 
 __all__ = ["enlarged", "shaped"]
 
@@ -24,12 +26,18 @@ def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -
 
     Tensors that are large enough stay the same objects, and one that occurs twice is enlarged once. Names
     that the minibatch does not have, and shapes of another number of dimensions, are left aside: the shapes
-    may come from other data.
+    may come from other data. Each of Microbatches is as large as the largest of them.
     """
+    if isinstance(inputs, Microbatches):
+        shapes = larger_of(shapes, shapes_of_parts(inputs, targets))
     return _made(inputs, targets, _Maker(shapes, cuts=False))
 
 
 def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
+    if isinstance(inputs, Microbatches):
+        pairs = [_made(*pair, maker) for pair in zip(inputs, targets, strict=True)]
+        first = Microbatches(each for each, _ in pairs)
+        return first, first if targets is inputs else Microbatches(each for _, each in pairs)
     if type(inputs) is Keywords:
         large = Keywords({key: maker.make(key, value) for key, value in inputs.items()})
         return large, large if targets is inputs else maker.make("targets", targets)

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.data.enlarged import enlarged, shaped
 from pipedream.data.stream import (
     NUM_COUNT_TENSORS,
@@ -22,7 +24,7 @@ from pipedream.data.stream import (
     num_minibatches_of,
 )
 from pipedream.model.batches import parts_of
-from pipedream.model.boundary import Boundary
+from pipedream.model.boundary import Boundary, map_tensors
 from pipedream.model.data_copies import copy_of, generators_of_loader_kept, has_indices
 from pipedream.model.seeding import RngState
 from pipedream.planning.plan import Plan
@@ -115,10 +117,10 @@ def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
     return first
 
 
-def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int) -> ForwardedData:
+def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int, num_microbatches: int) -> ForwardedData:
     first = parts_of(first_of(data), 0)
     made = [enlarged(*first, plan.max_shapes), *(shaped(*first, shapes) for shapes in plan.shapes_apart)]
-    boundaries = [_boundaries_of(*parts) for parts in made]
+    boundaries = [_boundaries_of(*parts, num_microbatches) for parts in made]
     inputs, targets = (functools.reduce(Boundary.or_as, parts) for parts in zip(*boundaries, strict=True))
     return ForwardedData(
         first,
@@ -130,12 +132,14 @@ def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int) -> Forwarde
     )
 
 
-def enlarge_forwarded(forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch) -> ForwardedData:
+def enlarge_forwarded(
+    forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch, num_microbatches: int
+) -> ForwardedData:
     """From that minibatch on."""
     are_apart = bool(plan.shapes_apart)
     shapes = next_kind(forwarded.kinds, larger.shapes, are_apart=are_apart)
     made = enlarged(larger.inputs, larger.targets, shapes)
-    inputs, targets = _boundaries_of(*made)
+    inputs, targets = _boundaries_of(*made, num_microbatches)
     before: tuple[Shapes, ...] = ()
     if are_apart:
         inputs, targets = forwarded.inputs.or_as(inputs), forwarded.targets.or_as(targets)
@@ -144,7 +148,13 @@ def enlarge_forwarded(forwarded: ForwardedData, plan: Plan, larger: LargerMiniba
     return replace(forwarded, inputs=inputs, targets=targets, kinds=kinds, larger=larger)
 
 
-def _boundaries_of(inputs: Any, targets: Any) -> tuple[Boundary, Boundary]:
+def _boundaries_of(inputs: Any, targets: Any, num_microbatches: int) -> tuple[Boundary, Boundary]:
+    """Microbatches have room for as many as the run has, each as large as the first."""
+    if isinstance(inputs, Microbatches):
+        inputs, targets = (
+            Microbatches(map_tensors(torch.clone, part[0]) for _ in range(num_microbatches))
+            for part in (inputs, targets)
+        )
     return (
         Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
         # A loss may need none.

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.data.stream import LargerMinibatch, Minibatch, MinibatchStream
 from pipedream.model.boundary import Boundary, map_tensors
 from pipedream.planning.shapes import cover_sizes, larger_of, shapes_of_parts
@@ -160,7 +161,9 @@ class _Ahead:
 def exceeds(planned: Boundary, inputs: Any) -> bool:
     """Whether these inputs, or targets, differ from what was planned, and by nothing but their size: by any
     dimension of any of them, as what a model makes of a longer one may be more where both have as many
-    elements."""
+    elements. One of Microbatches suffices, where the plan is of one of them."""
+    if isinstance(inputs, Microbatches) and "microbatches" not in planned.structure:
+        return any(exceeds(planned, each) for each in inputs)
     try:
         tensors = planned.flatten(inputs)
     except ValueError:  # told by whoever checks them

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import TENSORS, Boundary, exportable, tensors_of
 from pipedream.model.data_copies import generator_states, set_generators
@@ -135,11 +136,20 @@ def epochs_of(
 ) -> Iterator[tuple[Any, Any, int]]:
     """(inputs, targets, epoch) of all epochs from the first on. minibatch: the number of the first one.
     is_resumed: the data know by themselves how much of the first epoch is over. on_epoch: told each epoch and
-    its first minibatch before the data are iterated. Raises ValueError for an epoch without a minibatch."""
+    its first minibatch before the data are iterated. Raises ValueError for an epoch without a minibatch, and
+    for data that yield Microbatches at times."""
+    is_in_pieces: bool | None = None
     for epoch in range(first_epoch, epochs):
         first_of_epoch = minibatch
         on_epoch(epoch, minibatch)
         for batch in data:
+            if is_in_pieces not in (None, isinstance(batch, Microbatches)):
+                what = "no Microbatches" if is_in_pieces else "Microbatches"
+                raise ValueError(
+                    f"minibatch {minibatch} of the data is {what}, unlike those before it: yield all"
+                    " minibatches as Microbatches, or none"
+                )
+            is_in_pieces = isinstance(batch, Microbatches)
             yield *parts_of(batch, minibatch), epoch
             minibatch += 1
         if minibatch == first_of_epoch and not (is_resumed and epoch == first_epoch):
@@ -406,10 +416,13 @@ class ReceivedStream:
             (*tensors, counts), taken = item
             values.append(boundary.unflatten(boundary.received(tensors)))
         assert counts is not None  # a stage reads this
-        epoch, num_samples = counts.tolist()
+        epoch, num_samples, num_pieces = counts.tolist()
+        if num_pieces > 0:
+            values = [None if value is None else Microbatches(value[:num_pieces]) for value in values]
         return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, taken)
 
 
-def forwarded_counts(epoch: int, num_samples: int | None) -> torch.Tensor:
+def forwarded_counts(batch: Minibatch) -> torch.Tensor:
     """Returns the counts that go with the tensors of a forwarded minibatch."""
-    return torch.tensor([epoch, -1 if num_samples is None else num_samples])
+    num_pieces = len(batch.inputs) if isinstance(batch.inputs, Microbatches) else 0
+    return torch.tensor([batch.epoch, -1 if batch.num_samples is None else batch.num_samples, num_pieces])

@@ -24,13 +24,14 @@ from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
 from pipedream.common import errors
+from pipedream.common.microbatches import Microbatches
 from pipedream.data.first_minibatch import enlarge_forwarded
 from pipedream.data.minibatch_source import exceeds, in_own_memory, larger_in
 from pipedream.data.stream import ForwardedData, Minibatch, epochs_of, fingerprint, forwarded_counts
 from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, forwarded_name
 from pipedream.links.liveness import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
-from pipedream.model.microbatch import check_alike, samples_of
+from pipedream.model.microbatch import check_alike, filled_up, samples_of
 from pipedream.model.seeding import RngState
 from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import segment_key
@@ -125,7 +126,9 @@ class _Forwarder(threading.Thread):
         for group in self._groups():
             larger = larger_in(group, self._is_larger)
             if larger is not None:
-                self._forwarded = enlarge_forwarded(self._forwarded, self._plan, larger)
+                self._forwarded = enlarge_forwarded(
+                    self._forwarded, self._plan, larger, self._options.microbatches
+                )
                 write_larger(Path(self._task.folder), self._segment_index + 1, self._forwarded)
                 self._send_ends(core)
                 self._wait_until_left()
@@ -154,8 +157,15 @@ class _Forwarder(threading.Thread):
             yield index, in_own_memory(batch) if reuses_memory else batch
 
     def _is_larger(self, batch: Minibatch) -> bool:
-        forwarded = self._forwarded
-        return exceeds(forwarded.inputs, batch.inputs) or exceeds(forwarded.targets, batch.targets)
+        boundaries = (self._forwarded.inputs, self._forwarded.targets)
+        return any(map(exceeds, boundaries, self._filled_up(batch)))
+
+    def _filled_up(self, batch: Minibatch) -> tuple[Any, Any]:
+        """(inputs, targets), of Microbatches as many as the channels have room for."""
+        if not isinstance(batch.inputs, Microbatches):
+            return batch.inputs, batch.targets
+        m = self._options.microbatches
+        return filled_up(batch.inputs, m), filled_up(batch.targets, m)
 
     # The links of a segment.
 
@@ -202,10 +212,11 @@ class _Forwarder(threading.Thread):
         forwarded, inputs, targets = self._forwarded, batch.inputs, batch.targets
         check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
         fields = _core.ItemFields(data_fingerprint=fingerprint(inputs, targets))
-        counts = forwarded_counts(batch.epoch, batch.num_samples)
+        filled_inputs, filled_targets = self._filled_up(batch)
+        counts = forwarded_counts(batch)
         for channel, boundary, value in (
-            (INPUTS, forwarded.inputs, inputs),
-            (TARGETS, forwarded.targets, targets),
+            (INPUTS, forwarded.inputs, filled_inputs),
+            (TARGETS, forwarded.targets, filled_targets),
         ):
             tensors = boundary.flatten(value, minibatch=minibatch)
             boundary.check(tensors, minibatch=minibatch)

@@ -485,7 +485,7 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
 def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
     """The caller's channels, whose channel_ids are the first: the caller knows nothing of the others."""
     found = _ChannelList()
-    counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
+    counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free when its last microbatch has been through.

@@ -3,6 +3,7 @@
     (inputs, targets)      model(inputs), loss_fn(outputs, targets); where the model's forward takes no single
                            argument, a tuple or list of inputs is its arguments, a dict those by name
     a dict or dataclass    model(**batch), loss_fn(outputs, batch)
+    Microbatches           each of its batches, one after the other, as one of these
     loss_fn=None           the loss is the model's own: its output's .loss, or the output itself
 
 Pure; any thread.
@@ -18,7 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Keywords", "call_model", "own_loss", "parts_of"]
+from pipedream.common.microbatches import Microbatches
+
+__all__ = ["Keywords", "call_model", "first_microbatch", "own_loss", "parts_of"]
 
 
 class Keywords(dict[str, Any]):
@@ -26,7 +29,10 @@ class Keywords(dict[str, Any]):
 
 
 def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
-    """(inputs, targets) of what `data` or `batches` yielded. Raises TypeError naming the minibatch."""
+    """(inputs, targets) of what `data` or `batches` yielded; of Microbatches the Microbatches of each. Raises
+    TypeError naming the minibatch, ValueError for Microbatches without a batch."""
+    if isinstance(batch, Microbatches):
+        return _parts_of_each(batch, minibatch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
@@ -45,6 +51,21 @@ def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
             )
     keywords = Keywords(batch)
     return keywords, keywords
+
+
+def _parts_of_each(batches: Microbatches, minibatch: int) -> tuple[Any, Any]:
+    if not batches:
+        raise ValueError(f"minibatch {minibatch} of the data is Microbatches of no batch: give one or more")
+    pairs = [parts_of(batch, minibatch) for batch in batches]
+    inputs = Microbatches(inputs for inputs, _ in pairs)
+    if all(inputs is targets for inputs, targets in pairs):
+        return inputs, inputs
+    return inputs, Microbatches(targets for _, targets in pairs)
+
+
+def first_microbatch(part: Any) -> Any:
+    """The first of Microbatches; inputs or targets that are cut later as they are."""
+    return part[0] if isinstance(part, Microbatches) else part
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

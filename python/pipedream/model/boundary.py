@@ -21,6 +21,7 @@ from torch._C import _from_dlpack  # the public one takes several us to get ther
 from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
+from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import Keywords
 from pipedream.model.layers import dtype_name
 from pipedream.model.tensor_spec import DimOrder, TensorSpec, as_sent, as_used, whole
@@ -41,8 +42,9 @@ __all__ = [
 _KEEP = "keep the structure of the first minibatch"
 _NOTHING = object()  # that was given
 
-# Nodes with keys, by what they are made of.
+# Nodes with keys and with places, by what they are made of.
 _KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
+_INDEXED: dict[str, type[Any]] = {"tuple": tuple, "list": list, "microbatches": Microbatches}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Boundary:
     """The structure of a value and the tensors in it.
 
     `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
-    {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A
+    {"microbatches": [nodes]}, {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A
     tensor object that occurs twice has one index and crosses once. A tensor of the first minibatch may be
     None in a later one, where another crosses with it.
     """
@@ -346,7 +348,7 @@ def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[Tens
             index_of[id(value)] = len(specs)
             specs.append(TensorSpec.of(value, place))
         return {"tensor": index_of[id(value)]}
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, Microbatches):
         return {
             _kind_of(value): [
                 _describe(item, f"{place}[{i}]", index_of, specs) for i, item in enumerate(value)
@@ -416,8 +418,7 @@ def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         return content
     if kind in _KEYED:
         return _KEYED[kind]({key: _build(child, tensors) for key, child in content.items()})
-    items = [_build(child, tensors) for child in content]
-    return tuple(items) if kind == "tuple" else items
+    return _INDEXED[kind](_build(child, tensors) for child in content)
 
 
 def _indices(node: Any) -> Iterator[int]:
@@ -427,7 +428,7 @@ def _indices(node: Any) -> Iterator[int]:
     elif kind in _KEYED:
         for child in content.values():
             yield from _indices(child)
-    elif kind in ("tuple", "list"):
+    elif kind in _INDEXED:
         for child in content:
             yield from _indices(child)
     elif kind != "constant":

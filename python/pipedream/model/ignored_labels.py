@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import Keywords
 from pipedream.model.boundary import map_tensors
 
@@ -74,7 +75,8 @@ class IgnoredLabels:
     def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
         """Looks for uneven labels in a minibatch's targets. sizes: samples of each piece."""
         found = []
-        for where, labels in _label_tensors(targets).items():
+        together = _joined_labels(targets) if isinstance(targets, Microbatches) else _label_tensors(targets)
+        for where, labels in together.items():
             if self._is_shifted.get(where, False) is None or not self._may_hold_ignored(labels):
                 continue
             found_in = (_label_tensors(piece).get(where) for piece in pieces)
@@ -89,7 +91,7 @@ class IgnoredLabels:
             )
             if any(is_uneven):
                 valid = int(labels[labels != IGNORED][0])
-                found.append(UnevenLabels(where, valid, is_uneven, type(targets) is Keywords))
+                found.append(UnevenLabels(where, valid, is_uneven, type(pieces[0]) is Keywords))
         return tuple(found)
 
     def _may_hold_ignored(self, labels: Tensor) -> bool:
@@ -158,6 +160,13 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
         quoted = f'"{key}"' if isinstance(key, str) else repr(key)
         found |= _label_tensors(entry, f"{where}[{quoted}]")
     return found
+
+
+def _joined_labels(batches: Microbatches) -> dict[str, Tensor]:
+    """Those of all batches, in a row."""
+    of_each = [_label_tensors(batch) for batch in batches]
+    found = {where: [labels[where] for labels in of_each if where in labels] for where in of_each[0]}
+    return {where: torch.cat([labels.flatten() for labels in each]) for where, each in found.items()}
 
 
 def _array(labels: Tensor) -> Any:

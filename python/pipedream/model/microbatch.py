@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from pipedream.model.boundary import replaced, tensors_of
+from pipedream.common.microbatches import Microbatches
+from pipedream.model.boundary import map_tensors, replaced, tensors_of
 
 __all__ = [
     "batch_size_of",
@@ -17,9 +18,11 @@ __all__ = [
     "check_enough",
     "chunk",
     "counts_of",
+    "filled_up",
     "lists_samples",
     "piece_sizes",
     "samples_of",
+    "sizes_of",
     "weights",
 ]
 
@@ -31,7 +34,9 @@ def samples_of(inputs: Any, targets: Any) -> int | None:
     """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
     where they have none, of the inputs. A size of 1, which broadcasts, tells nothing where another tensor has
     more. Where the targets are a list with one entry per sample its length tells, and where there is no
-    tensor any such list's. None: there is nothing of these."""
+    tensor any such list's. None: there is nothing of these. Microbatches have the sum of theirs."""
+    if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
+        return sum(sizes_of(inputs, targets, None, 1))
     if isinstance(targets, (list, tuple)) and targets is not inputs and _are_samples(targets, inputs):
         return len(targets)
     sizes = [tensor.size(0) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0]
@@ -116,6 +121,23 @@ def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
     return [min(size, num_samples - begin) for begin in range(0, num_samples, size)]
 
 
+def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatches: int) -> list[int]:
+    """Samples of each microbatch of a minibatch with num_samples in all: those of the pieces that torch.chunk
+    makes, or of Microbatches. Inputs or targets may be None, where a stage reads the others alone."""
+    if not (isinstance(inputs, Microbatches) or isinstance(targets, Microbatches)):
+        return piece_sizes(num_samples, num_microbatches)
+    missing = [None] * len(inputs or targets)
+    counts = map(samples_of, inputs or missing, targets or missing)
+    return [1 if count is None else count for count in counts]
+
+
+def filled_up(part: Microbatches, num_microbatches: int) -> Microbatches:
+    """Returns as many microbatches, the further ones without samples. Only the first `len(part)` count."""
+    missing = num_microbatches - len(part)
+    empty = map_tensors(lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor, part[0])
+    return Microbatches([*part, *[empty] * missing])
+
+
 def chunk(
     value: Any, num_microbatches: int, *, name: str, minibatch: int | str, num_samples: int | None = None
 ) -> list[Any]:
@@ -125,12 +147,14 @@ def chunk(
     tuple with one entry per sample likewise; other tensors, those that have 1 there where others have more
     (positions, masks of a shape (1, T)) and constants go to every piece. As torch.chunk does, it may give
     fewer pieces than asked for (5 samples in 4: 2, 2, 1); a value without samples is repeated for each piece
-    of the minibatch's num_samples.
+    of the minibatch's num_samples. Microbatches are its batches, uncut.
 
     Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for no samples
     and for tensors that disagree in their number of samples; TypeError for an
     object that hides its samples.
     """
+    if isinstance(value, Microbatches):
+        return [*value]
     if num_microbatches == 1:
         return [value]
     count = samples_of(value, None) if num_samples is None else num_samples
@@ -190,7 +214,16 @@ def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, m
 
 
 def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int | str) -> None:
-    """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces."""
+    """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces, and
+    for more Microbatches than the run has."""
+    given = targets if inputs is None else inputs
+    if isinstance(given, Microbatches):
+        if len(given) > num_microbatches:
+            raise ValueError(
+                f"minibatch {minibatch} is Microbatches of {len(given)} batches, more than microbatches="
+                f"{num_microbatches}: give run as many microbatches, or yield fewer batches at once"
+            )
+        return
     if num_microbatches == 1:
         return
     count = samples_of(inputs, targets)

@@ -2,6 +2,7 @@
 
     (inputs, targets)      "inputs", "targets"; inside of them "inputs[0]", "inputs.mask"
     a dict or dataclass    "input_ids", "labels"
+    Microbatches           those of the largest batch, each dimension by itself
 
 The profiler notes what it sees, a plan carries it to the workers, and these plan their memory for it. Pure;
 any thread; needs no torch: a tensor is what has a shape.
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedream.common.document import check_list, check_object, check_whole
+from pipedream.common.microbatches import Microbatches
 
 __all__ = [
     "NUM_KINDS_MAX",
@@ -46,6 +48,8 @@ _ROUNDED = 1e-9  # of a logarithm
 
 def shapes_of(batch: Any) -> Shapes:
     """Returns the shapes of a minibatch as the data yield it."""
+    if isinstance(batch, Microbatches):
+        return largest_of(batch, {})
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return dict([*_named("inputs", batch[0]), *_named("targets", batch[1])])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
@@ -58,6 +62,8 @@ def shapes_of(batch: Any) -> Shapes:
 def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
     """Returns the shapes of a minibatch as model and loss take it. If both take it by name, the parts are one
     object."""
+    if isinstance(inputs, Microbatches):
+        return functools.reduce(larger_of, map(shapes_of_parts, inputs, targets))
     return shapes_of(inputs if inputs is targets else (inputs, targets))
 
 

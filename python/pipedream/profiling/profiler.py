@@ -22,6 +22,7 @@ from torch import nn
 
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
+from pipedream.common.microbatches import Microbatches
 from pipedream.common.progress_bar import progress_bar
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
@@ -465,6 +466,11 @@ def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
     is_empty = True
     for batch in iterator:
         is_empty = False
+        if isinstance(batch, Microbatches):
+            raise ValueError(
+                "batches yields Microbatches, and whole minibatches are timed: give minibatches that are as"
+                " large as all microbatches together"
+            )
         yield batch
     if is_empty:
         raise ValueError("batches is empty: profiling needs at least one minibatch")

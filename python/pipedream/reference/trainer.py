@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipedream.model.boundary import check_loss, map_tensors, to_device
 from pipedream.model.ignored_labels import IgnoredLabels, with_other_labels
-from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, samples_of, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, sizes_of, weights
 from pipedream.model.precision import LossScaler
 from pipedream.model.references import places_of
 from pipedream.model.untouched import untouched
@@ -163,7 +163,7 @@ class Trainer:
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
             return weights(counts_of(self._weight_fn, of_pieces, minibatch))
-        counts = piece_sizes(samples_of(inputs, targets), self._num_microbatches)
+        counts = sizes_of(inputs, targets, samples_of(inputs, targets), self._num_microbatches)
         if self._num_microbatches > 1:
             found = self._ignored_labels.look(targets, of_pieces, counts)
             for uneven, piece in itertools.product(found, pieces):

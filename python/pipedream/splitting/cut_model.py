@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream.model.batches import call_model
+from pipedream.model.batches import call_model, first_microbatch
 from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.calls import is_compiled, module_names
 from pipedream.model.draws import DrawSites, sites_of_trace
@@ -200,13 +200,15 @@ def cut_model(
 ) -> CutModel:
     """Traces the model on one minibatch; it and the generators are afterwards as they were. A model on the
     meta device is traced on the host, without parameters; weights: where its buffers' values come from.
-    call: runs the model. needs_outputs: somebody reads all outputs, besides the loss.
+    call: runs the model. needs_outputs: somebody reads all outputs, besides the loss. The first of
+    Microbatches is taken.
 
     Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
     """
     check_parameters(model)
     counts: list[str] = []
     losses: list[float] = []
+    inputs, targets = first_microbatch(inputs), first_microbatch(targets)
     with traceable(model, weights):
         trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses, call, needs_outputs)
     draws = sites_of_trace(trace, model)

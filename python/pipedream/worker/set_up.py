@@ -27,12 +27,13 @@ from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.common.microbatches import Microbatches
 from pipedream.common.rank_tree import children_of, parent_of, subtree_of
 from pipedream.data.enlarged import enlarged, shaped
 from pipedream.data.first_minibatch import first_of
 from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.links.channels import channels_of_run, set_up_channels, tree_name
-from pipedream.model.batches import parts_of
+from pipedream.model.batches import first_microbatch, parts_of
 from pipedream.model.boundary import Boundary, device_of
 from pipedream.model.initial_weights import materialise_some
 from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
@@ -229,6 +230,9 @@ def _first_microbatch(
         at_sizes = f" at {what} ({describe_shapes(made_shapes)}{largest})"
     which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
+    check_alike(inputs, targets, m, minibatch=which)
+    if isinstance(inputs, Microbatches):  # of which each is now as large as the largest
+        inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
@@ -238,7 +242,6 @@ def _first_microbatch(
             boundary = Boundary.of(inputs, name="the inputs")
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]
     first_targets = chunk(targets, m, name="the targets", minibatch=which, num_samples=count)[0]
-    check_alike(inputs, targets, m, minibatch=which)
     name = f"minibatch {which}" if minibatch > 0 else f"{_FirstMicrobatch.name}{at_sizes}"
     return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name)
 

@@ -200,7 +200,7 @@ def write_data(
         return None
     options.seed_data(base_seed(options.seed))
     begin = RngState.capture()
-    forwarded = describe_forwarded(data, options.plan, options.epochs)
+    forwarded = describe_forwarded(data, options.plan, options.epochs, options.microbatches)
     if not isinstance(data, PeekedData):
         begin.restore()  # it will be iterated anew
     write_part(folder, _FORWARDED, forwarded, "")
