@@ -54,13 +54,16 @@ def export_command(
         Path,
         typer.Argument(metavar="FILE", help="To write: .safetensors, or .pt for a state_dict of torch.save."),
     ],
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages of callbacks.EMA in the place of the weights.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the whole model of a checkpoint, the newest whole one of a folder, into one file."""
     check_output(output)
     from pipedream.checkpoint.whole_model import export_checkpoint
 
-    written = export_checkpoint(path, output)
+    written = export_checkpoint(path, output, ema=ema)
     shown = (
         f"{written['tensors']} tensors ({format_bytes(written['bytes'])}) of {written['checkpoint']}"
         f" written to {written['output']}"

@@ -198,7 +198,6 @@ def test_what_cannot_be_evaluated_is_told(farm: Farm, what: str, text: str) -> N
     [
         ({"data": iter([])}, "data is an iterator"),
         ({"data": [], "every": "hour"}, "every is 'hour': use 'epoch' or a number of minibatches"),
-        ({"data": [], "ema": True}, "ema is True: this is not built yet"),
         ({"data": [], "metrics": {"loss": len}}, "a metric is called 'loss'"),
     ],
 )

@@ -89,6 +89,13 @@ def test_export_writes_the_newest_whole_checkpoint(folder: Path, capfd: pytest.C
     assert all(torch.equal(state[name], value) for name, value in _make_model().state_dict().items())
 
 
+def test_averages_that_a_checkpoint_has_not_got_are_told(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = _call(capfd, "checkpoint", "export", folder, tmp_path / "ema.safetensors", "--ema")
+    assert status == 2 and "has no averages: its run had no pipedream.callbacks.EMA" in error
+
+
 def test_a_path_without_a_checkpoint_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, shown, told = _call(capfd, "checkpoint", "show", tmp_path)
     assert (status, shown) == (2, "") and told.count("\n") == 1 and "no checkpoint" in told

@@ -24,6 +24,7 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import minibatches_per_body
 
 __all__ = [
+    "AVERAGES",
     "CHECKPOINT_COPY",
     "EVALUATION",
     "GRADIENTS",
@@ -57,6 +58,7 @@ WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # of bfloat16 parameters
+AVERAGES = "averages of weights"  # of callbacks.EMA
 # Where shards are asynchronous: the newest version of a replica's own, and a copy for each other replica.
 SHARD = "own shard"
 SHARD_ANSWERS = "own shard for the others"
@@ -141,6 +143,7 @@ class MemoryPlan:
     thread."""
     masters_bytes: Mapping[int, int] = field(default_factory=dict)
     """The masters of the optimizer that lie in the pool."""
+    averages_bytes: Mapping[int, int] = field(default_factory=dict)
     copy_bytes: Mapping[int, int] = field(default_factory=dict)
     """Host memory into which a stage is copied for a checkpoint."""
 
@@ -166,6 +169,7 @@ class MemoryPlan:
                 (SHARD_STEP, self.served_step_bytes.get(stage, 0)),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (MASTERS, self.masters_bytes.get(stage, 0)),
+                (AVERAGES, self.averages_bytes.get(stage, 0)),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
                 (CHECKPOINT_COPY, self.copy_bytes.get(stage, 0)),
             ):

@@ -20,10 +20,12 @@ from pipedream.callbacks.callback import (
     MinibatchReport,
     StartReport,
 )
+from pipedream.callbacks.ema import EMA
 from pipedream.callbacks.plateau import EarlyStopping, ReduceLROnPlateau
 from pipedream.callbacks.tensorboard import TensorBoard
 
 __all__ = [
+    "EMA",
     "Callback",
     "CheckpointReport",
     "Decision",

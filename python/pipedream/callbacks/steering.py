@@ -23,6 +23,7 @@ from pipedream.callbacks.callback import (
     decision_of,
     defines,
 )
+from pipedream.callbacks.ema import EMA
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
 
 __all__ = ["CallPoints", "Evaluated", "Question", "Steering"]
@@ -40,6 +41,8 @@ class CallPoints:
     """Whether the pipeline waits for an answer."""
     gradient_norms: bool = False
     """Whether gradients are measured for them."""
+    ema_decay: float | None = None
+    """The decay of the averages that the stages keep; None: they keep none."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
         """Whether one is after the boundary `begin` and not after `end`."""
@@ -83,7 +86,12 @@ class Steering:
 
     def __init__(self, callbacks: Iterable[Callback], metrics: Iterable[str] = ()) -> None:
         """metrics: that evaluations will have; NaN until there is one."""
-        self._callbacks = list(callbacks)
+        given = list(callbacks)
+        decays = [callback.decay for callback in given if isinstance(callback, EMA)]
+        if len(decays) > 1:
+            raise ValueError(f"callbacks has {len(decays)} EMAs: give one")
+        # The stages do an EMA's work; it is told of nothing.
+        self._callbacks = [callback for callback in given if not isinstance(callback, EMA)]
         numbers = [callback.every for callback in self._callbacks]
         self.points = CallPoints(
             everys=tuple(sorted({every for every in numbers if every is not None})),
@@ -91,6 +99,7 @@ class Steering:
             at_evaluations=any(defines(callback, "on_evaluation") for callback in self._callbacks),
             decides=any(callback.decides for callback in self._callbacks),
             gradient_norms=any(callback.wants_gradient_norms for callback in self._callbacks),
+            ema_decay=decays[0] if decays else None,
         )
         self.error: Exception | None = None
         """Raised by a callback: the run stops, and then it is raised to the user."""

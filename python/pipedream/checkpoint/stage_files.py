@@ -29,6 +29,7 @@ from pipedream.checkpoint.state import saved_values, write_tensors
 from pipedream.model.stage_module import StageModule, Tie
 
 __all__ = [
+    "AVERAGE",
     "FROZEN",
     "NAMES",
     "RECORD",
@@ -36,6 +37,7 @@ __all__ = [
     "contents_of",
     "join_pieces",
     "names_of_stage",
+    "piece_in",
     "piece_of",
     "read_kind",
     "read_snapshot",
@@ -48,12 +50,14 @@ NAMES = "names"
 RECORD = "record"
 """The kind of the file with what the stage has reported of earlier minibatches."""
 
+AVERAGE = " / average"
+"""How the name of a parameter's average ends, in a file of the kind "optimizer"."""
 FROZEN = "frozen"
 """The kind of the file with parameters that are not trained."""
 _KINDS = ("buffers", "optimizer", "residuals")
 _PLAIN_FIELDS = ("minibatch", "optimizer_document", "document")
 _STRIDES = "strides"
-_PIECE = re.compile(r"(.*)\[(\d+):\d+\]\Z")
+_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]\Z")
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,13 @@ def piece_of(name: str, tensor: Tensor, first: int, count: int) -> tuple[str, Te
     """Consecutive elements of a parameter, in the order of its memory, and what they are called."""
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
     return f"{name}[{first}:{first + count}]", flat[first : first + count]
+
+
+def piece_in(name: str) -> tuple[str, int, int]:
+    """(name of the whole parameter, first element, end) of what piece_of() has named; of a whole one (name,
+    0, 0)."""
+    match = _PIECE.match(name)
+    return (name, 0, 0) if match is None else (match.group(1), int(match.group(2)), int(match.group(3)))
 
 
 def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 
 from pipedream.checkpoint.checkpoint_folder import find_checkpoint
 from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, write_whole
-from pipedream.checkpoint.stage_files import FROZEN, NAMES, join_pieces, read_kind
+from pipedream.checkpoint.stage_files import AVERAGE, FROZEN, NAMES, join_pieces, read_kind
 from pipedream.checkpoint.state import mean_buffers, write_tensors
 from pipedream.model.layers import Model, dtype_name, roots_of
 from pipedream.model.stand_ins import is_on_meta
 
-__all__ = ["WholeState", "check_fits", "export_checkpoint", "load_checkpoint", "read_whole_state"]
+__all__ = [
+    "WholeState",
+    "check_fits",
+    "export_checkpoint",
+    "load_checkpoint",
+    "read_averages",
+    "read_whole_state",
+]
 
 _STATE_DICT_SUFFIXES = (".pt", ".pth")
 _SAFETENSORS = ".safetensors"
@@ -106,9 +113,12 @@ def _describe(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
-def export_checkpoint(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> dict[str, Any]:
+def export_checkpoint(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], *, ema: bool = False
+) -> dict[str, Any]:
     """Writes the state_dict of the whole model, as the model of the run had it: safetensors for a name that
-    ends in .safetensors, else torch's own format for .pt and .pth. Says what was written."""
+    ends in .safetensors, else torch's own format for .pt and .pth. ema: with the averages of callbacks.EMA in
+    the place of the trained weights. Says what was written."""
     target = Path(output)
     if target.suffix not in (_SAFETENSORS, *_STATE_DICT_SUFFIXES):
         raise ValueError(
@@ -118,6 +128,11 @@ def export_checkpoint(path: str | os.PathLike[str], output: str | os.PathLike[st
     checkpoint, manifest, unused = find_checkpoint(Path(path))
     whole = read_whole_state(checkpoint, manifest, persistent=True)
     state = whole.parameters | whole.buffers
+    if ema:
+        averages, count = read_averages(checkpoint, manifest)
+        if not count:
+            raise ValueError(f"{checkpoint} has no averages: its run had no pipedream.callbacks.EMA")
+        state |= averages
 
     def write(file: Any) -> None:
         if target.suffix == _SAFETENSORS:
@@ -136,6 +151,26 @@ def export_checkpoint(path: str | os.PathLike[str], output: str | os.PathLike[st
     }
 
 
+def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tensor], int]:
+    """The averages of callbacks.EMA by the full names of the parameters, and of how many versions they are;
+    ({}, 0) where the run kept none."""
+    averages: dict[str, Tensor] = {}
+    known_as: dict[str, str] = {}
+    count = 0
+    for part in manifest.parts:
+        state = read_part(checkpoint / f"{part_name(part.stage_index, part.replica_index)}.json")[2]
+        count = max(count, state.get("optimizer_document", {}).get("averaged", 0))
+    for stage_index in sorted({part.stage_index for part in manifest.parts}) if count else ():
+        parts = [part for part in manifest.parts if part.stage_index == stage_index]
+        names = read_part(checkpoint / f"{part_name(stage_index, parts[0].replica_index)}.json")[2][NAMES]
+        saved = read_kind(checkpoint, [file for part in parts for file in part.of_kind("optimizer")])
+        own = {name.removesuffix(AVERAGE): value for name, value in saved.items() if name.endswith(AVERAGE)}
+        # A stage that uses a parameter of another may be a version behind.
+        averages |= join_pieces({n: v for n, v in own.items() if n not in names["tied"]}, names)
+        known_as |= _known_as(names)
+    return _with_all_names(averages, known_as), count
+
+
 def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool = False) -> WholeState:
     """persistent: without the buffers that no state_dict holds."""
     parameters: dict[str, Tensor] = {}
@@ -151,15 +186,25 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
         left_out = names["not_saved"] if persistent else ()
         means = _mean_buffers(checkpoint, parts)
         buffers |= {name: tensor for name, tensor in means.items() if name not in left_out}
-        known_as |= {name: known for name, (_, known) in names["tied"].items()} | names["aliases"]
+        known_as |= _known_as(names)
+    return WholeState(_with_all_names(parameters, known_as), _with_all_names(buffers, known_as))
+
+
+def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
+    """By another name, the one under which its value is. names: of names_of_stage()."""
+    tied = {name: known for name, (_, known) in names["tied"].items()}
+    aliases: dict[str, str] = names["aliases"]
+    return tied | aliases
+
+
+def _with_all_names(tensors: dict[str, Tensor], known_as: Mapping[str, str]) -> dict[str, Tensor]:
     for name in known_as:
         known = name
         while known in known_as:
             known = known_as[known]
-        for tensors in (parameters, buffers):
-            if known in tensors:
-                tensors[name] = tensors[known]
-    return WholeState(parameters, buffers)
+        if known in tensors:
+            tensors[name] = tensors[known]
+    return tensors
 
 
 def _mean_buffers(checkpoint: Path, parts: Sequence[Part]) -> dict[str, Tensor]:

@@ -84,6 +84,7 @@ from pipedream.worker.weight_files import (
     is_keeping,
     load_newest,
     load_weights,
+    read_averages,
     read_loss_state,
     reserve_room,
 )
@@ -149,6 +150,7 @@ def run_locally(
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+        result.ema = read_averages(stages, options.plan, folder)
         state = _adopted_state(folder)
         rng_of_data = rng_of_forwarded()
         if rng_of_data is not None:

@@ -198,7 +198,7 @@ def run(
         next epoch begins, else a fixed number of minibatches later. docs/callbacks.md has more.
     callbacks: objects of pipedream.callbacks, called there at the start, every so many minibatches, after
         every epoch and at the end, which may stop the run or change its learning rates: EarlyStopping,
-        ReduceLROnPlateau, TensorBoard, or your own.
+        ReduceLROnPlateau, EMA, TensorBoard, or your own.
     state: `result.state` of another run, from which this one goes on as if that had not ended: optimizer,
         scheduler, loss scale, what is in flight, random numbers and shuffles. So a run per epoch equals one
         of all epochs. It wants the same plan, schedule and optimizer, the weights as they were left, and a

@@ -25,8 +25,9 @@ class Validation:
     count), called at the last stage for each validation minibatch; an evaluation's figure is the sum of all
     sums over the sum of all counts. The loss is always measured. every: "epoch", or a number of minibatches,
     which is rounded up to a place where all replicas have made their updates. outputs: True calls each metric
-    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most. forward:
-    (model, inputs) -> outputs, in the place of the model's own forward in eval mode.
+    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most. ema:
+    True evaluates the averages of callbacks.EMA in the place of the weights. forward: (model, inputs) ->
+    outputs, in the place of the model's own forward in eval mode.
     """
 
     data: Iterable[Any]
@@ -55,8 +56,6 @@ class Validation:
         is_number_of_minibatches = is_whole(self.every) and int(self.every) >= 1
         if self.every != "epoch" and not is_number_of_minibatches:
             raise ValueError(f"validation: every is {self.every!r}: use 'epoch' or a number of minibatches")
-        if self.ema:
-            raise ValueError("validation: ema is True: this is not built yet, leave it at False")
         if self.forward is not None:
             check_function("validation: forward", self.forward)
 
@@ -67,7 +66,11 @@ class Validation:
     def said(self) -> str:
         """Returns the text that all ranks compare."""
         names = ", ".join(sorted(self.metrics))
-        given = f", outputs={self.outputs}" * self.outputs + ", forward" * (self.forward is not None)
+        given = (
+            f", outputs={self.outputs}" * self.outputs
+            + ", ema" * self.ema
+            + ", forward" * (self.forward is not None)
+        )
         return f"every={self.every!r}, metrics ({names}){given}"
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pipedream import _core
 from pipedream.budget.memory import describe_memory
 from pipedream.checkpoint.run_state import KeptState, RunState
@@ -197,6 +199,9 @@ class RunResult:
 
     def __post_init__(self) -> None:
         self._kept: KeptState | None = None
+        self.ema: dict[str, Tensor] | None = None
+        """Averages of callbacks.EMA by the names of parameters, for model.load_state_dict(ema, strict=False);
+        where the trained model is, and with gather="none" nowhere. None: there was no EMA."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy comes without the state, of which each process keeps one."""
@@ -253,7 +258,7 @@ class RunResult:
 
     def to_dict(self) -> dict[str, Any]:
         # Not asdict: copying the spans one by one takes seconds. Its state is no part of it.
-        return {name: value for name, value in vars(self).items() if name != "_kept"}
+        return {name: value for name, value in vars(self).items() if name not in ("_kept", "ema")}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> RunResult:

@@ -32,6 +32,7 @@ from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.stage.boundaries import EVALUATE
 from pipedream.stage.outgoing import memory_of, nothing_like, settled
 from pipedream.stage.user_code import UserCode
+from pipedream.update.averages import Averages
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights
 
@@ -51,10 +52,25 @@ class EvaluatedStage:
     trained: StageModule
     weights: StageWeights
     tied: TiedParameters
+    averages: Averages | None
+    """Those that are evaluated; None: the weights are."""
     boundary_in: Boundary | None
     """The boundary of the eval-mode forward; None at the first stage."""
     boundary_out: Boundary | None
     """None at the last stage."""
+
+    def bind(self, work: _core.WorkItem) -> None:
+        """Makes the layers read what is evaluated."""
+        averages, weights = self.averages, self.weights
+        if averages is None:
+            weights.bind(work.read_slot, self.tied.slots_at(work.minibatch))
+            return
+        values, num_own = averages.updated_values(), len(weights.own.names)
+        tied = {
+            owner: values[num_own:] if owner == work.stage else averages.used_values(owner)
+            for owner in self.tied.owners
+        }
+        weights.bind_values(values[:num_own], tied)
 
 
 @dataclass(frozen=True)
@@ -227,7 +243,7 @@ class Evaluations:
         else:
             value = one.boundary_in.unflatten(one.boundary_in.received(work.tensors))
             work.tensors.clear()
-        one.weights.bind(work.read_slot, one.tied.slots_at(work.minibatch))
+        one.bind(work)
         with generators_kept(), torch.no_grad():
             output = self._user.run("validation", self._calls[stage].layers, value)
             if one.boundary_out is not None:

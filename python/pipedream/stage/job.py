@@ -311,6 +311,8 @@ def check_replicas(options: JobOptions) -> None:
         )
     if options.validation is not None:
         _check_validation(options)
+    if options.call_points.ema_decay is not None:
+        _check_averages(options)
     if options.is_asynchronous:
         _check_asynchronous(options)
     if options.reduces_together:
@@ -328,8 +330,36 @@ def _check_validation(options: JobOptions) -> None:
         what = f"sync is {options.sync!r}, whose replicas have no version in common: use sync='bsp'"
     elif options.sync_every > 1 and any(stage.num_replicas > 1 for stage in options.plan.stages):
         what = f"sync_every is {options.sync_every}, and replicas have weights of their own: leave it out"
+    elif options.validation is not None and options.validation.ema:
+        what = _why_no_averages(options)
     if what is not None:
         raise ValueError(f"validation is given, and {what}")
+
+
+def _why_no_averages(options: JobOptions) -> str | None:
+    """The reason why no replica has the averages of a whole stage."""
+    if options.call_points.ema_decay is None:
+        return "its ema is True, but no callback is an EMA: give callbacks=[pipedream.callbacks.EMA(0.999)]"
+    for stage, planned in enumerate(options.plan.stages):
+        if planned.num_replicas > 1 and not options.reduces_together:
+            return (
+                f"its ema is True, but each replica of stage {stage} averages its own part of the weights:"
+                " use sync='allreduce', or a plan without replicas"
+            )
+    return None
+
+
+def _check_averages(options: JobOptions) -> None:
+    """Raises ValueError where updates are not those of the weights that all replicas have."""
+    what: str | None = None
+    if options.is_asynchronous:
+        what = "sync is 'asp', whose replicas have no version in common: use sync='bsp'"
+    elif options.sync_every > 1 and any(stage.num_replicas > 1 for stage in options.plan.stages):
+        what = f"sync_every is {options.sync_every}, and replicas have weights of their own: leave it out"
+    elif options.plan.num_spares:
+        what = "the plan has spare shards, whose averages nobody collects: use one without num_spare_shards"
+    if what is not None:
+        raise ValueError(f"a callback is an EMA, and {what}")
 
 
 def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:

@@ -241,6 +241,7 @@ class WorkerLoop:
                 part.stage,
                 part.weights,
                 part.tied,
+                part.optimizer.averages if validation.ema else None,
                 plan.boundaries.get(part.stage.stage_index - 1),
                 plan.boundaries.get(part.stage.stage_index),
             )

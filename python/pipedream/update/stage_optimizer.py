@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipedream import _core, optim
 from pipedream.checkpoint.snapshot import decode, encode, on_host
+from pipedream.checkpoint.stage_files import AVERAGE
 from pipedream.model.factories import (
     NamedParameters,
     OptimizerFactory,
@@ -25,6 +26,7 @@ from pipedream.model.factories import (
 )
 from pipedream.model.seeding import seed_torch, update_seed
 from pipedream.optim.master_weights import has_master, master_dtype
+from pipedream.update.averages import Averages
 from pipedream.update.shards import Piece, keep_pieces
 from pipedream.update.weights import masters_layout, state_layout, view_like
 
@@ -64,6 +66,8 @@ class StageOptimizer:
                 self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
         self._native = self._native_one()
         self._drawn_names = [name for name, _ in named]
+        self.averages: Averages | None = None
+        """Averages of the versions that it makes."""
         self._draws: int | None = None
         self._num_steps = 0
 
@@ -94,6 +98,11 @@ class StageOptimizer:
         ):
             return self.optimizer
         return None
+
+    @property
+    def named(self) -> NamedParameters:
+        """The parameters, or pieces of them, that it makes versions of, by the names of its state."""
+        return list(zip(self._drawn_names, (parameter for _, parameter in self._named), strict=True))
 
     @property
     def num_parameters(self) -> int:
@@ -166,6 +175,10 @@ class StageOptimizer:
         copies. Raises ValueError for what cannot be kept."""
         tensors: dict[str, Tensor] = {}
         document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
+        if self.averages is not None:
+            values = self.averages.named_values()
+            tensors |= {f"{name}{AVERAGE}": to_host(value) for name, value in values.items()}
+            document["averaged"] = self.averages.count
         if self.optimizer is None:
             return tensors, document
         name_of = self._names_by_index()
@@ -197,6 +210,9 @@ class StageOptimizer:
     def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """From what state() gave, before place_state(). Raises ValueError for another optimizer's."""
         self._num_steps = document["num_steps"]
+        if self.averages is not None:
+            values = {n.removesuffix(AVERAGE): t for n, t in tensors.items() if n.endswith(AVERAGE)}
+            self.averages.go_on(values, document.get("averaged", 0))
         before, scheduler = document["optimizer"], document["scheduler"]
         self._check_same("optimizer", self.optimizer, before)
         self._check_same("lr_scheduler", self._scheduler, scheduler)
@@ -330,9 +346,11 @@ class StageOptimizer:
             return
         if len(masters) == len(self._masters):  # spares the plain step a context manager
             self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
-            return
-        with _having_only(self.optimizer, masters):
-            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+        else:
+            with _having_only(self.optimizer, masters):
+                self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+        if self.averages is not None:
+            self.averages.add(first, write)
 
     def _step(
         self,
@@ -366,6 +384,8 @@ class StageOptimizer:
 
     def end_step(self) -> None:
         """All of a version has been made."""
+        if self.averages is not None:
+            self.averages.end_version()
         if self.optimizer is not None and self._scheduler is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
             self._scheduler.step()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.model.boundary import exportable
 from pipedream.model.stage_module import Tie
+from pipedream.update.averages import Averages
 from pipedream.update.shards import Piece, piece_of, whole_pieces
 from pipedream.update.weights import WeightVersions
 
@@ -120,14 +121,16 @@ class TiedParameters:
         replica: int = 0,
         pieces: Mapping[int, Sequence[Sequence[Piece]]] | None = None,
         wait_until_sent: Callable[[int, int], None] | None = None,
+        averages: Averages | None = None,
     ) -> None:
         """ties: those of this stage. versions: of their parameters, by owner, each in the order of the ties.
         replica: this worker's. pieces: by owner with several shards, what each of its replicas sends of the
         parameters that this stage has of it; of any other one sends all. wait_until_sent(user, n): returns
-        when at most the newest n versions have not left for the user."""
+        when at most the newest n versions have not left for the user. averages: take what comes of owners."""
         self._stage = stage_index
         self._replica = replica
         self._wait_until_sent = wait_until_sent
+        self._averages = averages
         by_owner = ties_by_owner(stage_index, ties)
         self._groups = {
             owner: _Group(
@@ -159,6 +162,11 @@ class TiedParameters:
         all is there, the newest."""
         if self._owned is not None:
             self._owned.whole_version = whole_version
+
+    @property
+    def owners(self) -> list[int]:
+        """The stages that own parameters of this one, itself among them if it owns some."""
+        return list(self._groups)
 
     @property
     def owned(self) -> WeightVersions | None:
@@ -313,6 +321,8 @@ class TiedParameters:
         with torch.no_grad():
             for view, value in zip(views, values[: len(views)], strict=True):
                 view.copy_(value)  # of the same shape, whatever its strides
+        if self._averages is not None:
+            self._averages.add_used(owner, index, pieces, views)
 
     @property
     def _own_index(self) -> int:

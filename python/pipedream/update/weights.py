@@ -9,7 +9,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,14 @@ class _Reference:
     current: Any
     original: Any
     of_slot: list[Any]
+    filled_with: Callable[[Sequence[nn.Parameter]], Any]
+    """The value with these parameters in it."""
 
     def follow(self, slot: int) -> None:
         self._put(self.of_slot[slot])
+
+    def show(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._put(self.filled_with(parameters))
 
     def restore(self) -> None:
         self._put(self.original)
@@ -145,6 +150,18 @@ class WeightVersions:
         for reference in self._references:
             reference.follow(slot)
         self._bound_slot = slot
+
+    def bind_values(self, values: Sequence[Tensor]) -> None:
+        """Makes the modules read these in the place of a version, until the next bind()."""
+        parameters = [
+            parameter_like(original, value.to(original.dtype))
+            for original, value in zip(self._originals, values, strict=True)
+        ]
+        for container, key, index in self._own_places:
+            container[key] = parameters[index]
+        for reference in self._references:
+            reference.show(parameters)
+        self._bound_slot = -1
 
     def unbind(self) -> None:
         """Forgets what the modules read: the next bind() writes it."""
@@ -283,6 +300,7 @@ class WeightVersions:
             place.held,
             filled_with(self._originals),
             [filled_with(leaves) for leaves in self._leaves],
+            filled_with,
         )
 
     def settle(self, slot: int) -> None:
@@ -344,6 +362,12 @@ class StageWeights:
             # Another stage of this worker may share the very modules, and have bound them.
             self.tied[owner].unbind()
             self.tied[owner].bind(slot)
+
+    def bind_values(self, own: Sequence[Tensor], tied: Mapping[int, Sequence[Tensor]]) -> None:
+        """tied: by owner."""
+        self.own.bind_values(own)
+        for owner, values in tied.items():
+            self.tied[owner].bind_values(values)
 
     def follow_new_references(self) -> None:
         for versions in self._all:

@@ -25,7 +25,7 @@ from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
 from pipedream.checkpoint.stage_files import NAMES, RECORD, join_pieces, read_kind, read_snapshot
 from pipedream.checkpoint.state import set_buffers
-from pipedream.checkpoint.whole_model import check_fits, read_whole_state
+from pipedream.checkpoint.whole_model import check_fits, read_averages, read_whole_state
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.model.layers import Model, roots_of
@@ -38,7 +38,14 @@ from pipedream.stage.saving import DATA, PROCESS
 if TYPE_CHECKING:
     from pipedream.worker.agreed_run import AgreedRun
 
-__all__ = ["found_checkpoint", "go_to_position", "read_record", "take_newest", "with_checkpoint"]
+__all__ = [
+    "found_checkpoint",
+    "go_to_position",
+    "read_averages_of",
+    "read_record",
+    "take_newest",
+    "with_checkpoint",
+]
 
 _log = logging.getLogger("pipedream")
 
@@ -219,6 +226,13 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
         ({**snapshot.optimizer, **snapshot.document_tensors}, snapshot.optimizer_document)
         for snapshot in snapshots
     ]
+
+
+def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], int]:
+    """read_averages() of the checkpoint that the run continues from."""
+    if continued is None:
+        return {}, 0
+    return read_averages(Path(continued.path), read_manifest(Path(continued.path)))
 
 
 def _facts_of(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.checkpoint.run_state import RunState, WorkerState
+from pipedream.checkpoint.snapshot import on_host
 from pipedream.checkpoint.state import (
     average_buffers,
     receive_state,
@@ -43,6 +44,8 @@ from pipedream.worker.weight_files import (
     keep_elsewhere,
     move_weights,
     save_weights,
+    whole_averages,
+    write_averages,
     write_loss_state,
 )
 
@@ -60,14 +63,17 @@ def gather(
     loss_state: LossState | None,
     kept: WorkerState | None,
     record: Mapping[str, list[Any]],
+    averages: Mapping[str, Tensor],
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
-    run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. What fails here says
-    where the trained weights are."""
+    run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. averages: of
+    callbacks.EMA, of what this rank updates. What fails here says where the trained weights are."""
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
+    if run.place.folder is not None and run.options.gather != "none" and averages:
+        write_averages(run.place.folder, run.rank, averages)
     try:
-        result, unsaved, document = _gather(run, core, channels, report, of_loss, record)
+        result, unsaved, document = _gather(run, core, channels, report, of_loss, record, averages)
     except _core.RunFailure as failure:
         kind, message = failure.args
         has_saved = run.options.save is not None and run.options.gather == "none"
@@ -91,11 +97,13 @@ def _gather(
     report: dict[str, Any],
     of_loss: dict[str, Tensor],
     record: Mapping[str, list[Any]],
+    averages: Mapping[str, Tensor],
 ) -> tuple[RunResult, list[str], dict[str, Any]]:
     """With what could not be saved, and what all ranks know of the state."""
     if run.rank != 0:
-        _hand_up(run, core, report, of_loss)
+        _hand_up(run, core, report, of_loss, averages)
         return _hear_farewell(run, core)
+    found = {name: on_host(value) for name, value in averages.items()} if _sends_averages(run) else {}
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
     buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, but the first
@@ -110,6 +118,8 @@ def _gather(
                     of_stage[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
             if _sends_loss(run, other):
                 of_losses[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
+            if _sends_averages(run):
+                found |= receive_values(core, tree_name(child, 0))
             reports[other] = receive_document(core, tree_name(child, 0))
     for stage_index, by_replica in buffers.items():
         average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
@@ -123,6 +133,8 @@ def _gather(
     in_order = [reports[rank] for rank in range(num_ranks)]
     schedule = run.options.schedule_options(first_minibatch=run.options.first_minibatch)
     result = combine_reports(plan, schedule, between, in_order, record)
+    if found:
+        result.ema = whole_averages(run.stages, found)
     # The farewell: nobody closes before everybody has all it needs.
     # The trace is rank 0's: it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
@@ -136,7 +148,13 @@ def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
 
-def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss: dict[str, Tensor]) -> None:
+def _hand_up(
+    run: AgreedRun,
+    core: _core.Worker,
+    report: dict[str, Any],
+    of_loss: dict[str, Tensor],
+    averages: Mapping[str, Tensor],
+) -> None:
     rank, num_ranks = run.rank, run.plan.workers_used
     if rank >= num_ranks:
         return
@@ -145,12 +163,16 @@ def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss
         send_state(core, above, stage, only_buffers=run.plan.replica_of(rank) > 0)
     if _sends_loss(run, rank):
         send_values(core, above, of_loss)
+    if _sends_averages(run):
+        send_values(core, above, averages)
     send_document(core, above, report)
     for child in children_of(rank, num_ranks):
         for other in subtree_of(child, num_ranks):
             for _ in _gathered_stages_of(run, other):
                 relay_state(core, tree_name(child, rank), above)
             if _sends_loss(run, other):
+                relay_state(core, tree_name(child, rank), above)
+            if _sends_averages(run):
                 relay_state(core, tree_name(child, rank), above)
             relay_document(core, tree_name(child, rank), above)
 
@@ -193,6 +215,11 @@ def _hand_down(
 def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
     by_files = run.options.gather == "none" or run.place.folder is not None
     return [] if by_files else run.stages_of(rank)
+
+
+def _sends_averages(run: AgreedRun) -> bool:
+    by_files = run.options.gather == "none" or run.place.folder is not None
+    return not by_files and run.options.call_points.ema_decay is not None
 
 
 def _sends_loss(run: AgreedRun, rank: int) -> bool:

@@ -19,6 +19,7 @@ from pipedream import _core
 from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.memory import (
+    AVERAGES,
     GRADIENTS,
     MASTERS,
     OFFLOADED_ACTIVATIONS,
@@ -152,6 +153,7 @@ class StagePool:
         tied_bytes: dict[int, dict[int, int]] = {}
         placed_bytes: dict[int, int] = {}
         masters_bytes: dict[int, int] = {}
+        averages_bytes: dict[int, int] = {}
         torch_bytes: dict[int, int] = {}
         step_bytes: dict[int, int] = {}
         shard_bytes: dict[int, int] = {}
@@ -169,6 +171,8 @@ class StagePool:
             placed_bytes[index] = optimizer.num_placed_states * slot_bytes
             if optimizer.num_placed_masters:
                 masters_bytes[index] = _core.slot_stride_bytes(optimizer.masters_slot_bytes)
+            if optimizer.averages is not None:
+                averages_bytes[index] = _core.slot_stride_bytes(optimizer.averages.slot_bytes)
             if optimizer.is_native:
                 torch_bytes[index] = 0
                 step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
@@ -204,9 +208,10 @@ class StagePool:
             evaluation_bytes=self._evaluation_bytes,
             served_step_bytes=served_step_bytes,
             masters_bytes=masters_bytes,
+            averages_bytes=averages_bytes,
             copy_bytes={}
             if self.run.options.checkpoints is None
-            else self._copy_bytes(own_bytes, tied_bytes, placed_bytes, torch_bytes),
+            else self._copy_bytes(own_bytes, tied_bytes, placed_bytes, torch_bytes, averages_bytes),
         )
 
     def _copy_bytes(
@@ -215,6 +220,7 @@ class StagePool:
         tied_bytes: Mapping[int, Mapping[int, int]],
         placed_bytes: Mapping[int, int],
         torch_bytes: Mapping[int, int],
+        averages_bytes: Mapping[int, int],
     ) -> dict[int, int]:
         """By stage, of all that a checkpoint has of it."""
         found: dict[int, int] = {}
@@ -229,11 +235,12 @@ class StagePool:
                 for owner, num_bytes in tied_bytes[index].items()
             )
             buffers = sum(buffer.nbytes for _, buffer in stage.stage_buffers())
-            num_tensors = (num_versions + 4) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
+            num_tensors = (num_versions + 5) * len(stage.trainable_parameters()) + len(stage.stage_buffers())
             found[index] = (
                 versions
                 + placed_bytes[index]
                 + torch_bytes[index]
+                + averages_bytes.get(index, 0)
                 + buffers
                 + CopyMemory.bytes_beside(num_tensors)
             )
@@ -318,6 +325,8 @@ class StagePool:
                 self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
             if memory.masters_bytes.get(stage):
                 self._core.add_term(_term(MASTERS, stage), memory.masters_bytes[stage], 1)
+            if memory.averages_bytes.get(stage):
+                self._core.add_term(_term(AVERAGES, stage), memory.averages_bytes[stage], 1)
 
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
@@ -354,6 +363,8 @@ class StagePool:
         optimizer.place_state(
             slots(OPTIMIZER_STATE, optimizer.num_placed_states), slots(MASTERS, optimizer.num_placed_masters)
         )
+        if optimizer.averages is not None and optimizer.averages.slot_bytes:
+            optimizer.averages.place(*slots(AVERAGES, 1))
         tied = TiedParameters(
             schedule,
             index,
@@ -362,6 +373,7 @@ class StagePool:
             replica=self._replica,
             pieces=self._worker_optimizers.tied_pieces(index),
             wait_until_sent=self._wait_for_users(index),
+            averages=optimizer.averages,
         )
         stage_offload: StageOffload | None = None
         if offload.names():

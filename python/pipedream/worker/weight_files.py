@@ -18,12 +18,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipedream.checkpoint.stage_files import join_pieces
 from pipedream.checkpoint.state import (
     average_buffers,
     load_state,
@@ -32,6 +33,7 @@ from pipedream.checkpoint.state import (
     saved_names,
     saved_values,
     state_bytes,
+    write_tensors,
 )
 from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.units import format_bytes
@@ -54,9 +56,12 @@ __all__ = [
     "load_newest",
     "load_weights",
     "move_weights",
+    "read_averages",
     "read_loss_state",
     "reserve_room",
     "save_weights",
+    "whole_averages",
+    "write_averages",
     "write_loss_state",
 ]
 
@@ -132,6 +137,31 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
         save_state([stage], _part_of(path), names=names, only_buffers=replica > 0)
         if not persistent:
             _part_of(path).replace(path)
+
+
+def write_averages(folder: Path, rank: int, averages: Mapping[str, Tensor]) -> None:
+    """For the caller of local workers, by each of them."""
+    with (folder / _averages_file(rank)).open("wb") as file:
+        write_tensors(averages, file)
+
+
+def read_averages(stages: Sequence[StageModule], plan: Plan, folder: Path) -> dict[str, Tensor] | None:
+    """By the caller: those of all workers; None where they keep none."""
+    paths = [folder / _averages_file(rank) for rank in range(plan.workers_used)]
+    found = {name: value for path in paths if path.exists() for name, value in saved_values(path).items()}
+    return whole_averages(stages, found) if found else None
+
+
+def whole_averages(stages: Sequence[StageModule], pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In memory of their own, put together where replicas have averaged pieces."""
+    named = [pair for stage in stages for pair in stage.trainable_parameters()]
+    layouts = {name: [list(parameter.shape), list(parameter.stride())] for name, parameter in named}
+    joined = join_pieces(pieces, {"layouts": layouts})
+    return {name: value.clone() if name in pieces else value for name, value in joined.items()}
+
+
+def _averages_file(rank: int) -> str:
+    return f"averages-{rank}.safetensors"
 
 
 def write_loss_state(folder: Path, replica: int, state: dict[str, Tensor]) -> None:

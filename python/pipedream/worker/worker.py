@@ -39,7 +39,7 @@ from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.worker.agreed_run import AgreedRun, agree
 from pipedream.worker.cautions import warn_if_coarse, warn_if_late
 from pipedream.worker.checkpointing import Checkpointing
-from pipedream.worker.continuing import go_to_position, read_record, take_newest
+from pipedream.worker.continuing import go_to_position, read_averages_of, read_record, take_newest
 from pipedream.worker.devices import choose_device
 from pipedream.worker.factor_choice import FactorChoice
 from pipedream.worker.gathering import gather, join_reports
@@ -226,9 +226,9 @@ class _Worker:
             self._checkpointing.close()
         report = join_reports(reports, drained_at)
         kept = keep_state(segment, source, report)
-        return gather(
-            segment.run, segment.core, segment.channels, report, self._loss_state, kept, self._record
-        )
+        assert self._optimizers is not None
+        last = (self._loss_state, kept, self._record, self._optimizers.averages())
+        return gather(segment.run, segment.core, segment.channels, report, *last)
 
     def _open(
         self,
@@ -247,6 +247,8 @@ class _Worker:
             for optimizer in self._optimizers.by_stage.values() if self._parts_before else ():
                 optimizer.go_on_from_parts(self._parts_before)
             self._parts_before = []
+            if run.options.call_points.ema_decay is not None:
+                self._optimizers.go_on_with_averages(*read_averages_of(run.options.continues))
             if run.rank == 0 and run.place.returns_model:  # else the caller has said it
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)

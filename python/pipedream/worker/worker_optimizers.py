@@ -18,19 +18,21 @@ from pipedream.budget.footprint import Footprint
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import ShardSpec, TieSpec
-from pipedream.model.factories import with_delay
+from pipedream.model.factories import NamedParameters, with_delay
 from pipedream.model.stage_module import Tie
 from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
 from pipedream.optim.master_weights import unwrapped
 from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.planning.plan_schedule import mean_delays
+from pipedream.update.averages import Averages
 from pipedream.update.factors import FactorLayer
 from pipedream.update.gradients import updated_parameters
 from pipedream.update.loss_scale import LossScaling
 from pipedream.update.shards import Piece, ShardLayout, works_by_element
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import ties_by_owner
+from pipedream.update.weights import split_tied
 from pipedream.worker.agreed_run import AgreedRun, wait_for
 from pipedream.worker.factor_choice import FactorChoice
 
@@ -78,10 +80,44 @@ class WorkerOptimizers:
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
             if run.plan.workers_used > 1:
                 optimizer.draw_by_name(run.base_seed, index)
+            decay = run.options.call_points.ema_decay
+            if decay is not None:
+                optimizer.averages = Averages(decay, optimizer.named, self._used_parameters(index))
         if run.options.autocast is torch.float16:
             schedule, stages = run.schedule(), run.plan.stages_of(run.rank)
             self.loss_scaling = {stage: LossScaling(schedule, stage) for stage in stages}
         self._learn_layouts_of_owners()
+
+    def _used_parameters(self, stage: int) -> dict[int, NamedParameters]:
+        """By owner, those of other stages that the stage uses."""
+        return {
+            owner: split_tied(self._run.stages[stage], [tie.parameter for tie in ties])[1]
+            for owner, ties in ties_by_owner(stage, self._run.ties).items()
+            if owner != stage
+        }
+
+    def averages(self) -> dict[str, Tensor]:
+        """By name, the averages of what this worker updates, to be put together with the others'. Replicas
+        that reduce together all have the same."""
+        if self._run.plan.replica_of(self._run.rank) > 0 and self._run.options.reduces_together:
+            return {}
+        return {
+            name: value
+            for optimizer in self.by_stage.values()
+            if optimizer.averages is not None
+            for name, value in zip(dict(optimizer.named), optimizer.averages.updated_values(), strict=True)
+        }
+
+    def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
+        """From averages of the whole model."""
+        for stage, optimizer in self.by_stage.items():
+            if optimizer.averages is not None:
+                laid_out = {
+                    name: torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+                    for name, parameter in self._run.stages[stage].trainable_parameters()
+                    if (value := whole.get(name)) is not None
+                }
+                optimizer.averages.go_on(laid_out, count)
 
     def _has_shards(self, stage: int) -> bool:
         return self._run.plan.stages[stage].num_replicas > 1 and not self._run.options.reduces_together
@@ -128,6 +164,8 @@ class WorkerOptimizers:
         """Before the pool goes in which their state lies: another takes it up again."""
         for optimizer in self.by_stage.values():
             optimizer.leave_slots()
+            if optimizer.averages is not None:
+                optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
         """By owner with shards, and its replica: its pieces of the parameters that the stage has of it, which

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 from farm import Farm
+from pipedream.callbacks.steering import CallPoints
 from pipedream.links.options import LinkOptions
 from pipedream.stage.job import CallerSettings, JobOptions, check_replicas
 
@@ -62,6 +63,7 @@ def test_factors_are_refused_where_replicas_have_no_common_rounds() -> None:
         is_asynchronous=True,
         plan=SimpleNamespace(num_spares=0),
         validation=None,
+        call_points=CallPoints(),
     )
     with pytest.raises(ValueError, match=r"codec pushes factors, .* and sync is 'asp'"):
         check_replicas(cast(JobOptions, options))

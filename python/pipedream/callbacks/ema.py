@@ -1,0 +1,24 @@
+"""EMA: an exponential moving average of the weights, which the stages keep themselves."""
+
+from __future__ import annotations
+
+from pipedream.callbacks.callback import Callback
+
+__all__ = ["EMA"]
+
+
+class EMA(Callback):
+    """Keeps exponential moving averages of the weights, one average for each trained parameter.
+
+    Each update adds its weights: average = decay * average + (1 - decay) * weights. The first update begins
+    the average, as torch.optim.swa_utils.AveragedModel does; with schedule="flush" and one microbatch both
+    have the same bits. Validation(ema=True) evaluates the averages, RunResult.ema has them at the end, and
+    checkpoints keep them. Raises ValueError for a decay that is not between 0 and 1.
+    """
+
+    decides = False
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(f"decay of EMA is {decay!r}: use a number between 0 and 1")
+        self.decay = decay

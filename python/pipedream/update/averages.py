@@ -1,0 +1,130 @@
+"""Exponential moving averages of a stage's weights, which its updates keep (callbacks.EMA).
+
+    UPDATE v          the optimizer makes version v + 1, chunk by chunk
+                      average = decay x average + (1 - decay) x version v + 1
+    RECV version      what another stage updates and this one uses: likewise, when it comes
+
+The first update begins an average with its own weights, as torch.optim.swa_utils.AveragedModel does. Averages
+lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own pieces.
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipedream.checkpoint.snapshot import on_host
+from pipedream.checkpoint.stage_files import piece_in
+from pipedream.model.factories import NamedParameters
+from pipedream.optim.master_weights import master_dtype
+from pipedream.update.shards import Piece, flat_view, piece_of
+from pipedream.update.weights import state_layout, view_like
+
+__all__ = ["Averages"]
+
+_OWN = (-1, 0)
+
+
+class Averages:
+    """Averages of the parameters, or pieces of them, that a stage updates, and of those that it uses of other
+    stages."""
+
+    def __init__(
+        self, decay: float, updated: NamedParameters, used: Mapping[int, NamedParameters] | None = None
+    ) -> None:
+        """updated: in the order of the optimizer. used: by the stage that updates them."""
+        self.decay = decay
+        self._named = list(updated)
+        self._num_updated = len(self._named)
+        self._begin_of: dict[int, int] = {}
+        for owner, named in (used or {}).items():
+            self._begin_of[owner] = len(self._named)
+            self._named += named
+        # Before they have a place these are the parameters themselves.
+        self._tensors = [parameter.detach() for _, parameter in self._named]
+        self._counts: dict[tuple[int, int], int] = {}
+        """Versions averaged in this run, by (owner, replica) that makes them."""
+        self._count_before = 0
+        """Versions averaged in the run that this one goes on from."""
+        self._is_mixed = any(master_dtype(p.dtype) != p.dtype for _, p in self._named)
+
+    @property
+    def slot_bytes(self) -> int:
+        return state_layout(self._named)[0]
+
+    def place(self, slot: Tensor) -> None:
+        """Moves the averages into a flat slot."""
+        _, offsets = state_layout(self._named)
+        placed = [
+            view_like(slot, offset, parameter, master_dtype(parameter.dtype))
+            for offset, (_, parameter) in zip(offsets, self._named, strict=True)
+        ]
+        for target, source in zip(placed, self._tensors, strict=True):
+            target.copy_(source)
+        self._tensors = placed
+
+    def leave_slot(self) -> None:
+        self._tensors = [on_host(tensor) for tensor in self._tensors]
+
+    def add(self, first: int, leaves: Sequence[Tensor]) -> None:
+        """Takes these parameters of the next version, from `first` on in the optimizer's order."""
+        self._add(self._tensors[first : first + len(leaves)], leaves, _OWN)
+
+    def end_version(self) -> None:
+        """All of the next version has been added."""
+        self._counts[_OWN] = self._counts.get(_OWN, 0) + 1
+
+    def add_used(self, owner: int, replica: int, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        """Takes the pieces of the next version that this replica of the owner has made."""
+        begin = self._begin_of[owner]
+        targets = [piece_of(self._tensors[begin + piece.parameter], piece) for piece in pieces]
+        self._add(targets, values, (owner, replica))
+        self._counts[owner, replica] = self._counts.get((owner, replica), 0) + 1
+
+    @torch.no_grad()
+    def _add(self, targets: list[Tensor], values: Sequence[Tensor], source: tuple[int, int]) -> None:
+        if not targets:
+            return
+        if self._is_mixed:
+            values = [value.to(target.dtype) for value, target in zip(values, targets, strict=True)]
+        if self._counts.get(source, 0) + self._count_before == 0:
+            torch._foreach_copy_(targets, [*values])
+        else:
+            torch._foreach_lerp_(targets, [*values], 1.0 - self.decay)
+
+    def updated_values(self) -> list[Tensor]:
+        """The averages of what the stage updates, in the optimizer's order."""
+        return self._tensors[: self._num_updated]
+
+    def used_values(self, owner: int) -> list[Tensor]:
+        begin = self._begin_of[owner]
+        ends = [other for other in self._begin_of.values() if other > begin]
+        return self._tensors[begin : min(ends, default=len(self._tensors))]
+
+    # For checkpoints: by name.
+
+    def named_values(self) -> dict[str, Tensor]:
+        return {name: tensor for (name, _), tensor in zip(self._named, self._tensors, strict=True)}
+
+    @property
+    def count(self) -> int:
+        """Versions of the stage's own parameters that were averaged."""
+        return self._counts.get(_OWN, 0) + self._count_before
+
+    def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
+        """From averages of so many versions, by name: those of the parameters, or of the whole ones that
+        these are pieces of, laid out as these are. They begin with the next version where there are none."""
+        found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
+        if count > 0 and len(found) == len(self._named):
+            self._tensors = found
+            self._count_before = count
+
+
+def _value_of(name: str, values: Mapping[str, Tensor]) -> Tensor | None:
+    whole, first, end = piece_in(name)
+    if name in values or whole not in values:
+        return values.get(name)
+    return flat_view(values[whole])[first:end]
