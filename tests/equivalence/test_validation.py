@@ -151,6 +151,41 @@ def test_the_eval_mode_forward_is_cut_by_itself_and_may_be_another_one(farm: Far
     assert memory["predicted"] > 0
 
 
+def encoder_layers() -> nn.Module:
+    """Layers that torch computes by one fused kernel in eval mode."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, None]
+            for layer in self.layers:
+                x = layer(x)
+            return x[:, 0, :4]
+
+    torch.manual_seed(0)
+    return Encoder()
+
+
+def evaluate_encoder() -> list[float]:
+    plan = replace(pipedream.Plan.straight(2, 2), cuts=("layers.0.linear1",))
+    validation = pipedream.Validation(_batches(3, 12, 1), every=2)
+    model = encoder_layers()
+    result = pipedream.run(
+        model, plan, data=_batches(4, 4, 0), validation=validation, progress=False, **_OPTIONS
+    )
+    return [each.loss for each in result.validation]
+
+
+def test_an_encoder_layer_of_torch_is_evaluated_where_it_is_cut_inside(farm: Farm) -> None:
+    losses = farm.results(evaluate_encoder, num_ranks=2)[0]
+    assert len(losses) == 2
+    assert losses[1] != losses[0]
+
+
 def sum_of_all(outputs: list[Tensor], targets: list[Tensor]) -> tuple[float, int]:
     return float(torch.cat(outputs).sum()), len(torch.cat(targets))
 

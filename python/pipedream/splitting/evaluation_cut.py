@@ -44,7 +44,10 @@ class EvaluationCut:
 
 @contextlib.contextmanager
 def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, all their modules are in eval mode; afterwards each is in its own again."""
+    """Inside, all their modules are in eval mode; afterwards each is in its own again. torch's encoder layers
+    call their modules there, too, and no fused kernel, as cuts inside them need it."""
+    takes_fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     modules = [module for root in roots for module in root.modules()]
     were_training = [module.training for module in modules]
     for module in modules:
@@ -52,6 +55,7 @@ def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(takes_fused)
         for module, was_training in zip(modules, were_training, strict=True):
             module.training = was_training
 
