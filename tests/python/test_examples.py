@@ -50,6 +50,14 @@ def test_adapters_of_a_frozen_model_learn_text_on_two_workers(tmp_path: Path) ->
     assert (tmp_path / "adapters" / "adapter_config.json").is_file()
 
 
+@_needs("lightning")
+def test_a_module_of_lightning_learns_text_on_two_workers(tmp_path: Path) -> None:
+    sizes = ("--width", "32", "--blocks", "2", "--context", "32", "--examples", "200", "--epochs", "2")
+    said = _run(tmp_path, "lightning_fit.py", *sizes)
+    assert re.search(r"'val_loss': [45]\.\d+", said)
+    assert (tmp_path / "last.ckpt").is_file()
+
+
 @_needs("torchvision", "sklearn", "matplotlib")
 def test_a_network_of_torchvision_learns_digits_on_two_workers(tmp_path: Path) -> None:
     options = ("--epochs", "1", "--batch-size", "128", "--schedule", "flush", "--microbatches", "2")

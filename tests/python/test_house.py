@@ -34,6 +34,7 @@ PYTHON_FOLDERS = [
     "stage",
     "worker",
     "launch",
+    "integrations",
     "reference",
 ]
 CPP_FOLDERS = [

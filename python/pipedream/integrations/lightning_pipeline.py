@@ -1,0 +1,455 @@
+"""Runs the batches of a Lightning fit as a pipeline, part by part, and hands out what each step has logged.
+
+A part reaches to the next place where Lightning looks at the module: a validation, a checkpoint, the end of
+the epoch. Each is a run that goes on from the state of the one before. Imports no Lightning. On the caller's
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipedream
+from pipedream.checkpoint.run_state import RunState, WorkerState
+from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.integrations.lightning_optimizers import (
+    OptimizerOfStages,
+    Rates,
+    planned_options,
+    state_by_name,
+)
+from pipedream.integrations.lightning_steps import Batches, Recorder, Row, StandInTrainer, Steps
+from pipedream.launch.torchrun import rendezvous_prefix
+from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
+from pipedream.model.data_copies import generator_states, set_generators
+from pipedream.model.seeding import generators_kept
+from pipedream.splitting.evaluation_cut import in_eval_mode
+from pipedream.update.stage_optimizer import cut_out
+
+__all__ = ["Pipeline", "Settings", "shared"]
+
+_log = logging.getLogger("pipedream")
+
+_RECORDED = "recorded"
+
+
+@dataclass
+class Settings:
+    """How a fit runs."""
+
+    plan: pipedream.Plan | None = None
+    workers: int = 2
+    bandwidth: str | float = "10Gbit/s"
+    schedule: str = "flush"
+    microbatches: int | None = None
+    autocast: str | None = None
+    max_grad_norm: float | None = None
+    progress: bool = True
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of pipedream.run."""
+
+
+def shared(value: Any) -> Any:
+    """Rank 0's value at all ranks, as JSON; in a plain script the value itself."""
+    if not under_torchrun():
+        return value
+    with torchrun_rendezvous(rendezvous_prefix(), START_TIMEOUT_S) as rendezvous:
+        if is_rank_0():
+            rendezvous.publish("value", value)
+            return value
+        (found,) = rendezvous.wait_for(["value"], math.inf, lambda missing: "no value of rank 0")
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive batches of an epoch, which one run trains on."""
+
+    first: int
+    end: int | None
+    """None: to the end of the data, which have no length."""
+    evaluates: bool
+
+    def steps(self, accumulated: int) -> int | None:
+        return None if self.end is None else -(-(self.end - self.first) // accumulated)
+
+
+class Pipeline:
+    """The runs of one fit."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.train_loader: Any = None
+        self.val_loader: Any = None
+        self.plan = settings.plan
+        self.steps: Steps | None = None
+        self.result: pipedream.RunResult | None = None
+        """The result of the latest run."""
+        self.num_batches: int | None = None
+        """Batches of this epoch, where the loader has no length: known once they are trained on."""
+        self._recorder = Recorder()
+        self._state: RunState | None = None
+        self._optimizer: OptimizerOfStages | None = None
+        self._optimizer_is_newest = True
+        """Whether the optimizer of the caller has the state of the stages."""
+        self._train_rows: deque[Row] = deque()
+        self._val_rows: deque[Row] = deque()
+        self._microbatches = 0
+        self._num_workers = 0
+        self._epoch = -1
+        self._epoch_seed = 0
+        self._loader_of_epoch: Any = None
+        self._generators: list[Tensor] = []
+
+    # Handed out to Lightning.
+
+    def train_row(self, trainer: Any, batch: int) -> Row:
+        if not self._train_rows:
+            self._run(trainer, self._next_part(trainer, batch))
+        return self._train_rows.popleft()
+
+    def ensure_rows(self, trainer: Any, batch: int) -> None:
+        """Trains on what comes, if nobody has."""
+        if not self._train_rows:
+            self._run(trainer, self._next_part(trainer, batch))
+
+    def val_row(self) -> Row | None:
+        """None: nothing was evaluated here."""
+        return self._val_rows.popleft() if self._val_rows else None
+
+    @property
+    def has_val_row(self) -> bool:
+        return bool(self._val_rows)
+
+    def fill(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Gives the optimizer of the caller the state that the stages have. At all ranks. folder: which they
+        share."""
+        if self._optimizer_is_newest or self._state is None or self.steps is None:
+            return
+        states = state_by_name(self._snapshots(folder))
+        named = dict(self.steps.named_parameters(remove_duplicate=False))
+        for name, state in states.items():
+            optimizer.state[named[name]] = cut_out(state, name, named[name])
+        self._optimizer_is_newest = True
+
+    def _snapshots(self, folder: Path) -> Iterable[Any]:
+        assert self._state is not None
+        ranks = range(self._num_workers)
+        if not under_torchrun():
+            return [one for rank in ranks for one in self._state.of_rank(rank).snapshots]
+        folder = folder / "pipedream-state"
+        rank = int(os.environ["RANK"])
+        if rank in ranks:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._state.of_rank(rank).save(folder, rank)
+        _wait_for_all()
+        if rank != 0:
+            return []
+        return [one for each in ranks for one in WorkerState.load(folder, each).snapshots]
+
+    # Parts.
+
+    def _next_part(self, trainer: Any, first: int) -> Part:
+        num_batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+        has_length = num_batches != math.inf
+        ends = [int(num_batches)] if has_length else []
+        step = trainer.global_step
+        everys = [getattr(one, "_every_n_train_steps", 0) for one in trainer.checkpoint_callbacks]
+        counts = [every - step % every for every in everys if every]
+        if trainer.max_steps > 0:
+            counts.append(trainer.max_steps - step)
+        ends += [first + count * accumulated for count in counts]
+        loop = trainer.fit_loop.epoch_loop
+        evaluates_in_epoch = loop._should_check_val_epoch()
+        if evaluates_in_epoch and self.val_loader is None:
+            trainer.validating = True
+            loop.val_loop.setup_data()
+            trainer.training = True
+        every = trainer.val_check_batch
+        evaluated_at: int | None = None
+        if evaluates_in_epoch and every not in (None, math.inf):
+            done = loop.total_batch_idx - loop.batch_idx if trainer.check_val_every_n_epoch is None else 0
+            evaluated_at = first + every - (done + first) % every
+            ends.append(evaluated_at)
+        end = min(ends, default=None)
+        at_end = evaluated_at == end if evaluated_at is not None else end is None or not has_length
+        return Part(first, end, evaluates=evaluates_in_epoch and at_end)
+
+    def _run(self, trainer: Any, part: Part) -> None:
+        module, accumulated = trainer.lightning_module, trainer.accumulate_grad_batches
+        optimizer = trainer.optimizers[0]
+        self._begin_epoch(trainer.current_epoch, trainer.num_training_batches)
+        facts = {
+            "current_epoch": trainer.current_epoch,
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            "num_training_batches": trainer.num_training_batches,
+            "accumulate_grad_batches": accumulated,
+            "world_size": 1,
+            "global_rank": 0,
+            "is_global_zero": True,
+            "training": True,
+            "sanity_checking": False,
+            "logger": None,
+            "loggers": [],
+        }
+        stand_in = StandInTrainer(part.first, trainer.global_step, accumulated, **facts)
+        if self.steps is None:
+            self._check(trainer)
+            self.steps = Steps(module, stand_in)
+            self._optimizer = OptimizerOfStages(optimizer, self.steps)
+        steps = self.steps
+        steps.trainer = stand_in
+        assert self._optimizer is not None
+        with _left_by_trainer(module):
+            data, validation = self._data(trainer, part, accumulated)
+            self._learn(data, validation)
+            if self.plan is None:
+                self.plan = self._make_plan(data)
+            if not self._num_workers:
+                self._num_workers = shared(self.plan.workers_used)  # rank 0's plan counts
+            self._recorder.begin()
+            rows = self._rates(trainer, part, optimizer, accumulated)
+            self.result = pipedream.run(
+                steps,
+                self.plan,
+                data=data,
+                loss_fn=self._recorder,
+                optimizer=self._optimizer,
+                lr_scheduler=functools.partial(Rates, rows),
+                schedule=self.settings.schedule,
+                microbatches=self._microbatches,
+                weight_fn=_count_one if accumulated > 1 else None,
+                max_grad_norm=self.settings.max_grad_norm,
+                autocast=self.settings.autocast,
+                validation=validation,
+                state=self._state,
+                progress=self.settings.progress,
+                **self.settings.run,
+            )
+        self._state = self.result.state
+        self._optimizer.state = {}
+        self._optimizer_is_newest = False
+        self._take_rows(part)
+
+    def _check(self, trainer: Any) -> None:
+        """Raises ValueError for what configure_optimizers and the loaders show, before a worker starts."""
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(trainer.optimizers)} optimizers: a pipeline has one"
+            )
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
+                raise ValueError(
+                    'the lr_scheduler is a ReduceLROnPlateau with interval "step": use interval "epoch"'
+                )
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        for name, loop in (("train_dataloaders", trainer.fit_loop), ("val_dataloaders", val_loop)):
+            combined = loop._combined_loader
+            if combined is not None and len(combined.flattened) > 1:
+                raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
+
+    def _begin_epoch(self, epoch: int, num_batches: float) -> None:
+        """The loader's generators begin each part of an epoch alike, and each epoch as Lightning's would."""
+        loader = self.train_loader
+        if loader is self._loader_of_epoch:
+            set_generators(loader, self._generators)
+            if epoch == self._epoch:
+                return
+            _draw_as_an_epoch(loader, num_batches)
+        self._epoch, self._loader_of_epoch = epoch, loader
+        self._generators = generator_states(self.train_loader)
+        self._epoch_seed = shared(int(torch.randint(2**31, ())))
+
+    def _data(self, trainer: Any, part: Part, accumulated: int) -> tuple[Batches, Any]:
+        scales: dict[int, float] = {}
+        if part.end is not None and (left := (part.end - part.first) % accumulated):
+            scales = dict.fromkeys(range(part.end - left, part.end), left / accumulated)
+        convert = _double if trainer.precision == "64-true" else None
+        data = Batches(
+            self.train_loader,
+            part.first,
+            part.end,
+            seed=self._epoch_seed,
+            scales=scales,
+            accumulated=accumulated,
+            convert=convert,
+        )
+        if not part.evaluates:
+            return data, None
+        limits = trainer.num_val_batches[0]
+        held_out = Batches(
+            self.val_loader,
+            0,
+            None if limits == math.inf else int(limits),
+            seed=0,
+            scales={},
+            convert=convert,
+        )
+        metrics = {_RECORDED: self._recorder.take_outputs}
+        return data, pipedream.Validation(held_out, metrics, outputs=True)
+
+    def _learn(self, data: Batches, validation: Any) -> None:
+        """Finds out by their first batches what the steps log."""
+        assert self.steps is not None
+        for is_training, batches in ((True, data), (False, validation and validation.data)):
+            layout = self.steps.layouts[is_training]
+            if batches is None or layout.is_known:
+                continue
+            with (
+                generators_kept(),
+                _buffers_kept(self.steps),
+                torch.no_grad(),
+                contextlib.ExitStack() as around,
+            ):
+                kept = generator_states(batches.loader)
+                around.callback(set_generators, batches.loader, kept)
+                first = next(iter(batches.one_by_one()))
+                self.steps.list_batches[is_training] = batches.has_lists
+                if not is_training:
+                    around.enter_context(in_eval_mode([self.steps]))
+                self.steps.learns = True
+                around.callback(setattr, self.steps, "learns", False)
+                self.steps(**first)
+                if is_training:
+                    self._microbatches = self._choose_microbatches(data, first)
+            if self.steps.trainer.asked_for_step:
+                self.steps.reads_number[is_training] = True
+            layout.is_known = True
+
+    def _choose_microbatches(self, data: Batches, first: Mapping[str, Any]) -> int:
+        if data.accumulated > 1:
+            return data.accumulated
+        if self.settings.microbatches is not None:
+            return self.settings.microbatches
+        plan = self.plan
+        stages = self.settings.workers if plan is None else plan.num_stages
+        if under_torchrun() and plan is None:
+            stages = int(os.environ["WORLD_SIZE"])
+        samples = first["batch"]
+        size = next((t.size(0) for t in pipedream_tensors(samples) if t.dim()), 1)
+        wanted = 1 if stages == 1 else 4 * stages
+        return max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
+
+    def _make_plan(self, data: Batches) -> pipedream.Plan:
+        workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else self.settings.workers
+        if not is_rank_0():
+            return pipedream.Plan.straight(workers, workers)  # rank 0's plan is used everywhere
+        assert self.steps is not None
+        with contextlib.ExitStack() as around:
+            around.callback(set_generators, self.train_loader, generator_states(self.train_loader))
+            profile = pipedream.profile(
+                self.steps,
+                data.one_by_one(),
+                self._recorder,
+                minibatches=20,
+                seconds=10,
+                autocast=self.settings.autocast,
+            )
+        plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True)
+        print(plan, flush=True)
+        return plan
+
+    def _rates(self, trainer: Any, part: Part, optimizer: torch.optim.Optimizer, accumulated: int) -> Any:
+        configs = [
+            config
+            for config in trainer.lr_scheduler_configs
+            if config.interval == "step" and not config.reduce_on_plateau
+        ]
+        num_steps = part.steps(accumulated)
+        if configs and num_steps is None:
+            raise ValueError(
+                'the lr_scheduler has interval "step", and train_dataloaders have no length: give'
+                " limit_train_batches=N"
+            )
+
+        def step(index: int) -> None:
+            assert part.end is not None
+            after = min(part.first + (index + 1) * accumulated, part.end)
+            for config in configs:
+                if after % config.frequency == 0:
+                    trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # the stages make its steps
+        return planned_options(optimizer, [config.scheduler for config in configs], num_steps or 0, step)
+
+    def _take_rows(self, part: Part) -> None:
+        recorder, steps = self._recorder, self.steps
+        assert steps is not None
+        train, val = shared([list(recorder.batches().items()), recorder.val_rows.tolist()])
+        for _, pieces in train:
+            rows = [Row.of(steps.layouts[True], row) for _, row in pieces]
+            self._train_rows.append(Row.joined(rows, [samples for samples, _ in pieces]))
+        self.num_batches = part.first + len(train)
+        self._val_rows = deque(Row.of(steps.layouts[False], row) for row in val if part.evaluates)
+
+
+def pipedream_tensors(value: Any) -> list[Tensor]:
+    from pipedream.model.boundary import tensors_of
+
+    return list(tensors_of(value))
+
+
+def _count_one(batch: Any) -> float:
+    """Accumulated batches count alike, as in Lightning."""
+    return 1.0
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _wait_for_all() -> None:
+    with torchrun_rendezvous(rendezvous_prefix(), START_TIMEOUT_S) as rendezvous:
+        rendezvous.publish(os.environ["RANK"], True)
+        ranks = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+        rendezvous.wait_for(ranks, math.inf, lambda missing: f"no word of rank {missing[0]}")
+
+
+@contextlib.contextmanager
+def _left_by_trainer(module: Any) -> Iterator[None]:
+    """Inside the module knows no trainer, which could not be sent to workers."""
+    attributes = vars(module)
+    kept = attributes["_trainer"]
+    attributes["_trainer"] = None
+    try:
+        yield
+    finally:
+        attributes["_trainer"] = kept
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:
+    """The loader's generators draw what they draw in an epoch of Lightning, which does not ask for a batch
+    after the last one."""
+    generator, sampler = getattr(loader, "generator", None), getattr(loader, "batch_sampler", None)
+    if generator is None:
+        return
+    read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    with generators_kept():
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        num_drawn = None if num_batches == math.inf else int(num_batches) + read_ahead
+        deque(itertools.islice(sampler or (), num_drawn), maxlen=0)

@@ -1,0 +1,465 @@
+"""The steps of a LightningModule as a model, a loss and data that `pipedream.run` trains.
+
+    Steps      the module, whose forward is its training_step, in eval mode its validation_step
+    Recorder   the loss: takes it from what Steps returned, and keeps a row of figures of every step
+    Batches    the data: those of a loader from one batch to another, by number
+
+A row has all that a step has logged and what it has added to its metrics. The rows come back to the caller's
+Recorder at the end of the run, so that the caller can log them as if it had made the steps itself. Imports no
+Lightning. On the worker's compute thread, and the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.common.microbatches import Microbatches
+from pipedream.model.boundary import map_tensors, tensors_of
+from pipedream.model.seeding import seed_all
+
+__all__ = ["Batches", "Layout", "LoggedCall", "Recorder", "Row", "StandInTrainer", "Steps", "metrics_of"]
+
+_PER_VALUE = 3  # columns of a logged value: whether it was logged, the value, its batch size
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """How a step calls `self.log` for one name."""
+
+    options: dict[str, Any]
+    dtype: torch.dtype
+    metric: str | None
+    """The name of the metric that is logged, as an attribute of the module; None: a number or tensor."""
+
+
+@dataclass
+class Layout:
+    """The columns of the rows of one kind of step, as its first batch shows them."""
+
+    calls: dict[str, LoggedCall] = field(default_factory=dict)
+    states: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict)
+    """By metric, its states."""
+    is_known: bool = False
+
+
+class StandInTrainer:
+    """`self.trainer` of a step in a worker: numbers alone."""
+
+    def __init__(self, first_batch: int, first_step: int, accumulated: int, **facts: Any) -> None:
+        self._first_batch, self._first_step, self._accumulated = first_batch, first_step, accumulated
+        self._batch = first_batch
+        self.asked_for_step = False
+        vars(self).update(facts)
+
+    @property
+    def global_step(self) -> int:
+        self.asked_for_step = True
+        return self._first_step + (self._batch - self._first_batch) // self._accumulated
+
+    def at(self, batch: int) -> None:
+        self._batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(sorted(key for key in vars(self) if not key.startswith("_")))
+        raise AttributeError(
+            f"trainer.{name} is not known to a step, which runs in a worker: it has {known}, global_step"
+        )
+
+
+def metrics_of(module: nn.Module) -> dict[str, Any]:
+    """The metrics of torchmetrics in the module, by name."""
+    return {name: one for name, one in module.named_modules() if _is_metric(one)}
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(
+        kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
+        for kind in type(module).__mro__
+    )
+
+
+def _has_metrics_alone(module: nn.Module) -> bool:
+    leaves = [one for one in module.modules() if _is_metric(one) or not list(one.children())]
+    return _is_metric(module) or (bool(leaves) and all(map(_is_metric, leaves)))
+
+
+def reads(function: Any, position: int) -> bool:
+    """Whether the code of a method reads its argument at this position, where 0 is self."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return True
+    if code.co_argcount <= position:
+        return bool(code.co_flags & 0x04)  # *args
+    name = code.co_varnames[position]
+    if name in code.co_cellvars:
+        return True
+    return any(name in _names(instruction.argval) for instruction in dis.get_instructions(code))
+
+
+def _names(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+class Steps(nn.Module):
+    """A LightningModule whose forward is its training_step, in eval mode its validation_step.
+
+    It has the module's own tables of parameters, buffers and children, so that all names are the module's.
+    Metrics are none of its children: they belong to no stage, and each step begins with empty ones.
+    """
+
+    def __init__(self, module: Any, trainer: StandInTrainer) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = {
+            name: child
+            for name, child in module._modules.items()
+            if child is None or not _has_metrics_alone(child)
+        }
+        vars(self)["lightning_module"] = module
+        self.trainer = trainer
+        self.layouts = {True: Layout(), False: Layout()}
+        """By whether it is training."""
+        self.learns = False
+        """Whether the next step shows what rows have."""
+        self.list_batches = {True: False, False: False}
+        """Whether batches are lists, which travel as tuples."""
+        self.reads_number = {
+            True: _takes(module.training_step, 2) and reads(module.training_step, 2),
+            False: _takes(module.validation_step, 2) and reads(module.validation_step, 2),
+        }
+        """Whether the step reads its batch_idx, which then crosses every cut."""
+        self.training = module.training
+
+    def forward(self, batch: Any, number: Any, total: Any = None, scale: Any = None) -> dict[str, Tensor]:
+        module: Any = vars(self)["lightning_module"]
+        if self.list_batches[self.training] and isinstance(batch, tuple):
+            batch = list(batch)
+        index = int(number) if self.reads_number[self.training] else 0
+        self.trainer.at(index)
+        step = module.training_step if self.training else module.validation_step
+        takes_index = _takes(step, 2)
+        with _Logging(self, module, batch) as logging:
+            returned = step(batch, index) if takes_index else step(batch)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if self.training and not isinstance(loss, Tensor):
+            raise ValueError(
+                f"training_step of {type(module).__name__} returned {type(returned).__name__}: return the"
+                ' loss, or a dict with "loss", for every batch'
+            )
+        row = logging.row(loss)
+        if self.training:
+            assert isinstance(loss, Tensor)
+            return {"loss": loss, "row": row.detach()}
+        return {"loss": row.sum(), "held_out": row}
+
+
+def _takes(step: Step, position: int) -> bool:
+    code = getattr(getattr(step, "__func__", step), "__code__", None)
+    return not isinstance(code, types.CodeType) or code.co_argcount > position or bool(code.co_flags & 0x04)
+
+
+class _Logging:
+    """Around a step: its calls of self.log come here."""
+
+    def __init__(self, steps: Steps, module: Any, batch: Any) -> None:
+        self._steps, self._module = steps, module
+        self._layout = steps.layouts[steps.training]
+        self._learns = steps.learns
+        if self._learns:
+            self._layout.calls.clear()
+            self._layout.states.clear()
+        self._batch_size = _batch_size_of(batch)
+        self._values: dict[str, tuple[Any, int]] = {}
+        self._metrics = metrics_of(module)
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> _Logging:
+        module, attributes = self._module, vars(self._module)
+        around = self._around
+        around.callback(attributes.__setitem__, "_trainer", attributes.get("_trainer"))
+        around.callback(attributes.__setitem__, "training", module.training)
+        attributes["_trainer"], attributes["training"] = self._steps.trainer, self._steps.training
+        around.callback(attributes.pop, "log")
+        attributes["log"] = self._log
+        for metric in self._metrics.values():
+            around.callback(vars(metric).update, dict(vars(metric)))
+            metric.reset()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self._around.close()
+
+    def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+        options |= dict(zip(_LOG_ARGUMENTS, args, strict=False))
+        if isinstance(value, Mapping):
+            raise ValueError(f"self.log({name!r}) was given a {type(value).__name__}: use self.log_dict")
+        if self._learns:
+            self._learn(name, value, options)
+        elif name not in self._layout.calls:
+            raise ValueError(
+                f"a step has logged {name!r}, which the first one did not: log it in every step, or in none"
+            )
+        self._values[name] = (value, self._batch_size if batch_size is None else batch_size)
+
+    def _learn(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        metric: str | None = None
+        if isinstance(value, nn.Module):
+            metric = next((known for known, one in self._metrics.items() if one is value), None)
+            if metric is None:
+                raise ValueError(f"self.log({name!r}) was given a metric that is no attribute of the module")
+            value = getattr(value, "_forward_cache", None)
+        dtype = value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
+        self._layout.calls[name] = LoggedCall(options, dtype, metric)
+
+    def row(self, loss: Any) -> Tensor:
+        """The values that were logged and the states of the metrics, as one tensor."""
+        device = next((t.device for t in tensors_of(loss)), torch.device("cpu"))
+        columns: list[Tensor] = [self._as_column(loss if isinstance(loss, Tensor) else 0.0, device)]
+        if self._learns:
+            self._layout.states = {
+                name: _described(name, metric)
+                for name, metric in self._metrics.items()
+                if getattr(metric, "_update_count", 1)
+            }
+        for name, call in self._layout.calls.items():
+            value, batch_size = self._values.get(name, (0.0, 0))
+            if call.metric is not None:
+                value = getattr(value, "_forward_cache", None) if name in self._values else None
+                value = 0.0 if value is None else value
+            flags = (float(name in self._values), value, float(batch_size))
+            columns += [self._as_column(each, device) for each in flags]
+        flat = [torch.stack(columns)]
+        for name, states in self._layout.states.items():
+            metric = self._metrics[name]
+            flat.append(self._as_column(float(metric._update_count), device).reshape(1))
+            flat += [getattr(metric, state).to(device, torch.float64).reshape(-1) for state, _, _ in states]
+        self._around.close()
+        return torch.cat(flat)
+
+    def _as_column(self, value: Any, device: torch.device) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), dtype=torch.float64, device=device)
+        if value.numel() != 1:
+            raise ValueError(
+                f"a step has logged a tensor of {tuple(value.shape)}: log one number, as its mean()"
+            )
+        return value.to(device, torch.float64).reshape(())
+
+
+_LOG_ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+)
+
+
+def _described(name: str, metric: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    described = []
+    for state in metric._defaults:
+        value = getattr(metric, state)
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"the metric {name!r} ({type(metric).__name__}) keeps every batch in a list, which no worker"
+                " sends back: use one that counts, as with thresholds=100"
+            )
+        described.append((state, value.shape, value.dtype))
+    return described
+
+
+def _batch_size_of(batch: Any) -> int:
+    return next((tensor.size(0) if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step as its row tells of it, with its layout."""
+
+    loss: float
+    values: dict[str, tuple[float, int]]
+    """By name, those that were logged, with their batch sizes."""
+    states: list[dict[str, tuple[int, dict[str, Tensor]]]]
+    """By microbatch and metric, the updates of this step and their states."""
+
+    @classmethod
+    def of(cls, layout: Layout, numbers: Sequence[float]) -> Row:
+        values, at = {}, 1
+        for name in layout.calls:
+            was_logged, value, batch_size = numbers[at : at + _PER_VALUE]
+            if was_logged:
+                values[name] = (value, int(batch_size))
+            at += _PER_VALUE
+        states: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        for metric, described in layout.states.items():
+            updates, at, parts = int(numbers[at]), at + 1, {}
+            for state, shape, dtype in described:
+                count = shape.numel()
+                parts[state] = (
+                    torch.tensor(numbers[at : at + count], dtype=torch.float64).to(dtype).reshape(shape)
+                )
+                at += count
+            states[metric] = (updates, parts)
+        return cls(numbers[0], values, [states])
+
+    @classmethod
+    def joined(cls, rows: Sequence[Row], samples: Sequence[float]) -> Row:
+        """Returns the row of a batch from those of its microbatches: means by samples."""
+        if len(rows) == 1:
+            return rows[0]
+        total = sum(samples)
+        shares = [each / total for each in samples]
+        values = {
+            name: (
+                sum(row.values[name][0] * share for row, share in zip(rows, shares, strict=True)),
+                sum(row.values[name][1] for row in rows),
+            )
+            for name in rows[0].values
+        }
+        return cls(
+            sum(row.loss * share for row, share in zip(rows, shares, strict=True)),
+            values,
+            [states for row in rows for states in row.states],
+        )
+
+
+class Recorder:
+    """The loss of a run over Steps."""
+
+    def __init__(self) -> None:
+        self.train_rows = torch.zeros(0, 0, dtype=torch.float64)
+        self.num_train_rows = 0
+        self.val_rows = torch.zeros(0, 0, dtype=torch.float64)
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+        loss, row = outputs["loss"], outputs.get("row")
+        if row is not None:  # of a training step
+            samples = torch.tensor(_batch_size_of(batch["batch"]))
+            head = torch.stack([one.to(row) for one in (batch["number"], batch["total"], samples)])
+            self._keep(torch.cat([head, row]))
+            # The loss does not depend on what is logged, but what is logged has to come to its stage.
+            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
+        return loss * batch["scale"] if "scale" in batch else loss
+
+    def _keep(self, row: Tensor) -> None:
+        if self.num_train_rows == len(self.train_rows) or self.train_rows.size(1) != len(row):
+            larger = row.new_zeros(max(64, 2 * self.num_train_rows), len(row))
+            if self.num_train_rows:
+                larger[: self.num_train_rows] = self.train_rows
+            self.train_rows = larger
+        self.train_rows[self.num_train_rows] = row
+        self.num_train_rows += 1
+
+    def take_outputs(
+        self, outputs: Sequence[Mapping[str, Tensor]], targets: Sequence[Any]
+    ) -> tuple[float, int]:
+        """A metric of the validation: keeps the rows of all its steps."""
+        self.val_rows = torch.stack([output["held_out"] for output in outputs])
+        return 0.0, 1
+
+    def batches(self) -> dict[int, list[tuple[float, list[float]]]]:
+        """By batch, (samples, row) of its microbatches, as they were trained on last: a worker rehearses some
+        before."""
+        found: dict[int, list[tuple[float, list[float]]]] = {}
+        for number, total, samples, *row in reversed(self.train_rows[: self.num_train_rows].tolist()):
+            pieces = found.setdefault(int(number), [])
+            if sum(count for count, _ in pieces) < total:
+                pieces.insert(0, (samples, row))
+        return dict(sorted(found.items()))
+
+    def begin(self) -> None:
+        """Before a run, in the caller."""
+        self.train_rows, self.num_train_rows = torch.zeros(0, 0, dtype=torch.float64), 0
+        self.val_rows = torch.zeros(0, 0, dtype=torch.float64)
+
+
+class Batches:
+    """The batches of a loader from `first` to before `end`, each with its number; where gradients accumulate,
+    so many at a time.
+
+    Every reader sees the loader's epoch in the same order, whatever part of it this is: its generators begin
+    as they are given here."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        first: int,
+        end: int | None,
+        *,
+        seed: int,
+        scales: Mapping[int, float],
+        accumulated: int = 1,
+        convert: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.loader = loader
+        self.first = first
+        self.end = end
+        self.accumulated = accumulated
+        self.has_lists = False
+        """Whether the batch read last was a list."""
+        self._seed = seed
+        self._scales = dict(scales)
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[Any]:
+        items = self._items()
+        if self.accumulated == 1:
+            return items
+        return map(Microbatches, iter(lambda: list(itertools.islice(items, self.accumulated)), []))
+
+    def one_by_one(self) -> Batches:
+        """The same without accumulation."""
+        other = copy.copy(self)
+        other.accumulated = 1
+        return other
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        seed_all(self._seed)
+        for number, batch in enumerate(self.loader):
+            if number == self.end:
+                return
+            if number >= self.first:
+                yield self._item(number, batch)
+
+    def _item(self, number: int, batch: Any) -> dict[str, Any]:
+        self.has_lists = isinstance(batch, list)
+        batch = _without_lists(batch)
+        if self._convert is not None:
+            batch = map_tensors(self._convert, batch)
+        item = {"batch": batch, "number": torch.tensor(number), "total": torch.tensor(_batch_size_of(batch))}
+        if self._scales:
+            item["scale"] = torch.tensor(self._scales.get(number, 1.0))
+        return item
+
+    def __len__(self) -> int:
+        length = len(self.loader) if self.end is None else self.end  # type: ignore[arg-type]
+        return max(0, math.ceil((length - self.first) / self.accumulated))
+
+
+def _without_lists(batch: Any) -> Any:
+    """Lists of tensors, as torch collates them, as tuples: a list is one entry per sample to a run."""
+    if isinstance(batch, list) and all(isinstance(one, (Tensor, list, tuple, dict)) for one in batch):
+        return tuple(map(_without_lists, batch))
+    return batch

@@ -1,0 +1,296 @@
+"""A LightningModule that `fit` trains as a pipeline equals the one that Lightning's Trainer trains."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+L = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from pipedream.integrations import lightning as front  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+NUM_LAYERS = 5
+
+
+class Net(L.LightningModule):
+    """Five layers, a parameter of its own, and a scheduler of the named kind."""
+
+    def __init__(self, scheduler: str = "step") -> None:
+        super().__init__()
+        self.scheduler = scheduler
+        self.layers = nn.ModuleList([nn.Linear(16 if index == 0 else 24, 24) for index in range(4)])
+        self.shift = nn.Parameter(torch.zeros(24))
+        self.head = nn.Linear(24, 4)
+        self.train_accuracy = torchmetrics.MeanMetric()  # which counts in float32
+        self.val_accuracy = torchmetrics.classification.MulticlassAccuracy(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 1:
+                x = x + self.shift
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        outputs = self(x)
+        loss = F.cross_entropy(outputs, y)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log_dict({"correct": (outputs.argmax(1) == y).double().mean()}, on_step=False, on_epoch=True)
+        self.train_accuracy(outputs.detach().abs().mean())
+        self.log("train_size", self.train_accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        outputs = self(x)
+        self.log("val_loss", F.cross_entropy(outputs, y))
+        self.val_accuracy(outputs, y)
+        self.log("val_accuracy", self.val_accuracy)
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+        schedulers = torch.optim.lr_scheduler
+        if self.scheduler == "step":
+            one = schedulers.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=100)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
+        if self.scheduler == "epoch":
+            return [optimizer], [schedulers.StepLR(optimizer, 1, 0.5)]
+        plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.3, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def loaders(batch_size: int = 8) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    torch.manual_seed(5)
+    x = torch.randn(64, 16).double()
+    y = x[:, :4].argmax(1)
+    order = torch.Generator().manual_seed(1)
+    train = DataLoader(TensorDataset(x, y), batch_size, shuffle=True, generator=order)
+    return train, DataLoader(TensorDataset(x[:20], y[:20]), batch_size)
+
+
+def net(scheduler: str = "step") -> Net:
+    torch.manual_seed(3)
+    return Net(scheduler).double()
+
+
+def arguments(folder: Path, **given: Any) -> dict[str, Any]:
+    return {
+        "max_epochs": 2,
+        "gradient_clip_val": 0.5,
+        "log_every_n_steps": 1,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "logger": CSVLogger(folder, version=0),
+        "default_root_dir": folder,
+        "callbacks": [LearningRateMonitor(), *given.pop("callbacks", [])],
+        **given,
+    }
+
+
+def figures(module: Net, trainer: Any, folder: Path) -> dict[str, Any]:
+    """Returns all that a user sees of a training."""
+    logged: list[dict[str, str]] = []
+    if int(os.environ.get("RANK", "0")) == 0:
+        trainer.logger.save()
+        with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+            logged = list(csv.DictReader(file))
+    return {
+        "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
+        "logged": [{name: float(value) for name, value in row.items() if value} for row in logged],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "best": os.path.basename(trainer.checkpoint_callback.best_model_path),
+    }
+
+
+def callbacks_of(kinds: tuple[str, ...]) -> list[Any]:
+    made = {
+        "best": lambda: ModelCheckpoint(
+            monitor="val_loss", filename="{epoch}-{val_loss:.6f}", save_last=True
+        ),
+        "stopping": lambda: EarlyStopping("val_loss", min_delta=0.5, patience=1),
+    }
+    return [made[kind]() for kind in kinds]
+
+
+def by_trainer(folder: Path, scheduler: str, kinds: tuple[str, ...], ckpt: Any = None, **given: Any) -> Any:
+    module, (train, val) = net(scheduler), loaders()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        **arguments(folder, callbacks=callbacks_of(kinds), **given),
+    )
+    trainer.fit(module, train, val, ckpt_path=ckpt)
+    return figures(module, trainer, folder)
+
+
+def by_pipeline(
+    folder: Path, scheduler: str, kinds: tuple[str, ...], workers: int, ckpt: Any = None, **given: Any
+) -> Any:
+    module, (train, val) = net(scheduler), loaders()
+    trainer = front.fit(
+        module,
+        train,
+        val,
+        plan=pipedream.Plan.straight(NUM_LAYERS, workers),
+        ckpt_path=ckpt,
+        **arguments(folder, callbacks=callbacks_of(kinds), **given),
+    )
+    return figures(module, trainer, folder)
+
+
+def assert_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine["weights"].keys() == theirs["weights"].keys()
+    for name, weight in theirs["weights"].items():
+        torch.testing.assert_close(mine["weights"][name], weight, rtol=0.0, atol=1e-9)
+    assert len(mine["logged"]) == len(theirs["logged"])
+    for row, expected in zip(mine["logged"], theirs["logged"], strict=True):
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, abs=1e-6 if "train_size" in name else 1e-9), name
+    assert mine["metrics"] == pytest.approx(theirs["metrics"], abs=1e-6)
+    assert mine["rates"] == pytest.approx(theirs["rates"], abs=1e-12)
+    assert [mine[key] for key in ("step", "epoch", "best")] == [
+        theirs[key] for key in ("step", "epoch", "best")
+    ]
+
+
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "a scheduler of steps, validation each epoch": ("step", ("best",), {}),
+    "a scheduler of epochs, validation twice an epoch": ("epoch", ("best",), {"val_check_interval": 0.5}),
+    "a monitored scheduler, early stopping": ("plateau", ("best", "stopping"), {"max_epochs": 5}),
+    "accumulated gradients, validation every other epoch": (
+        "step",
+        (),
+        {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
+    ),
+    "a limit of steps": ("step", (), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_fit_logs_and_trains_as_the_trainer_does(farm: Any, tmp_path: Path, case: str, workers: int) -> None:
+    scheduler, kinds, given = CASES[case]
+    theirs = by_trainer(tmp_path / "theirs", scheduler, kinds, **given)
+    mine = farm.results(by_pipeline, tmp_path / "mine", scheduler, kinds, workers, num_ranks=workers, **given)
+    assert_alike(mine[0], theirs)
+    assert all(one["metrics"] == mine[0]["metrics"] for one in mine)
+
+
+def test_a_stopped_fit_goes_on_as_the_trainer_does(farm: Any, tmp_path: Path) -> None:
+    for side in ("theirs", "mine"):
+        first, second = tmp_path / side / "first", tmp_path / side / "second"
+        last = first / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
+        if side == "theirs":
+            by_trainer(first, "step", ("best",), max_epochs=1)
+            theirs = by_trainer(second, "step", ("best",), last, max_epochs=3)
+        else:
+            farm.results(by_pipeline, first, "step", ("best",), 2, num_ranks=2, max_epochs=1)
+            mine = farm.results(by_pipeline, second, "step", ("best",), 2, last, num_ranks=2, max_epochs=3)
+            # Either goes on from the other's checkpoint.
+            theirs_from_mine = by_trainer(tmp_path / "third", "step", ("best",), last, max_epochs=3)
+    assert_alike(mine[0], theirs)
+    assert_alike(theirs_from_mine, theirs)
+
+
+def test_a_plain_script_trains_as_the_trainer_does(tmp_path: Path) -> None:
+    theirs = by_trainer(tmp_path / "theirs", "step", ("best",))
+    assert_alike(by_pipeline(tmp_path / "mine", "step", ("best",), 2), theirs)
+
+
+def test_a_module_of_pytorch_lightning_trains(farm: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    losses = farm.results(train_old_name, tmp_path, num_ranks=2)
+    assert losses[0][-1] < losses[0][0]
+
+
+def train_old_name(folder: Path) -> list[float]:
+    import pytorch_lightning as pl
+
+    class Old(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+        def training_step(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    plan = pipedream.Plan.straight(3, 2)
+    options = {"max_epochs": 3, "default_root_dir": folder, "logger": False}
+    trainer = front.fit(Old().double(), loaders()[0], plan=plan, **options)
+    return list(trainer.pipeline_result.losses)
+
+
+def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> None:
+    known = set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}
+    tables = [front.HONOURED, front.MEANINGLESS.keys(), front.REFUSED.keys()]
+    assert set().union(*tables) == known
+    assert sum(map(len, tables)) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"devices": 2}, "devices is 2, which a pipeline does not honour: give workers=N"),
+        ({"strategy": "ddp"}, "strategy is 'ddp'"),
+        ({"precision": "bf16-true"}, "precision is 'bf16-true'"),
+        ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm is 'value': use 'norm'"),
+        ({"val_check_interval": "00:00:10:00"}, "val_check_interval is"),
+        ({"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        front.fit(net(), *loaders(), **given)
+
+
+def test_hooks_that_would_not_be_called_are_refused_by_name() -> None:
+    class Own(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    class Manual(Net):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"Own\.on_before_optimizer_step would not be called"):
+        front.fit(Own(), *loaders())
+    with pytest.raises(ValueError, match="automatic_optimization"):
+        front.fit(Manual(), *loaders())
+
+
+def test_a_plan_whose_last_stage_has_replicas_is_refused() -> None:
+    plan = pipedream.Plan.from_dict(
+        {
+            "format": "pipedream.plan/1",
+            "stages": [{"first_layer": 0, "last_layer": NUM_LAYERS - 1, "num_replicas": 2}],
+        }
+    )
+    with pytest.raises(ValueError, match="the last stage of plan has replicas"):
+        front.fit(net(), *loaders(), plan=plan)
