@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "base/failure.h"
 #include "bindings/bindings.h"
+#include "schedule/exclusions.h"
 #include "schedule/listed_program.h"
 #include "schedule/schedule_rules.h"
 #include "schedule/transfers.h"
@@ -490,6 +492,42 @@ void bind_schedules(py::module_& module) {
         return found == nullptr ? std::nullopt : std::optional(*found);
       },
       py::arg("schedule"), "By a name, old ones included; None for any other text.");
+  module.def(
+      "check_exclusions",
+      [](const std::vector<std::pair<std::string, std::optional<std::string>>>& said) {
+        std::map<Trait, std::string> by_trait;
+        Traits traits;
+        for (const auto& [key, words] : said) {
+          const std::optional<Trait> trait = find_trait(key);
+          if (!trait) throw UserError("no trait of exclusions.h is called \"" + key + '"');
+          traits.set(static_cast<std::size_t>(*trait));
+          by_trait[*trait] = words.value_or(std::string(words_of(*trait).said));
+        }
+        const Exclusion* const row = first_exclusion(traits);
+        if (row != nullptr) throw UserError(refusal(*row, by_trait.at(row->first), by_trait.at(row->second)));
+      },
+      py::arg("traits"),
+      "Raises ValueError for two of these traits, each with how it is said, that exclude each other.");
+  module.def(
+      "exclusions",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string, std::string>> rows;
+        for (const Exclusion& row : exclusions())
+          rows.emplace_back(words_of(row.first).key, words_of(row.second).key, row.because, row.remedy);
+        return rows;
+      },
+      "All rows of exclusions.h: two traits, why they exclude each other, and what helps.");
+  module.def(
+      "trait_names",
+      [] {
+        std::map<std::string, std::string> names;
+        for (const Exclusion& row : exclusions()) {
+          for (const Trait trait : {row.first, row.second})
+            names.emplace(words_of(trait).key, words_of(trait).name);
+        }
+        return names;
+      },
+      "What each trait is called in a table.");
   module.def(
       "num_microbatches_min",
       [](const std::string& schedule, std::vector<std::int64_t> in_flight, const Placement& placement) {

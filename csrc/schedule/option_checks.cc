@@ -1,4 +1,5 @@
 // What check_schedule_options() is made of, and the checks of positions.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -8,6 +9,7 @@
 
 #include "base/failure.h"
 #include "schedule/checked_options.h"
+#include "schedule/exclusions.h"
 #include "schedule/listed_program.h"
 #include "schedule/position_checks.h"
 #include "schedule/schedule_rules.h"
@@ -56,12 +58,6 @@ void check_listed(const ScheduleOptions& options) {
                     std::to_string(stage.value()) + ", and the program has " +
                     std::to_string(program.num_in_flight(stage)) + "; leave it to the program");
   }
-  const char* what = nullptr;
-  if (options.placement.num_spares() > 0) what = "spares";
-  if (options.oldest_minibatch) what = "an oldest minibatch";
-  if (what == nullptr) return;
-  throw UserError(std::string("there are ") + what +
-                  " with a program of your own, which has none; use a schedule by its name");
 }
 
 void check_counts(const ScheduleOptions& options) {
@@ -78,6 +74,51 @@ void check_counts(const ScheduleOptions& options) {
     throw UserError("num_microbatches is " + std::to_string(options.num_microbatches) +
                     "; it must be at least 1 and at most " + std::to_string(kNumMicrobatchesMax));
   }
+}
+
+bool has_replicas(const Placement& placement) {
+  return std::ranges::any_of(placement.places(),
+                             [](const Place& place) { return !place.is_spare && place.replica.value() > 0; });
+}
+
+Traits traits_of(const ScheduleOptions& options) {
+  const ScheduleRules& rules = rules_of(options);
+  Traits traits;
+  const auto set = [&](Trait trait, bool is_there = true) {
+    traits[static_cast<std::size_t>(trait)] = is_there;
+  };
+  set(Trait::kAsp, options.asynchronous);
+  set(Trait::kNotSsp, options.asynchronous);
+  set(Trait::kStaleness, options.staleness > 0);
+  set(Trait::kReduced, options.uses_allreduce);
+  set(Trait::kNorms, options.exchanges_norms);
+  set(Trait::kTies, !options.ties.empty());
+  set(Trait::kSpares, options.placement.num_spares() > 0);
+  set(Trait::kReplicas, has_replicas(options.placement));
+  set(Trait::kSeveralStages, options.in_flight.size() > 1);
+  set(Trait::kProgram, options.program != nullptr);
+  set(Trait::kCommonRounds, !rules.may_be_asynchronous);
+  set(Trait::kNewestVersions, !rules.may_be_stale);
+  set(Trait::kOneStage, rules.has_one_stage);
+  set(Trait::kOneReplica, !rules.has_stage_per_worker);
+  set(Trait::kValidation, options.evaluates);
+  set(Trait::kState, options.oldest_minibatch.has_value());
+  return traits;
+}
+
+// A trait with its value, where there is one.
+std::string said(Trait trait, const ScheduleOptions& options) {
+  if (trait == Trait::kStaleness) return "staleness is " + std::to_string(options.staleness);
+  if (trait == Trait::kSeveralStages)
+    return "the plan has " + std::to_string(options.in_flight.size()) + " stages";
+  if (trait == Trait::kCommonRounds || trait == Trait::kNewestVersions)
+    return "schedule is '" + options.schedule + "'";
+  return std::string(words_of(trait).said);
+}
+
+void check_together(const ScheduleOptions& options) {
+  const Exclusion* const row = first_exclusion(traits_of(options));
+  if (row != nullptr) throw UserError(refusal(*row, said(row->first, options), said(row->second, options)));
 }
 
 void check_length(const char* name, std::size_t length, const ScheduleOptions& options) {
@@ -118,10 +159,6 @@ void check_interleaved(const Placement& placement) {
   const std::int64_t workers = placement.num_ranks();
   for (const Place& place : placement.places()) {
     const std::int64_t expected = place.stage.value() % workers;
-    if (place.replica.value() > 0) {
-      throw UserError("stage " + std::to_string(place.stage.value()) +
-                      " has several replicas; schedule \"interleaved\" runs one of each stage");
-    }
     if (place.rank.value() == expected) continue;
     refuse_rank(place, expected,
                 "schedule \"interleaved\" has stage s at rank s mod " + std::to_string(workers));
@@ -168,12 +205,6 @@ void check_ties(const ScheduleOptions& options) {
                       "; give each pair once, ascending");
     }
   }
-}
-
-void check_data_parallel(const ScheduleOptions& options) {
-  if (options.in_flight.size() == 1) return;
-  throw UserError("the plan has " + std::to_string(options.in_flight.size()) +
-                  " stages; schedule \"data_parallel\" has one, with a replica at every worker");
 }
 
 // The first stage where a replica's round, of m microbatches a minibatch, does not cover what is in flight
@@ -232,27 +263,6 @@ void check_staleness(const ScheduleOptions& options) {
     throw UserError("staleness is " + std::to_string(options.staleness) + "; it must be between 0 and " +
                     std::to_string(kStalenessMax));
   }
-  if (options.staleness == 0 || rules_of(options).may_be_stale) return;
-  throw UserError("staleness is " + std::to_string(options.staleness) + " with schedule \"" +
-                  options.schedule + "\"; only schedule \"pipedream\" reads older versions for it");
-}
-
-void check_asynchronous(const ScheduleOptions& options) {
-  if (!rules_of(options).may_be_asynchronous) {
-    throw UserError(
-        "schedule is \"" + options.schedule +
-        "\" with asynchronous shards, whose replicas have rounds of their own; use \"pipedream\" or "
-        "\"data_parallel\"");
-  }
-  const char* what = nullptr;
-  if (!options.ties.empty()) what = "ties";
-  if (options.exchanges_norms) what = "norms that are exchanged";
-  if (options.staleness > 0) what = "stale versions";
-  if (options.uses_allreduce) what = "collectives";
-  if (what == nullptr) return;
-  throw UserError(std::string("there are ") + what +
-                  " with asynchronous shards, whose replicas have no round in "
-                  "common; leave one of the two out");
 }
 
 void check_spares(const ScheduleOptions& options) {
@@ -266,23 +276,6 @@ void check_spares(const ScheduleOptions& options) {
                     " replicas and " + std::to_string(num_spares) +
                     " spares; spares are of a stage with 2 replicas or more, and no more than these");
   }
-  const char* what = nullptr;
-  if (!options.ties.empty()) what = "ties";
-  if (options.exchanges_norms) what = "norms that are exchanged";
-  if (options.uses_allreduce) what = "collectives";
-  if (options.asynchronous) what = "asynchronous shards";
-  if (what == nullptr) return;
-  throw UserError(std::string("there are ") + what +
-                  " with spares, which push and pull by rounds alone; leave one of the two out");
-}
-
-void check_evaluates(const ScheduleOptions& options) {
-  const char* what = nullptr;
-  if (options.asynchronous) what = "asynchronous shards, whose replicas have no version in common";
-  if (options.staleness > 0) what = "a staleness, by which replicas come to a version at different times";
-  if (options.program != nullptr) what = "a program of its own, which has no place for them";
-  if (what == nullptr) return;
-  throw UserError("there are evaluations with " + std::string(what) + "; leave one of the two out");
 }
 
 void check_start(const ScheduleOptions& options) {
@@ -303,19 +296,17 @@ void check_start(const ScheduleOptions& options) {
 void check_schedule_options(const ScheduleOptions& options) {
   if (options.program == nullptr) check_schedule(options.schedule);
   check_counts(options);
+  check_together(options);
   check_length("recompute", options.recompute.size(), options);
   check_placement(options);
   if (rules_of(options).is_round_late()) check_2bw(options);
-  if (rules_of(options).has_one_stage) check_data_parallel(options);
   check_rounds(options);
   check_ties(options);
   check_staleness(options);
-  if (options.asynchronous) check_asynchronous(options);
   if (options.program != nullptr) check_listed(options);
   check_spares(options);
   check_start(options);
   check_replicated(options);
-  if (options.evaluates) check_evaluates(options);
 }
 
 std::int64_t num_microbatches_min(const ScheduleOptions& options) {

@@ -149,17 +149,13 @@ struct ScheduleOptions {
 
 // Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
 // or above kInFlightMax, num_microbatches < 1 or above kNumMicrobatchesMax, lists and a placement of the
-// wrong length, 2bw with c_s < n_s - 1 anywhere, data_parallel with
-// several stages, stages at ranks other than 0, 1, 2, ... in order, replica by replica (for interleaved stage
-// s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
-// without interleaved, replicas with interleaved, rounds of more than kMinibatchesPerRoundMax,
-// shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
-// minibatch or an oldest minibatch out of range, a staleness that is out of range or where a schedule other
-// than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
-// ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
-// and spares with ties, norms, collectives or asynchronous shards; a program of its own that is another size
-// than the plan, or with spares, an oldest minibatch or a schedule's name; and evaluations with
-// asynchronous shards, a staleness or a program of its own.
+// wrong length, 2bw with c_s < n_s - 1 anywhere, stages at ranks other than 0, 1, 2, ... in order, replica by
+// replica (for interleaved stage s at rank s mod W, with S a multiple of W, and W > 1 unless there is one
+// stage), several stages at a rank without interleaved, rounds of more than kMinibatchesPerRoundMax, ties
+// that do not ascend or whose owner is not upstream of their user, a first minibatch, an oldest minibatch or
+// a staleness out of range, spares of a stage without replicas, more of them than replicas, a program of its
+// own that is another size than the plan, or with a schedule's name; and for what excludes each other
+// (exclusions.h).
 void check_schedule_options(const ScheduleOptions& options);
 // The fewest microbatches with which the other options pass.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);

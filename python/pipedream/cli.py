@@ -35,6 +35,7 @@ from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
+from pipedream.planning.job import describe_exclusions
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, stage_counts
@@ -83,14 +84,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="path/to/file.py:function or package.module:function; the function returns a mapping or an"
-        " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
-    ),
-]
+_TARGET = typer.Argument(
+    metavar="TARGET",
+    help="path/to/file.py:function or package.module:function; the function returns a mapping or an"
+    " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
+)
+_Target = Annotated[str, _TARGET]
 
 
 def _print_version(asked: bool) -> None:
@@ -171,16 +170,25 @@ def _given(job: Job, *names: str) -> dict[str, Any]:
 
 @app.command("explain")
 def explain_command(
-    target: _Target,
+    target: Annotated[str | None, _TARGET] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a picture here: .svg, .png or .pdf.")
     ] = None,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="Mark the cuts of this plan in the picture.")
     ] = None,
+    options: Annotated[
+        bool, typer.Option("--options", help="Show which options exclude each other, and why.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere."""
+    """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere; or, with
+    --options, which options exclude each other."""
+    if options:
+        print_result(*describe_exclusions(), as_json)
+        return
+    if target is None:
+        raise ValueError("target is missing: write path/to/file.py:function, or give --options")
     from pipedream.launch.target import load_job
 
     check_output(output)

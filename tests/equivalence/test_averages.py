@@ -178,7 +178,7 @@ def test_runs_that_go_on_where_another_ended_go_on_with_its_averages(farm: Farm)
     ("replicas", "callbacks", "options", "text"),
     [
         ((1, 1), [], {}, "no callback is an EMA"),
-        ((2, 1), [EMA()], {}, "each replica of stage 0 averages its own part"),
+        ((2, 1), [EMA()], {}, "stage 0.s 2 replicas has a shard: each replica averages its own part"),
         ((2, 1), [EMA()], {"sync": "asp"}, "sync is 'asp'"),
         ((1, 1), [EMA(), EMA()], {}, "callbacks has 2 EMAs"),
     ],

@@ -193,7 +193,7 @@ def test_a_list_of_layers_is_made_by_its_stages_and_predicts_their_part_alone() 
     ("options", "message"),
     [
         ({}, r"the model is on the meta device, where trained weights have no place: give save=FOLDER"),
-        ({"gather": "all"}, r"gather is 'all', but the model is on the meta device and stays there"),
+        ({"gather": "all"}, r"gather is 'all', and the model is on the meta device: the model stays there"),
         ({"weights": "nowhere"}, r"weights is 'nowhere': there is no such file or folder"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_a_model_on_meta_cannot_have_is_said_at_once(options: dict[str, Any
 
 def test_weights_are_for_a_model_on_meta() -> None:
     data = [(torch.ones(4, 2), torch.zeros(4, 2))]
-    with pytest.raises(ValueError, match="weights is given, but the model is not on the meta device"):
+    with pytest.raises(ValueError, match="weights is given, and the model has values"):
         pipedream.run(
             _wide(2),
             straight_plan(3, (2,)),

@@ -196,8 +196,9 @@ def _refused() -> str:
 def test_replicas_that_update_alone_share_with_as_many_of_another_stage(farm: Farm) -> None:
     messages = farm.results(_refused, num_ranks=4)
     assert messages[0] == (
-        "sync_every is 2, and stages 0 and 1 share a parameter, of which each of stage 0's 2 replicas has"
-        " another, while stage 1 has 1: use a plan in which the two have as many, or leave sync_every out"
+        "sync_every is 2, and stages 0 and 1, of 2 and 1 replicas, share a parameter: each replica that"
+        " updates alone has a value of its own; use a plan in which these stages have as many replicas, or"
+        " leave sync_every out"
     )
 
 

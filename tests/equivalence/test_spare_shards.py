@@ -255,26 +255,26 @@ def _refused(spares: tuple[int, ...], **options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sync": "asp"}, "sync is 'asp', whose shards have no rounds"),
-        ({"sync": "allreduce"}, "sync is 'allreduce', with which nothing is pushed"),
-        ({"sync_every": 2}, "sync_every is 2, with which replicas push nothing"),
+        ({"sync": "asp"}, "sync is 'asp': spares push and pull by rounds"),
+        ({"sync": "allreduce"}, "sync is 'allreduce': a collective pushes nothing to spares"),
+        ({"sync_every": 2}, "sync_every is 2: a collective pushes nothing to spares"),
         (
             {"codec": {"pushes": "factors"}},
-            "codec pushes factors, of which replicas make versions by themselves",
+            "codec is {'pushes': 'factors'}, which pushes factors: replicas make versions of factors by",
         ),
-        ({"max_grad_norm": 1.0}, "max_grad_norm is given, of which only replicas tell each other"),
-        ({"autocast": "float16"}, "autocast is 'float16', of whose overflows only replicas tell each other"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is 1.0: replicas alone tell each other of norms"),
+        ({"autocast": "float16"}, "autocast is 'float16': replicas alone tell each other of norms"),
     ],
 )
 def test_what_spares_have_no_part_in_is_refused(options: dict[str, Any], said: str) -> None:
-    assert _refused((1, 0), **options) == (
-        f"stage 0 has spare shards, and {said}: leave that out, or use a plan without num_spare_shards"
-    )
+    refused = _refused((1, 0), **options)
+    assert refused.startswith(f"stage 0 has spare shards, and {said}")
+    assert refused.endswith("or use a plan without num_spare_shards")
 
 
 def test_ties_with_spares_are_refused() -> None:
     training = Training("tied_apart", 2, replicas=(2, 1), spares=(1, 0))
-    with pytest.raises(ValueError, match=r"the plan has spare shards, and stages 0 and 1 share a parameter"):
+    with pytest.raises(ValueError, match=r"stage 0 has spare shards, and stages 0 and 1 share a parameter"):
         train_in_pipeline(training)
 
 

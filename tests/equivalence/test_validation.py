@@ -245,7 +245,7 @@ def test_a_mistaken_validation_is_told_at_once(arguments: dict[str, Any], text: 
     ("options", "text"),
     [
         ({"sync": "asp"}, "sync is 'asp'"),
-        ({"sync": "ssp", "staleness": 1}, "sync is 'ssp'"),
+        ({"sync": "ssp", "staleness": 1}, "staleness is 1"),
         ({"sync_every": 2}, "sync_every is 2"),
     ],
 )

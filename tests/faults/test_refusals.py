@@ -39,10 +39,10 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     for how, said in (
         ({"schedule": "flush"}, "schedule is 'flush'"),
         ({"schedule": "naive"}, "schedule is 'unstashed'"),  # the alias
-        ({"max_grad_norm": 1.0}, "max_grad_norm is given"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is 1.0"),
         ({"autocast": "float16"}, "autocast is 'float16'"),
         ({"sync_every": 2}, "sync_every is 2"),
-        ({"codec": {"pushes": "factors"}}, "codec pushes factors"),
+        ({"codec": {"pushes": "factors"}}, "which pushes factors"),
     ):
         refused(
             lambda how=how: run(_MODEL, **asynchronous, **how),
@@ -59,16 +59,21 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
         lambda: run(_MODEL, plan=plan, sync_every=2, max_grad_norm=1.0),
         ValueError,
         "sync_every is 2",
-        "share no gradient",
+        "no common gradient",
     )
     refused(lambda: run(_MODEL, plan=plan, staleness=1), ValueError, "staleness is 1", "sync='ssp'")
     reduced: dict[str, Any] = {"plan": plan, "sync": "allreduce"}
     refused(lambda: run(_MODEL, **reduced, staleness=1), ValueError, "'allreduce'", "'ssp'")
     words = ("sync is 'allreduce'", "ports are given", "sync='bsp'")
     refused(lambda: run(_MODEL, **reduced, ports="29600-29620"), ValueError, *words)
-    refused(lambda: run(_MODEL, **reduced, codec={"pushes": "bf16"}), ValueError, "nothing is pushed")
+    refused(lambda: run(_MODEL, **reduced, codec={"pushes": "bf16"}), ValueError, "pushes nothing")
     for how in ({"max_grad_norm": 1.0, "schedule": "flush"}, {"autocast": "float16"}):
-        refused(lambda how=how: run(_MODEL, **reduced, **how), ValueError, "tell each other", "sync='bsp'")
+        refused(
+            lambda how=how: run(_MODEL, **reduced, **how),
+            ValueError,
+            "tell other stages nothing",
+            "sync='bsp'",
+        )
     refused(lambda: run(_MODEL, plan=plan, sync="ssp", staleness=-1), ValueError, "staleness is -1")
     shared = model_with(None, stages=2)
     for layer in shared:

@@ -20,6 +20,7 @@ from pipedream.cli import main
 from pipedream.common.errors import WorkerLost
 from pipedream.launch import link_profiling, runner
 from pipedream.links.keys import load_keys
+from pipedream.planning.job import exclusions
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.plan import Plan, Stage
@@ -136,6 +137,16 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def test_explain_prints_which_options_exclude_each_other(call: Caller) -> None:
+    outcome = call("explain", "--options")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert "\nsync='asp', not together with:\n  a schedule whose replicas" in outcome.stdout
+    assert max(map(len, outcome.stdout.splitlines())) <= 100
+    rows = json.loads(call("explain", "--options", "--json").stdout)["exclusions"]
+    assert len(rows) == len(exclusions()) == len({frozenset((row["first"], row["second"])) for row in rows})
+    assert call("explain").error().startswith("target is missing: write path/to/file.py:function")
 
 
 def test_partition_prints_the_plan_as_a_table(call: Caller) -> None:
@@ -1121,7 +1132,7 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "2", "--schedule", "nope"], "schedule is 'nope': it is one of"),
         (
             ["--stages", "2", "--schedule", "data_parallel"],
-            'schedule "data_parallel" has one, with a replica at',
+            "it has one stage, with a replica at",
         ),
         (
             ["--stages", "5", "--schedule", "interleaved"],
@@ -1170,14 +1181,17 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
             ["--plan", "2+3-1"],
             "plan 2+3-1 gives stage 0 more spare shards, 3, than 2 replicas can use: at most 2",
         ),
-        (["--plan", "2-1", "--schedule", "interleaved"], "stage 0 has several replicas; schedule"),
+        (
+            ["--plan", "2-1", "--schedule", "interleaved"],
+            "schedule is 'interleaved', and a stage has several",
+        ),
         (
             ["--plan", "2-1", "--staleness", "1", "--schedule", "gpipe"],
-            "staleness is 1 with schedule",
+            "staleness is 1, and schedule is",
         ),
         (["--plan", "2-1", "--shard", "-1"], "shard_ms is -1.0: it must not be negative"),
         (["--plan", "2-1", "--sync", "wild"], "sync is 'wild': use one of 'bsp', 'ssp', 'asp'"),
-        (["--plan", "2-1", "--sync", "asp", "--schedule", "flush"], "with asynchronous shards"),
+        (["--plan", "2-1", "--sync", "asp", "--schedule", "flush"], "sync is 'asp', and schedule is 'flush'"),
     ],
 )
 def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list[str], message: str) -> None:

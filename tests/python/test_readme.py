@@ -295,7 +295,8 @@ def test_the_front_page_stays_short() -> None:
 
 
 def test_the_messages_of_the_troubleshooting_page_are_messages_of_the_package() -> None:
-    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "python").rglob("*.py")))
+    paths = [*sorted((ROOT / "python").rglob("*.py")), ROOT / "csrc" / "schedule" / "exclusions.cc"]
+    sources = (path.read_text(encoding="utf-8") for path in paths)
     said = re.sub(r"\"\s*f?\"", "", "\n".join(sources))  # literals that follow each other are one text
     messages = re.findall(r"^\| `([^`]+)`", _page("docs/troubleshooting.md"), flags=re.MULTILINE)
     assert len(messages) > 15
@@ -305,7 +306,13 @@ def test_the_messages_of_the_troubleshooting_page_are_messages_of_the_package() 
 
 
 def test_the_files_that_the_pages_about_the_inside_name_are_there() -> None:
-    folders = [ROOT, ROOT / "csrc", ROOT / "python" / "pipedream", ROOT / "python" / "pipedream" / "model"]
+    package = ROOT / "python" / "pipedream"
+    folders = [
+        ROOT,
+        ROOT / "csrc",
+        package,
+        *(package / room for room in ("model", "splitting", "profiling")),
+    ]
     pages = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs").glob("inside-*.md"))]
     named = [
         name

@@ -148,7 +148,7 @@ def test_a_test_of_python_is_named_by_its_fact() -> None:
     assert not found
 
 
-# A list of bindings has nothing to follow, however long it is.
+# A list of bindings has nothing to follow, however long it is, nor has a table.
 _NO_CODE = ("namespace", "class", "struct", "enum", "extern", "void bind_")
 
 
@@ -158,7 +158,8 @@ def _function_lengths(path: Path) -> Iterator[tuple[int, int]]:
         begin = 0
         for line, text in enumerate(_text(path).splitlines(), start=1):
             if not text.startswith((" ", "}", "#", "/")) and text.endswith("{"):
-                begin = 0 if text.startswith(_NO_CODE) else line
+                is_code = not text.startswith(_NO_CODE) and not text.endswith(("= {", "= {{"))
+                begin = line if is_code else 0
             elif text.startswith("}") and begin:
                 yield begin, line - begin - 1
                 begin = 0

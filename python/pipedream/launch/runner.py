@@ -52,7 +52,8 @@ from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept, seed_all
 from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.validation import LOSS, Validation
-from pipedream.planning.codec_choice import CodecChoice, check_pairs, codec_between
+from pipedream.planning.codec_choice import check_pairs
+from pipedream.planning.job import Traits, check_together, traits_where
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
@@ -63,7 +64,7 @@ from pipedream.report.result import RunResult
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.evaluation_cut import cut_for_evaluation
 from pipedream.stage.decisions import answer_lead
-from pipedream.stage.job import Continued, JobOptions, check_replicas
+from pipedream.stage.job import Continued, JobOptions
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.worker.continuing import found_checkpoint
 from pipedream.worker.devices import choose_device_type
@@ -341,9 +342,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
         several_machines=is_on_several_machines(),
     )
     check_pairs(links.codec, plan.num_stages)
-    _check_loss_scale(autocast, links.codec, plan.num_stages)
     check_loss_fn(arguments["loss_fn"])
-    _check_epochs(arguments["data"], arguments["epochs"])
     schedule, microbatches = _schedule_of(arguments, plan)
     check_sizes(arguments["data"], microbatches)
     plan = _fitting(plan, arguments["data"])
@@ -371,41 +370,40 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
             "weights": _absolute(arguments["weights"]),
             "save": _absolute(arguments["save"]),
             "call_points": steering.points,
-            "checkpoints": None,
+            "checkpoints": checkpoints_of(arguments["checkpoints"]),
             "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )
+    check_together(_traits_of(options, arguments, on_meta=on_meta))
     if options.save is not None and is_rank_0():
         check_room(model, options.save)
-    checkpoints = checkpoints_of(arguments["checkpoints"])
-    if checkpoints is not None:
-        options = _with_checkpoints(options, checkpoints, model)
     if options.state is not None:
         options.state.check(options.settings_of_state(), options.seed)
     if options.schedule != AUTO:  # else rank 0 knows the plan
-        check_replicas(options)
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
-    return options
+    return options if options.checkpoints is None else _with_checkpoints(options, options.checkpoints, model)
+
+
+def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool) -> Traits:
+    """The traits of the run, of its data and of its model."""
+    data, epochs = arguments["data"], options.epochs
+    traits: Traits = {} if options.schedule == AUTO else options.traits()  # else rank 0 knows the plan
+    if arguments["codec"] is None:
+        made_for = f"the plan was made for codec={options.plan.codec}"
+        traits |= {name: made_for for name in ("push_codec", "factors") if name in traits}
+    own: dict[str, tuple[bool, str | None]] = {
+        "read_once": (isinstance(data, Iterator), None),
+        "epochs": (epochs > 1, f"epochs is {epochs}"),
+        "meta_model": (on_meta, None),
+        "model_with_values": (not on_meta, None),
+        "gather_all": (arguments["gather"] == "all", None),
+        "weights": (arguments["weights"] is not None, None),
+    }
+    return traits | traits_where(own)
 
 
 def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Model) -> JobOptions:
     """Rank 0, or the caller of local workers, looks for one to continue from."""
-    if options.state is not None:
-        raise ValueError("state and checkpoints are both given: a run goes on from one of them")
-    if isinstance(options.schedule, Program):
-        raise ValueError("schedule is a program, and checkpoints are given: use a schedule's name")
-    if options.is_asynchronous:
-        raise ValueError("sync is 'asp', and checkpoints are given: use sync='bsp'")
-    if options.plan.num_spares:
-        raise ValueError(
-            "checkpoints are given, and the plan has spare shards, which are not saved: use a plan without"
-            " num_spare_shards"
-        )
-    if checkpoints.seconds is not None and options.plan.stages[0].num_replicas > 1:
-        raise ValueError(
-            f"checkpoints: every is {checkpoints.every!r}, and stage 0 has replicas, whose clocks differ:"
-            " give a number of minibatches, or 'epoch'"
-        )
     checkpoints = replace(checkpoints, path=checkpoints.folder)
     continues: Continued | None = None
     if is_rank_0():
@@ -430,13 +428,6 @@ def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
     """The given one, else that which the plan was made for."""
     if arguments["codec"] is not None or not plan.codec:
         return arguments["codec"]
-    without_rounds = arguments["sync"] in ("asp", "allreduce")
-    if without_rounds or arguments["sync_every"] > 1:
-        named = "sync" if without_rounds else "sync_every"
-        raise ValueError(
-            f"the plan was made for codec={plan.codec}, and {named} is {arguments[named]!r}, with which"
-            " replicas push no factors: give codec={}, or a plan made without"
-        )
     _log.info("codec=%s, as the plan was made for it", plan.codec)
     return plan.codec
 
@@ -445,16 +436,7 @@ def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
     """Returns where the trained weights go. A model on the meta device gets nothing back."""
     gather: str = arguments["gather"]
     if not on_meta:
-        if arguments["weights"] is not None:
-            raise ValueError(
-                "weights is given, but the model is not on the meta device and has values: load them into it"
-                " before run, or make it under torch.device('meta')"
-            )
         return gather
-    if gather == "all":
-        raise ValueError(
-            "gather is 'all', but the model is on the meta device and stays there: give save=FOLDER"
-        )
     if gather == "rank0" and arguments["save"] is None:
         raise ValueError(
             "the model is on the meta device, where trained weights have no place: give save=FOLDER, into"
@@ -543,20 +525,6 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
         )
 
 
-def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
-    """Refuses top-k under float16: what it holds back is in units of a loss scale that changes before it is
-    sent."""
-    if autocast is not torch.float16:
-        return
-    for stage in range(1, num_stages):
-        name = codec_between(codec, stage, stage - 1)
-        if name.startswith("topk"):
-            raise ValueError(
-                f"codec is {name!r} for gradients and autocast is 'float16', whose loss scale changes while"
-                " topk holds scaled gradients back: use int8, or autocast='bfloat16'"
-            )
-
-
 def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
     """Per stage; None: not said."""
     if recompute is None:
@@ -570,14 +538,6 @@ def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
         if not is_whole(stage) or not 0 <= stage < plan.num_stages:
             raise ValueError(f"recompute names stage {stage!r}: the plan has 0 to {plan.num_stages - 1}")
     return tuple(stage in stages for stage in range(plan.num_stages))
-
-
-def _check_epochs(data: Iterable[Any], epochs: int) -> None:
-    if isinstance(data, Iterator) and epochs > 1:
-        raise ValueError(
-            f"data is an iterator, which can be read once, but epochs is {epochs}: give a DataLoader, a list,"
-            " or an object whose __iter__ starts anew"
-        )
 
 
 def _check_hooks(model: Model) -> None:

@@ -132,7 +132,7 @@ def partition(
         cost_model=cost_model,
         schedule=schedule,
         has_speeds=speeds is not None,
-        has_factors=bool(planned_codec),
+        codec=planned_codec or {},
         sync=sync,
         staleness=staleness,
     )

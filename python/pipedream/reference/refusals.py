@@ -11,19 +11,18 @@ import torch
 from pipedream.common.checks import check_choice, check_count
 from pipedream.common.document import check_whole
 from pipedream.model.precision import autocast_dtype
-from pipedream.model.stage_module import Tie
+from pipedream.planning.job import Job, Replication, ScheduleTraits
 from pipedream.planning.program import Program
-from pipedream.reference.versions import SCHEDULES
+from pipedream.reference.versions import Versions, WrittenVersions
 
 __all__ = [
-    "check_asynchronous",
     "check_drained_at",
+    "check_has_orders",
     "check_max_grad_norm",
     "check_microbatches",
     "check_program",
-    "check_replicas",
-    "check_sync_every",
-    "check_ties",
+    "check_replication",
+    "job_of",
     "of_plan",
 ]
 
@@ -53,9 +52,7 @@ def check_microbatches(
             )
 
 
-def check_program(
-    program: Program, num_replicas: Sequence[int], microbatches: int, sync: str, staleness: int
-) -> None:
+def check_program(program: Program, num_replicas: Sequence[int], microbatches: int) -> None:
     if program.replicas != list(num_replicas):
         raise ValueError(
             f"schedule is a program of replicas {program.replicas}, and the plan has {list(num_replicas)}:"
@@ -65,66 +62,51 @@ def check_program(
         raise ValueError(
             f"microbatches is {microbatches}, and the program has {program.microbatches}: leave it out"
         )
-    if sync == "asp" or staleness:
-        raise ValueError("schedule is a program, which takes neither sync='asp' nor a staleness")
 
 
-def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:
-    check_choice("schedule", schedule, SCHEDULES)
-    check_choice("sync", sync, ("bsp", "ssp", "asp", "allreduce"))
-    check_whole("staleness", staleness, at_least=0)
-    if staleness and (sync != "ssp" or schedule != "pipedream"):
-        raise ValueError(
-            f"staleness is {staleness} with sync {sync!r} and schedule {schedule!r}: it goes with sync='ssp'"
-            " and schedule='pipedream'"
-        )
-    if schedule == "data_parallel" and len(num_replicas) > 1:
-        raise ValueError(f"schedule 'data_parallel' has one stage, and the plan has {len(num_replicas)}")
-    if schedule == "interleaved" and max(num_replicas) > 1:
-        raise ValueError(
-            "schedule 'interleaved' runs one replica of each stage: use partition(..., straight=True)"
-        )
+def check_replication(replication: Replication) -> None:
+    check_choice("sync", replication.sync, ("bsp", "ssp", "asp", "allreduce"))
+    check_whole("staleness", replication.staleness, at_least=0)
+    check_count("sync_every", replication.sync_every)
 
 
-def check_asynchronous(
-    schedule: str,
-    sync_every: int,
-    max_grad_norm: float | None,
-    autocast: Any,
-    ties: Sequence[Tie],
-    has_orders: bool,
-) -> None:
-    """has_orders: whether the order of updates is given."""
-    if not has_orders:
+def check_has_orders(update_orders: Any) -> None:
+    if update_orders is None:
         raise ValueError(
             "sync is 'asp': what it reads depends on who is faster; give update_orders, which RunResult has"
         )
-    if (
-        schedule not in ("pipedream", "data_parallel")
-        or sync_every > 1
-        or max_grad_norm is not None
-        or autocast_dtype(autocast) == torch.float16
-        or ties
-    ):
-        raise ValueError(
-            "sync is 'asp': it goes with schedules 'pipedream' and 'data_parallel', without max_grad_norm,"
-            " float16, sync_every and parameters that stages share"
-        )
 
 
-def check_sync_every(
-    sync_every: int, num_replicas: Sequence[int], sync: str, max_grad_norm: float | None, autocast: Any
-) -> None:
-    check_count("sync_every", sync_every)
-    if sync_every == 1 or max(num_replicas) == 1:
-        return
-    if sync == "ssp":
-        raise ValueError(f"sync_every is {sync_every} with sync 'ssp': it goes with 'bsp' and 'allreduce'")
-    if max_grad_norm is not None or autocast_dtype(autocast) == torch.float16:
-        what = "max_grad_norm" if max_grad_norm is not None else "autocast 'float16'"
-        raise ValueError(
-            f"sync_every is {sync_every} with {what}, but replicas that update alone have no common gradient"
-        )
+def job_of(
+    versions: Versions,
+    num_replicas: Sequence[int],
+    replication: Replication,
+    max_grad_norm: float | None,
+    autocast: Any,
+) -> Job:
+    """The description of a training by which options exclude each other. The traits of the schedule are this
+    oracle's own."""
+    name, is_program = versions.schedule, isinstance(versions, WrittenVersions)
+    is_float16 = autocast_dtype(autocast) == torch.float16
+    m = versions.num_microbatches
+    drains_every_minibatch = versions.drains and math.lcm(m, *num_replicas) == m
+    has_norms_of_stages = is_float16 or (max_grad_norm is not None and drains_every_minibatch)
+    reduces = max(num_replicas) > 1 and (replication.sync == "allreduce" or replication.sync_every > 1)
+    return Job(
+        name,
+        ScheduleTraits(
+            may_be_asynchronous=name in ("pipedream", "data_parallel"),
+            may_be_stale=name == "pipedream",
+            has_one_stage=name == "data_parallel",
+            has_stage_per_worker=name != "interleaved",
+            is_program=is_program,
+        ),
+        replication,
+        num_replicas,
+        max_grad_norm=max_grad_norm,
+        is_float16=is_float16,
+        exchanges_norms_of_stages=reduces and len(num_replicas) > 1 and has_norms_of_stages,
+    )
 
 
 def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], microbatches: int) -> None:
@@ -138,18 +120,6 @@ def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], mic
             )
     if list(drained_at) != sorted(drained_at):
         raise ValueError(f"drained_at is {list(drained_at)}: give the minibatches in order")
-
-
-def check_ties(ties: Sequence[Tie], num_replicas: Sequence[int]) -> None:
-    """Raises ValueError for what replicas that update alone cannot train. A minibatch is at one replica of
-    every stage: where the owner's have values of their own, the user's are as many, to have one each."""
-    for tie in ties:
-        owner, *users = (num_replicas[stage] for stage in tie.stages)
-        if owner > 1 and any(user != owner for user in users):
-            raise ValueError(
-                f"stages {tie.stages} share a parameter, and replicas that update alone (sync_every above 1)"
-                f" would each have another, with {[owner, *users]} replicas: leave sync_every out"
-            )
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

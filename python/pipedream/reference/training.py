@@ -6,12 +6,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from pipedream.common.checks import check_choice
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import device_of
 from pipedream.model.draws import SeenDraws, keyed_draws
@@ -31,26 +32,26 @@ from pipedream.model.seeding import (
     seed_data,
     update_seed,
 )
-from pipedream.model.stage_module import StageModule, Tie, find_ties
+from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.model.validation import Validation
+from pipedream.planning.job import Replication, check_together
 from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
 from pipedream.reference.evaluation import evaluate, evaluated_boundaries, is_due
 from pipedream.reference.refusals import (
-    check_asynchronous,
     check_drained_at,
+    check_has_orders,
     check_max_grad_norm,
     check_microbatches,
     check_program,
-    check_replicas,
-    check_sync_every,
-    check_ties,
+    check_replication,
+    job_of,
     of_plan,
 )
 from pipedream.reference.stages import CutFunction, LossFunction, MinibatchStatistics, ReplicaBuffers, Stage
 from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
-from pipedream.reference.versions import Versions, WrittenVersions
+from pipedream.reference.versions import SCHEDULES, Versions, WrittenVersions
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.splitter import PlannedStage, split
 
@@ -131,24 +132,23 @@ def run(
     design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
-    versions = _versions_of(plan, schedule, microbatches, sync, staleness, drained_at)
+    check_replication(replication := Replication(sync, staleness, sync_every))
+    versions = _versions_of(plan, schedule, microbatches, staleness, drained_at)
     microbatches = versions.num_microbatches
     check_drained_at(drained_at, num_replicas, microbatches)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
-    check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
     check_max_grad_norm(max_grad_norm)
+    job = job_of(versions, num_replicas, replication, max_grad_norm, autocast)
+    check_together(job.traits() | ({} if validation is None else {"validation": None}))
+    is_asynchronous = sync == "asp" and job.has_replicas
+    if is_asynchronous:
+        check_has_orders(update_orders)
     check_loss_fn(loss_fn)
     loss_fn, dtype = loss_fn or own_loss, autocast_dtype(autocast)
     modules = split(layered := _with_layers(model, plan, data, loss_fn, dtype, seed), plan)
     device = device_of(modules)
     ties = find_ties(modules)
-    if max(num_replicas) > 1 and sync_every > 1:
-        check_ties(ties, num_replicas)
-    is_asynchronous = sync == "asp" and max(num_replicas) > 1
-    if is_asynchronous:
-        check_asynchronous(
-            versions.schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
-        )
+    check_together(replace(job, ties=tie_pairs(ties)).traits())
     own = {name: p for m in modules for name, p in (*m.trainable_parameters(), *m.frozen_parameters())}
     with (
         _draws(modules, max(len(num_replicas), sum(num_replicas)), seed, device) as (base, generators),
@@ -281,18 +281,17 @@ def _versions_of(
     plan: RunnablePlan,
     schedule: str | Program,
     microbatches: int,
-    sync: str,
     staleness: int,
     drained_at: Sequence[int],
 ) -> Versions:
     """Reads the plan's schedule and microbatches where schedule is "auto"."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
-        check_program(schedule, num_replicas, microbatches, sync, staleness)
+        check_program(schedule, num_replicas, microbatches)
         return WrittenVersions(str(schedule), num_replicas, drained_at)
     if schedule == "auto":
         schedule, microbatches = of_plan(plan.schedule, plan.microbatches, microbatches)
-    check_replicas(schedule, num_replicas, sync, staleness)
+    check_choice("schedule", schedule, SCHEDULES)
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     return Versions(schedule, list(plan.in_flight), num_replicas, staleness, microbatches, drained_at)
 

@@ -22,6 +22,7 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import check_has_factors, factored_sum
 from pipedream.planning.formulas import StageLinks, parameter_bytes_of
+from pipedream.planning.job import check_together
 from pipedream.planning.layer_profile import Profile, pass_costs
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partition_arguments import check_microbatches
@@ -252,8 +253,10 @@ def simulate_plan(
             f"{plan_file} has calibrated costs of codec={plan.codec}: partition without it to simulate that"
         )
     factors = bool(plan.codec) if factors is None else factors
-    if factors and sync in ("asp", "allreduce"):
-        raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
+    if factors:
+        pushed = "replicas push factors"
+        asked = {"asp": "asp", "allreduce": "reduced"}.get(sync, "not_ssp")
+        check_together({"factors": pushed, "push_codec": pushed, asked: f"sync is {sync!r}"})
     check_number("optimizer_copies", optimizer_copies)
     check_microbatches(microbatches, profile)
     if minibatches is None:
@@ -332,10 +335,7 @@ def _links_of(
     if bandwidth_bytes_per_s is not None:
         raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
     if any(stage.num_spare_shards for stage in plan.stages):
-        raise ValueError(
-            f"{plan_file} has spare shards, which are simulated with one bandwidth: give --bandwidth in place"
-            " of --links"
-        )
+        check_together({"spares": f"{plan_file} has spare shards", "measured_links": "--links is given"})
     ranks = _ranks_of(plan, traced)
     num_workers = 1 + max(max(of_stage) for of_stage in ranks)
     if num_workers > links.num_workers:

@@ -25,14 +25,15 @@ from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.seeding import seed_data
 from pipedream.model.validation import Validation
-from pipedream.planning.codec_choice import PUSHES, pushes_factors
+from pipedream.planning.codec_choice import codec_between
+from pipedream.planning.job import Job, Replication, ScheduleTraits, Traits, traits_where
 from pipedream.planning.plan import Plan
-from pipedream.planning.program import PROGRAM, Program, rules_of
+from pipedream.planning.program import PROGRAM, Program
 from pipedream.report.status import StatusBoard
 from pipedream.splitting.evaluation_cut import EvaluationCut
 from pipedream.stage.decisions import StopOrder
 
-__all__ = ["CallerSettings", "Continued", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
+__all__ = ["CallerSettings", "Continued", "JobOptions", "WorkerPlace"]
 
 
 def _said_of_schedule(schedule: str | Program) -> str:
@@ -57,6 +58,12 @@ def _stages_of(plan: Plan) -> str:
         for stage in plan.stages
     ]
     return f"{'; '.join(stages)} with in_flight {list(plan.in_flight)}"
+
+
+def _spares_of(plan: Plan) -> str | None:
+    """Says which stage has spare shards."""
+    with_spares = [index for index, stage in enumerate(plan.stages) if stage.num_spare_shards]
+    return f"stage {with_spares[0]} has spare shards" if with_spares else None
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,49 @@ class JobOptions:
             evaluates=self.validation is not None,
         )
 
+    def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
+        """The description of this run by which options exclude each other. ties: as for the schedule."""
+        replicas = [stage.num_replicas for stage in self.plan.stages]
+        is_float16 = self.autocast is torch.float16
+        exchanges = self.reduces_together and self.measures_gradients and len(replicas) > 1
+        if exchanges and not is_float16:
+            exchanges = _core.drains_every_minibatch(self.schedule_options())
+        return Job(
+            self.schedule_name,
+            ScheduleTraits.of(self.schedule_name),
+            Replication(self.sync, self.staleness, self.sync_every),
+            replicas,
+            _spares_of(self.plan),
+            self.links.codec,
+            self.max_grad_norm,
+            is_float16,
+            exchanges,
+            ties,
+        )
+
+    def traits(self, ties: Sequence[tuple[int, int]] = ()) -> Traits:
+        """The traits of this run. ties: as for the schedule."""
+        checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
+        is_timed = checkpoints is not None and checkpoints.seconds is not None
+        every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"
+        own: dict[str, tuple[bool, str | None]] = {
+            "validation": (self.validation is not None, None),
+            "averages": (self.call_points.ema_decay is not None, None),
+            "no_averages": (self.call_points.ema_decay is None, None),
+            "averaged_validation": (self.validation is not None and self.validation.ema, None),
+            "checkpoints": (checkpoints is not None, None),
+            "timed_checkpoints": (is_timed, every),
+            "input_replicas": (self.plan.stages[0].num_replicas > 1, None),
+            "state": (self.state is not None, None),
+            "keys": (keys is not None, None),
+            "ports": (ports is not None, None),
+        }
+        for stage in range(1, self.plan.num_stages):
+            codec = codec_between(self.links.codec, stage, stage - 1)
+            if codec.startswith("topk"):
+                own["topk_gradients"] = (True, f"codec is {codec!r} for gradients")
+        return self.job(ties).traits() | traits_where(own)
+
     def seed_data(self, base: int) -> None:
         """Makes the process's generators those of whoever reads the run's data. base: base_seed() of it."""
         if self.state is None:
@@ -296,157 +346,3 @@ class CallerSettings:
         torch.autograd.set_detect_anomaly(*self.anomalies)
         multiprocessing.set_start_method(self.start_method, force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
-
-
-def check_replicas(options: JobOptions) -> None:
-    """Raises ValueError for what replicas of a stage cannot have, and for what only they have."""
-    if options.is_asynchronous and pushes_factors(options.links.codec):
-        raise ValueError(
-            "codec pushes factors, of which replicas make equal versions round by round, and sync is 'asp',"
-            " which has no common rounds: use sync='bsp', or leave 'factors' out"
-        )
-    if options.sync != "ssp" and options.staleness > 0:
-        raise ValueError(
-            f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"
-        )
-    if options.validation is not None:
-        _check_validation(options)
-    if options.call_points.ema_decay is not None:
-        _check_averages(options)
-    if options.is_asynchronous:
-        _check_asynchronous(options)
-    if options.reduces_together:
-        _check_reduced(options)
-    if options.plan.num_spares:
-        _check_spares(options)
-
-
-def _check_validation(options: JobOptions) -> None:
-    """Raises ValueError for what has no version in common at a minibatch."""
-    what: str | None = None
-    if isinstance(options.schedule, Program):
-        what = "schedule is a program, which has no place for evaluations: use a schedule by its name"
-    elif options.is_asynchronous or options.staleness > 0:
-        what = f"sync is {options.sync!r}, whose replicas have no version in common: use sync='bsp'"
-    elif options.sync_every > 1 and any(stage.num_replicas > 1 for stage in options.plan.stages):
-        what = f"sync_every is {options.sync_every}, and replicas have weights of their own: leave it out"
-    elif options.validation is not None and options.validation.ema:
-        what = _why_no_averages(options)
-    if what is not None:
-        raise ValueError(f"validation is given, and {what}")
-
-
-def _why_no_averages(options: JobOptions) -> str | None:
-    """The reason why no replica has the averages of a whole stage."""
-    if options.call_points.ema_decay is None:
-        return "its ema is True, but no callback is an EMA: give callbacks=[pipedream.callbacks.EMA(0.999)]"
-    for stage, planned in enumerate(options.plan.stages):
-        if planned.num_replicas > 1 and not options.reduces_together:
-            return (
-                f"its ema is True, but each replica of stage {stage} averages its own part of the weights:"
-                " use sync='allreduce', or a plan without replicas"
-            )
-    return None
-
-
-def _check_averages(options: JobOptions) -> None:
-    """Raises ValueError where updates are not those of the weights that all replicas have."""
-    what: str | None = None
-    if options.is_asynchronous:
-        what = "sync is 'asp', whose replicas have no version in common: use sync='bsp'"
-    elif options.sync_every > 1 and any(stage.num_replicas > 1 for stage in options.plan.stages):
-        what = f"sync_every is {options.sync_every}, and replicas have weights of their own: leave it out"
-    elif options.plan.num_spares:
-        what = "the plan has spare shards, whose averages nobody collects: use one without num_spare_shards"
-    if what is not None:
-        raise ValueError(f"a callback is an EMA, and {what}")
-
-
-def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError for what stages that share parameters cannot have. ties: (owner, user) of them."""
-    if ties and options.plan.num_spares:
-        raise ValueError(
-            f"the plan has spare shards, and stages {ties[0][0]} and {ties[0][1]} share a parameter, which"
-            " only replicas exchange: use a plan without num_spare_shards"
-        )
-    if ties and options.is_asynchronous:
-        raise ValueError(
-            f"sync is 'asp', and stages {ties[0][0]} and {ties[0][1]} share a parameter, of which they would"
-            " have different versions: use sync='bsp'"
-        )
-    for owner, user in ties if options.sync_every > 1 else ():
-        of_owner, of_user = (options.plan.stages[stage].num_replicas for stage in (owner, user))
-        if of_owner not in (1, of_user):
-            raise ValueError(
-                f"sync_every is {options.sync_every}, and stages {owner} and {user} share a parameter, of"
-                f" which each of stage {owner}'s {of_owner} replicas has another, while stage {user} has"
-                f" {of_user}: use a plan in which the two have as many, or leave sync_every out"
-            )
-
-
-def _check_spares(options: JobOptions) -> None:
-    """Raises ValueError for what spares have no part in: they know gradients and versions of their shard by
-    rounds, and nothing else."""
-    wanted: str | None = None
-    if options.is_asynchronous:
-        wanted = "sync is 'asp', whose shards have no rounds"
-    elif options.sync_every > 1:
-        wanted = f"sync_every is {options.sync_every}, with which replicas push nothing"
-    elif options.reduces_together:
-        wanted = f"sync is {options.sync!r}, with which nothing is pushed"
-    elif pushes_factors(options.links.codec):
-        wanted = "codec pushes factors, of which replicas make versions by themselves"
-    elif options.max_grad_norm is not None:
-        wanted = "max_grad_norm is given, of which only replicas tell each other"
-    elif options.autocast is torch.float16:
-        wanted = "autocast is 'float16', of whose overflows only replicas tell each other"
-    if wanted is not None:
-        stage = next(i for i, stage in enumerate(options.plan.stages) if stage.num_spare_shards)
-        raise ValueError(
-            f"stage {stage} has spare shards, and {wanted}: leave that out, or use a plan without"
-            " num_spare_shards"
-        )
-
-
-def _check_asynchronous(options: JobOptions) -> None:
-    """Raises ValueError for what needs rounds that replicas have in common."""
-    wanted: str | None = None
-    if isinstance(options.schedule, Program) or not rules_of(options.schedule).may_be_asynchronous:
-        wanted = f"schedule is {options.schedule!r}, whose replicas update together"
-    if options.max_grad_norm is not None:
-        wanted = "max_grad_norm is given, which is of the mean of a round's gradients"
-    if options.autocast is torch.float16:
-        wanted = "autocast is 'float16', whose replicas skip a round together"
-    if options.sync_every > 1:
-        wanted = f"sync_every is {options.sync_every}, with which replicas send each other no gradients"
-    if wanted is not None:
-        raise ValueError(f"sync is 'asp', and {wanted}: use sync='bsp'")
-
-
-def _check_reduced(options: JobOptions) -> None:
-    """Raises ValueError for what replicas that reduce together cannot have."""
-    is_local = options.sync_every > 1
-    asked = f"sync_every is {options.sync_every}" if is_local else "sync is 'allreduce'"
-    remedy = "leave sync_every out" if is_local else "use sync='bsp'"
-    if is_local and options.sync == "ssp":
-        raise ValueError(f"{asked}, but sync is 'ssp', which it has no use for: {remedy}")
-    if options.links.keys is not None:
-        raise ValueError(f"{asked}, and keys are given, but torch.distributed does not encrypt: {remedy}")
-    if options.links.ports is not None:
-        raise ValueError(
-            f"{asked}, and ports are given, but torch.distributed listens where the system chooses: {remedy}"
-        )
-    if PUSHES in options.links.codec:
-        raise ValueError(f"{asked}, and codec names pushes, but then nothing is pushed: {remedy}")
-    if not options.measures_gradients:
-        return
-    what = "autocast is 'float16'" if options.max_grad_norm is None else "max_grad_norm is given"
-    if is_local:
-        raise ValueError(f"{asked}, and {what}, but replicas that update alone share no gradient: {remedy}")
-    by_all_stages = options.autocast is torch.float16 or _core.drains_every_minibatch(
-        options.schedule_options()
-    )
-    if by_all_stages and options.plan.num_stages > 1:
-        raise ValueError(
-            f"{asked}, and {what}, for which the stages must tell each other of their gradients: {remedy}"
-        )

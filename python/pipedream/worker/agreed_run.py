@@ -29,11 +29,12 @@ from pipedream.model.seeding import (
 )
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.model.stand_ins import is_on_meta
+from pipedream.planning.job import check_together
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.splitting.evaluation_cut import evaluation_stages
 from pipedream.splitting.splitter import split
-from pipedream.stage.job import Continued, JobOptions, WorkerPlace, check_ties
+from pipedream.stage.job import Continued, JobOptions, WorkerPlace
 from pipedream.worker.continuing import with_checkpoint
 
 __all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
@@ -176,7 +177,7 @@ def agree(
         run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
     elif options.continues is not None:
         run = replace(run, first_minibatch=options.first_minibatch)
-    check_ties(options, tie_pairs(run.ties))
+    check_together(options.job(tie_pairs(run.ties)).traits())
     options.seed_data(base)
     if agreed is None:
         agreed = {

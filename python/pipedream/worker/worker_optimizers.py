@@ -24,6 +24,7 @@ from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
 from pipedream.optim.master_weights import unwrapped
 from pipedream.planning.codec_choice import NO_CODEC, codec_of_pushes
+from pipedream.planning.job import check_together
 from pipedream.planning.plan_schedule import mean_delays
 from pipedream.update.averages import Averages
 from pipedream.update.factors import FactorLayer
@@ -250,22 +251,15 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
         and optimizer.optimizer is not None
         and isinstance(unwrapped(optimizer.optimizer), torch.optim.SparseAdam)
     ):
-        raise ValueError(
-            f"optimizer is SparseAdam, and stage {stage} has {num_replicas} replicas, which exchange"
-            " dense gradients: use Adam, or a straight plan (partition(..., straight=True))"
-        )
+        check_together({"sparse_adam": None, "replicas": f"stage {stage} has {num_replicas} replicas"})
 
 
 def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
     """Raises ValueError for masters where replicas take the mean of their weights: each would go on from a
     master that is not in the mean."""
-    is_local = run.options.sync_every > 1 and run.plan.stages[stage].num_replicas > 1
-    if is_local and optimizer.keeps_masters:
-        raise ValueError(
-            f"sync_every is {run.options.sync_every}, and stage {stage} has bfloat16 parameters whose"
-            " optimizer keeps float32 masters, which replicas do not average: leave sync_every out, or use"
-            " model.float()"
-        )
+    if optimizer.keeps_masters and run.plan.stages[stage].num_replicas > 1:
+        said = f"stage {stage} has bfloat16 parameters whose optimizer keeps float32 masters"
+        check_together(replace(run.options.job(), float32_masters=said).traits())
 
 
 def _whole_key(stage: int) -> str:

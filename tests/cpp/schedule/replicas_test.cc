@@ -192,23 +192,23 @@ TEST(AsynchronousShards, AreRefusedWithWhatWantsRoundsInCommon) {
     EXPECT_EQ(error.empty(), schedule == "pipedream") << schedule << ": " << error;
   }
   EXPECT_EQ(error_of(make_asynchronous("flush", {2, 1})),
-            "schedule is \"flush\" with asynchronous shards, whose replicas have rounds of their own; use "
-            "\"pipedream\" or \"data_parallel\"");
+            "sync is 'asp', and schedule is 'flush': asp has no rounds, in which its replicas would update "
+            "together; use schedule 'pipedream' or 'data_parallel', or sync='bsp'");
   ScheduleOptions options = make_asynchronous("pipedream", {2, 1});
   options.ties = {{StageIndex(0), StageIndex(1)}};
   EXPECT_EQ(
       error_of(options),
-      "there are ties with asynchronous shards, whose replicas have no round in common; leave one of the "
-      "two out");
+      "sync is 'asp', and stages share a parameter: the stages would have different versions of it; use "
+      "sync='bsp'");
   options = make_asynchronous("pipedream", {2, 1});
   options.staleness = 1;
-  EXPECT_NE(error_of(options).find("stale versions"), std::string::npos);
+  EXPECT_NE(error_of(options).find("staleness is 1"), std::string::npos);
   options = make_asynchronous("pipedream", {2, 1});
   options.exchanges_norms = true;
-  EXPECT_NE(error_of(options).find("norms"), std::string::npos);
+  EXPECT_NE(error_of(options).find("norms of gradients"), std::string::npos);
   options = make_asynchronous("pipedream", {2, 1});
   options.uses_allreduce = true;
-  EXPECT_NE(error_of(options).find("collectives"), std::string::npos);
+  EXPECT_NE(error_of(options).find("by a collective"), std::string::npos);
 }
 
 TEST(Replicas, OfADrainingScheduleAddUpTheNormsOfAllWorkersOnceARound) {
@@ -865,7 +865,8 @@ TEST(Replicas, GoOnFromARoundAtEveryStage) {
 TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
   ScheduleOptions options = make_replicated("interleaved", {2, 1});
   EXPECT_EQ(error_of(options),
-            "stage 0 has several replicas; schedule \"interleaved\" runs one of each stage");
+            "schedule is 'interleaved', and a stage has several replicas: it runs one replica of each stage; "
+            "use another schedule, or partition(..., straight=True)");
   options = make_replicated("pipedream", {2, 1});
   options.placement = Placement({{StageIndex(0), ReplicaIndex(0), Rank(0)},
                                  {StageIndex(1), {}, Rank(1)},
@@ -873,8 +874,10 @@ TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
   EXPECT_EQ(error_of(options),
             "stage 0 replica 1 is at rank 2; it must be at rank 1: stages lie at the ranks in order, replica "
             "by replica");
-  EXPECT_EQ(error_of(make_replicated("data_parallel", {2, 1})),
-            "the plan has 2 stages; schedule \"data_parallel\" has one, with a replica at every worker");
+  EXPECT_EQ(
+      error_of(make_replicated("data_parallel", {2, 1})),
+      "schedule is 'data_parallel', and the plan has 2 stages: it has one stage, with a replica at every "
+      "worker; use another schedule, or a plan of one stage");
 }
 
 TEST(Replicas, RefuseStalenessThatNoVersionRuleHas) {
@@ -885,7 +888,8 @@ TEST(Replicas, RefuseStalenessThatNoVersionRuleHas) {
   options.staleness = 1;
   EXPECT_EQ(
       error_of(options),
-      "staleness is 1 with schedule \"flush\"; only schedule \"pipedream\" reads older versions for it");
+      "staleness is 1, and schedule is 'flush': schedule 'pipedream' alone reads older versions for it; "
+      "use that, or leave staleness out");
 }
 
 TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesOfARoundAsAreInFlightBesideOne) {

@@ -203,17 +203,17 @@ TEST(Spares, AreRefusedWhereTheyHaveNoReplicasToServeOrWithWhatTheyKnowNothingOf
   options.asynchronous = true;
   EXPECT_EQ(
       error_of(options),
-      "there are asynchronous shards with spares, which push and pull by rounds alone; leave one of the "
-      "two out");
+      "the plan has spare shards, and sync is 'asp': spares push and pull by rounds, which asp does not "
+      "have; use sync='bsp', or use a plan without num_spare_shards");
   options = with_spares("pipedream", {2, 1}, {1, 0});
   options.exchanges_norms = true;
-  EXPECT_NE(error_of(options).find("norms that are exchanged with spares"), std::string::npos);
+  EXPECT_NE(error_of(options).find("norms of gradients"), std::string::npos);
   options = with_spares("pipedream", {2, 1}, {1, 0});
   options.uses_allreduce = true;
-  EXPECT_NE(error_of(options).find("collectives with spares"), std::string::npos);
+  EXPECT_NE(error_of(options).find("by a collective"), std::string::npos);
   options = with_spares("pipedream", {2, 1}, {1, 0});
   options.ties = {{StageIndex(0), StageIndex(1)}};
-  EXPECT_NE(error_of(options).find("ties with spares"), std::string::npos);
+  EXPECT_NE(error_of(options).find("stages share a parameter"), std::string::npos);
 }
 
 }  // namespace

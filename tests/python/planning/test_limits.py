@@ -328,7 +328,7 @@ def test_bytes_may_be_a_fraction() -> None:
         ({"replicas": [1, 0]}, r"replicas\[1\] is 0"),
         ({"schedule": "fast"}, "schedule is 'fast': plans are made for"),
         ({"microbatches": 0}, "microbatches is 0"),
-        ({"schedule": "flush", "speeds": [1.0, 1.0]}, "speeds are planned for by cost_model='paper'"),
+        ({"schedule": "flush", "speeds": [1.0, 1.0]}, "speeds are given, and schedule is 'flush'"),
     ],
 )
 def test_limits_that_cannot_be_are_refused_by_value(changes: dict[str, Any], message: str) -> None:
@@ -414,11 +414,11 @@ def test_on_a_host_replicas_have_no_slots_for_what_they_pull() -> None:
     ("changes", "message"),
     [
         ({"sync": "sometimes"}, "sync is 'sometimes': it is one of bsp, ssp, asp, allreduce"),
-        ({"sync": "allreduce", "spare_workers": 1}, "sync is 'allreduce', which has no spare_workers"),
-        ({"staleness": 1}, "staleness is 1, which goes with sync='ssp'"),
+        ({"sync": "allreduce", "spare_workers": 1}, "spare_workers is 1, and sync is 'allreduce'"),
+        ({"staleness": 1}, "staleness is 1, and sync is 'bsp'"),
         ({"sync": "ssp", "staleness": -1}, "staleness is -1: give a number of rounds, 0 or more"),
-        ({"sync": "asp", "schedule": "flush"}, "sync is 'asp', which has schedule 'pipedream'"),
-        ({"sync": "asp", "spare_workers": 1}, "no spare_workers and no factors: leave them out"),
+        ({"sync": "asp", "schedule": "flush"}, "sync is 'asp', and schedule is 'flush'"),
+        ({"sync": "asp", "spare_workers": 1}, "spare_workers is 1, and sync is 'asp'"),
     ],
 )
 def test_how_replicas_agree_is_refused_where_it_cannot_be_planned(

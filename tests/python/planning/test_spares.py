@@ -173,7 +173,10 @@ def test_spares_whose_gain_the_simulator_does_not_see_are_left_out() -> None:
     ("options", "message"),
     [
         ({"spare_workers": -1}, "spare_workers is -1: give a number of workers, 0 or more"),
-        ({"spare_workers": 1, "schedule": "flush"}, "spare_workers are planned for by cost_model='paper'"),
+        (
+            {"spare_workers": 1, "schedule": "flush"},
+            "spare_workers is 1, and schedule is 'flush': the paper's formulas",
+        ),
     ],
 )
 def test_spare_workers_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from farm import Farm
-from pipedream.callbacks.steering import CallPoints
-from pipedream.links.options import LinkOptions
-from pipedream.stage.job import CallerSettings, JobOptions, check_replicas
+from pipedream.stage.job import CallerSettings
 
 
 def _start_methods(settings: CallerSettings) -> tuple[str, str]:
@@ -51,21 +47,3 @@ def test_a_worker_has_the_callers_switches(farm: Farm) -> None:
 def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     assert CallerSettings.capture().start_method == multiprocessing.get_all_start_methods()[0]
-
-
-def test_factors_are_refused_where_replicas_have_no_common_rounds() -> None:
-    links = LinkOptions(codec={"pushes": "factors:bf16"})
-    options = SimpleNamespace(
-        sync="asp",
-        staleness=0,
-        links=links,
-        reduces_together=False,
-        is_asynchronous=True,
-        plan=SimpleNamespace(num_spares=0),
-        validation=None,
-        call_points=CallPoints(),
-    )
-    with pytest.raises(ValueError, match=r"codec pushes factors, .* and sync is 'asp'"):
-        check_replicas(cast(JobOptions, options))
-    options.is_asynchronous = False  # as of a plan without replicas
-    check_replicas(cast(JobOptions, options))

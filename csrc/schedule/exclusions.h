@@ -1,0 +1,96 @@
+// Options that exclude each other: each pair stands here once, as data. check_schedule_options() refuses
+// pairs of the core's own options by this table. run(), reference.run() and partition() refuse those of their
+// arguments by it (planning/job.py), and `pipedream explain --options` prints it. Pure; any thread.
+#pragma once
+
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace pipedream {
+
+// The options, and the properties of a plan, a model or data, that do not go with everything else.
+enum class Trait : std::uint8_t {
+  kAsp,
+  kSsp,
+  kNotSsp,
+  kStaleness,
+  kReduced,
+  kSyncEvery,
+  kPushCodec,
+  kFactors,
+  kSpares,
+  kTies,
+  kUnevenTies,
+  kReplicas,
+  kSeveralStages,
+  kProgram,
+  kCommonRounds,
+  kNewestVersions,
+  kOneStage,
+  kOneReplica,
+  kNorms,
+  kNormsOfStages,
+  kFloat16,
+  kTopkGradients,
+  kFloat32Masters,
+  kSparseAdam,
+  kValidation,
+  kAveragedValidation,
+  kAverages,
+  kNoAverages,
+  kShards,
+  kCheckpoints,
+  kTimedCheckpoints,
+  kInputReplicas,
+  kState,
+  kKeys,
+  kPorts,
+  kReadOnce,
+  kEpochs,
+  kMetaModel,
+  kModelWithValues,
+  kGatherAll,
+  kWeights,
+  kPaperCosts,
+  kCalibratedCosts,
+  kNoFormulas,
+  kMeasuredLinks,
+  kSpeeds,
+  kWorkersPerHost,
+  kDelayMax,
+  kNothingChosen,
+  kChosenMicrobatches,
+  kFixedSchedule,
+  kNumTraits
+};
+using Traits = std::bitset<static_cast<std::size_t>(Trait::kNumTraits)>;
+
+struct TraitWords {
+  Trait trait;
+  std::string_view key;   // its name in Python
+  std::string_view name;  // in the printed table
+  std::string_view said;  // in an error, where nobody names the value
+};
+
+struct Exclusion {
+  Trait first;
+  Trait second;
+  std::string_view because;
+  std::string_view remedy;
+};
+
+[[nodiscard]] std::span<const Exclusion> exclusions();
+[[nodiscard]] const TraitWords& words_of(Trait trait);
+[[nodiscard]] std::optional<Trait> find_trait(std::string_view key);
+// The first row that has two of these; nullptr: they go together.
+[[nodiscard]] const Exclusion* first_exclusion(const Traits& traits);
+// "sync is 'asp', and staleness is 1: because; remedy". first, second: how the two traits are said.
+[[nodiscard]] std::string refusal(const Exclusion& exclusion, std::string_view first,
+                                  std::string_view second);
+
+}  // namespace pipedream
