@@ -23,8 +23,8 @@ from pipedream.callbacks import (
     StartReport,
 )
 from pipedream.callbacks.steering import Steering
-from pipedream.checkpoint.checkpoint_folder import folder_of, is_complete, is_pinned
-from training import Training, accumulate, train_by_reference, train_in_pipeline
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, is_pinned
+from training import Training, accumulate, assert_equal_state, train_by_reference, train_in_pipeline
 
 _TRAINING = Training("mlp", 2, epochs=4, num_minibatches=6)  # the last of an epoch is short
 
@@ -297,3 +297,61 @@ def test_tensorboards_files_have_the_losses_of_all_minibatches(tmp_path: Path) -
     assert [value for _, value in scalars["epoch/loss"]] == pytest.approx(result.epoch_losses, rel=1e-6)
     assert {"rate", "samples_per_s", "bubble_share", "bytes_sent"} <= {*scalars}
     assert any(tag.startswith("delay/stage") for tag in scalars)
+
+
+class _Counting(Callback):
+    """Decides by all that it was told: halves the rate after each epoch whose loss rose, and asks now and
+    then for more."""
+
+    every = 2
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_minibatches(self, report: MinibatchReport) -> Any:
+        self.seen.append((report.first, report.end, list(report.losses), report.version))
+
+    def on_epoch(self, report: EpochReport) -> Any:
+        self.seen.append((report.epoch, report.first, report.loss, dict(report.metrics)))
+        return Decision(rate_factor=0.5 + 0.1 * len(self.seen) % 0.4, stop=report.epoch == 3)
+
+    def on_evaluation(self, report: EvaluationReport) -> Any:
+        self.seen.append((report.minibatch, report.loss, report.samples))
+
+
+def _train_saved(
+    training: Training, path: Path, resume: Path | bool, every: int = 2
+) -> tuple[Any, list[Any], Any]:
+    counting = _Counting()
+    held_out = pipedream.Validation(training.case.data(2, training.dtype), {"mean": _mean_output})
+    checkpoints = pipedream.Checkpoints(path, every=every, keep=99, resume=resume)
+    result, state = train_in_pipeline(
+        training, validation=held_out, callbacks=[counting], checkpoints=checkpoints
+    )
+    return (result.losses, result.validation, result.stopped_at), counting.seen, state
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        replace(_TRAINING, epochs=6, num_minibatches=4),
+        replace(_TRAINING, epochs=6, num_minibatches=4, schedule="flush"),
+        replace(_TRAINING, epochs=6, num_minibatches=4, replicas=(2, 1)),
+    ],
+    ids=["pipedream", "flush", "2-1"],
+)
+def test_a_run_that_continues_tells_its_callbacks_of_all_before_and_decides_alike(
+    farm: Farm, tmp_path: Path, training: Training
+) -> None:
+    train = functools.partial(farm.results, _train_saved, training, num_ranks=training.num_workers)
+    whole, seen, state = train(tmp_path / "whole", True)[0]
+    saved = checkpoints_in(tmp_path / "whole")
+    assert whole[2] is not None
+    for number in (1, 4, 7):  # the last where the run has stopped, or nearly
+        found, seen_again, state_again = train(tmp_path / f"{number}", saved[number])[0]
+        assert found == whole
+        assert seen_again == seen
+        assert_equal_state(dict(state_again), dict(state))
+    assert train(tmp_path / "end", saved[-1])[0][0] == whole
+    found, seen_again, _ = _train_saved(training, tmp_path / "local", saved[4])
+    assert (found, seen_again[:15]) == (whole, seen[:15])

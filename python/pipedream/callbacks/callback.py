@@ -89,6 +89,9 @@ class MinibatchReport:
     """2-norm of the gradients of each update, before they are clipped: over all stages where the schedule
     drains, else of the first stage. Empty unless max_grad_norm is given, autocast is float16, or a callback
     has `wants_gradient_norms`; and with sync="asp" or "allreduce", sync_every, spare shards or a Program."""
+    is_past: bool = False
+    """Whether this was before the checkpoint from which the run continues. Callbacks are told of it again, so
+    that they count on; rates, norms and times are not known."""
 
     @property
     def end(self) -> int:
@@ -139,6 +142,8 @@ class EvaluationReport:
     samples: int
     takes_effect: int | None
     """The minibatch before which a decision takes effect; None: none can any more."""
+    is_past: bool = False
+    """See MinibatchReport."""
 
     @property
     def loss(self) -> float:

@@ -26,7 +26,7 @@ from pipedream.callbacks.callback import (
 from pipedream.callbacks.ema import EMA
 from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
 
-__all__ = ["CallPoints", "Evaluated", "Question", "Steering"]
+__all__ = ["CallPoints", "Evaluated", "History", "Question", "Steering"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,21 @@ class Evaluated(NamedTuple):
     figures: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class History:
+    """The run before the checkpoint from which it continues, by minibatch."""
+
+    losses: Sequence[float]
+    samples: Sequence[int]
+    epochs: Sequence[int]
+    """And that of the minibatch at the checkpoint."""
+    evaluations: Sequence[Evaluated]
+    is_evaluated_next: bool
+    """Whether the weights of the checkpoint are evaluated when the run goes on."""
+    group_size: int
+    """Minibatches between two boundaries."""
+
+
 class Steering:
     """The callbacks of one run."""
 
@@ -111,6 +126,10 @@ class Steering:
         """The minibatch that reports count as 0."""
         self._per_update = 1
         self._first_update = 0  # of the run
+        self._losses_before: Sequence[float] = ()
+        self._is_past = False
+        self._held_epochs: list[tuple[int, int]] = []
+        """Epochs that ended at the checkpoint and that callbacks are told of when it is evaluated."""
         self._samples: list[int] = []
         self._told_to = [0] * len(self._callbacks)  # on_minibatches of each
         self._told_s = [0.0] * len(self._callbacks)
@@ -126,17 +145,55 @@ class Steering:
         self._has_begun = False
 
     def start(
-        self, report: StartReport, *, first_minibatch: int = 0, checkpoints: Path | None = None
-    ) -> None:
-        """Tells the callbacks of the start. An exception of one ends the run before it begins. checkpoints:
-        the folder into which the run saves itself."""
-        self._origin = first_minibatch
+        self,
+        report: StartReport,
+        *,
+        first_minibatch: int = 0,
+        checkpoints: Path | None = None,
+        before: History | None = None,
+    ) -> list[tuple[int, Decision]]:
+        """Tells the callbacks of the start, and of what was before the checkpoint from which the run
+        continues. An exception of one ends the run before it begins. checkpoints: the folder into which the
+        run saves itself. Returns what they decided before the checkpoint and what takes effect after it, or
+        stops the run there, by minibatch."""
+        self._origin = first_minibatch if before is None else 0
         self._per_update = report.minibatches_per_update
         self._first_update = first_minibatch // self._per_update
         self._checkpoints = checkpoints
         self._seen = set(self._new_checkpoints())
         for callback in self._callbacks:
             callback.on_start(report)
+        if before is None or not self._callbacks:
+            return []
+        return self._tell_again(before, first_minibatch, report.decision_lead)
+
+    def _tell_again(self, before: History, end: int, lead: int) -> list[tuple[int, Decision]]:
+        """Goes through the boundaries up to the checkpoint at `end`, as if the run came by again. Where what
+        was asked there waits for an evaluation that is still to come, it is asked again."""
+        self._losses_before, self._samples, self._is_past = before.losses, [*before.samples], True
+        left = [*before.evaluations]
+        later: list[tuple[int, Decision]] = []
+        for boundary in range(before.group_size, end + 1, before.group_size):
+            begin = boundary - before.group_size
+            epochs = [
+                (before.epochs[last - 1], last)
+                for last in range(begin + 1, boundary + 1)
+                if before.epochs[last - 1] != before.epochs[last]
+            ]
+            if boundary == end and before.is_evaluated_next and lead > 0:
+                self._held_epochs = epochs
+                break
+            evaluations = [each for each in left if each.minibatch <= boundary]
+            left = left[len(evaluations) :]
+            is_due = self.points.is_due(begin, boundary, has_ended_epoch=bool(epochs))
+            if is_due or (evaluations and self.points.at_evaluations):
+                decision = self._tell(boundary, epochs, before.losses, evaluations, boundary + lead)
+                if boundary + lead > end or (boundary + lead == end and decision.stop):
+                    later.append((boundary + lead, decision))
+            elif evaluations:
+                self._metrics, self._num_evaluations = evaluations[-1].figures, len(before.evaluations)
+        self._is_past = False
+        return later
 
     def updates_before(self, boundary: int) -> int:
         """Updates of the first stage in this run before the boundary, which counts through all runs."""
@@ -166,6 +223,8 @@ class Steering:
             boundary, takes_effect = question.boundary - self._origin, question.takes_effect
             assert takes_effect is not None
             epochs = [(epoch, end - self._origin) for epoch, end in question.epochs]
+            losses = [*self._losses_before, *losses] if self._losses_before else losses
+            epochs, self._held_epochs = [*self._held_epochs, *epochs], []
             return self._checked(
                 self._tell(boundary, epochs, losses, evaluations, takes_effect - self._origin)
             )
@@ -228,7 +287,7 @@ class Steering:
             self._metrics = evaluated.figures
             self._num_evaluations += 1
             of_evaluation = EvaluationReport(
-                evaluated.minibatch, evaluated.figures, evaluated.samples, takes_effect
+                evaluated.minibatch, evaluated.figures, evaluated.samples, takes_effect, self._is_past
             )
             decision |= self._ask_all("on_evaluation", of_evaluation)
         for index, callback in enumerate(self._callbacks):
@@ -236,12 +295,14 @@ class Steering:
             if every is None or boundary == begin or not (is_end or begin // every != boundary // every):
                 continue
             now_s = time.monotonic()
-            seconds, self._told_to[index], self._told_s[index] = now_s - self._told_s[index], boundary, now_s
+            seconds = math.nan if self._is_past else now_s - self._told_s[index]
+            self._told_to[index], self._told_s[index] = boundary, now_s
             report = MinibatchReport(**self._between(begin, boundary, losses, takes_effect, seconds))
             decision |= decision_of(callback, callback.on_minibatches(report))
         for epoch, end in epochs:
             begin, now_s = self._epoch_begin, time.monotonic()
-            seconds, self._epoch_begin, self._epoch_s = now_s - self._epoch_s, end, now_s
+            seconds = math.nan if self._is_past else now_s - self._epoch_s
+            self._epoch_begin, self._epoch_s = end, now_s
             self._num_epochs = epoch + 1
             fields = self._between(begin, end, losses, takes_effect, seconds)
             of_epoch = EpochReport(**fields, epoch=epoch, metrics=self._metrics)
@@ -258,7 +319,7 @@ class Steering:
         self, begin: int, end: int, losses: Sequence[float], takes_effect: int | None, seconds: float
     ) -> dict[str, Any]:
         """The fields of a MinibatchReport."""
-        first, last = self._updates_by(begin), self._updates_by(end)
+        first, last = (max(self._updates_by(m), self._first_update) for m in (begin, end))
         return {
             "first": begin,
             "losses": list(losses[begin:end]),
@@ -266,7 +327,8 @@ class Steering:
             "rates": self._rates,
             "takes_effect": takes_effect,
             "seconds": seconds,
-            "version": last,
+            "version": self._updates_by(end),
+            "is_past": self._is_past,
             "gradient_norms": list(self.norms[first - self._first_update : last - self._first_update]),
         }
 

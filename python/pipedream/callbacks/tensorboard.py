@@ -44,6 +44,8 @@ class TensorBoard(Callback):
         self._writer = self._make_writer(self.path)
 
     def on_minibatches(self, report: MinibatchReport) -> None:
+        if report.is_past:
+            return  # an earlier file has it
         for minibatch, loss in enumerate(report.losses, start=report.first):
             self._add(minibatch, {"loss": loss})
         figures = {"samples_per_s": report.samples_per_s}
@@ -55,10 +57,14 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_epoch(self, report: EpochReport) -> None:
+        if report.is_past:
+            return  # an earlier file has it
         self._add(report.end - 1, {"epoch/loss": report.loss})
         self._writer.flush()
 
     def on_evaluation(self, report: EvaluationReport) -> None:
+        if report.is_past:
+            return  # an earlier file has it
         figures = {f"validation/{name}": value for name, value in report.metrics.items()}
         self._add(report.minibatch - 1, figures)
         self._writer.flush()

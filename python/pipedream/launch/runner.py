@@ -24,7 +24,7 @@ from pipedream.callbacks.callback import (
     StartReport,
     callback_of,
 )
-from pipedream.callbacks.steering import Steering
+from pipedream.callbacks.steering import Evaluated, History, Steering
 from pipedream.checkpoint.checkpoints import Checkpoints, checkpoints_of
 from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.checks import (
@@ -65,11 +65,13 @@ from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.evaluation_cut import cut_for_evaluation
 from pipedream.stage.decisions import answer_lead
 from pipedream.stage.job import Continued, JobOptions
+from pipedream.stage.saving import EVALUATED
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
-from pipedream.worker.continuing import found_checkpoint
+from pipedream.worker.continuing import found_checkpoint, read_record
 from pipedream.worker.devices import choose_device_type
 from pipedream.worker.interrupts import Interrupt, may_stop_early
 from pipedream.worker.notices import noticed_checkpoints, notices_save
+from pipedream.worker.steering import answers_of
 from pipedream.worker.weight_files import check_room
 from pipedream.worker.worker import run_worker
 
@@ -277,7 +279,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
         )
         for caution in (*of_data, *cautions):
             warn_the_caller(caution)
-    with _told(steering, data, options) as tell_end:
+    with _told(steering, data, options) as (tell_end, options):
         if prefix is not None:
             first.take()  # which nobody needs again
             result = _run_this_rank(model, data, options, prefix, steering)
@@ -295,12 +297,13 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
 @contextlib.contextmanager
 def _told(
     steering: Steering, data: Iterable[Any], options: JobOptions
-) -> Iterator[Callable[[RunResult], None]]:
-    """Around a run, whose callbacks hear of its start and of its end. Raises what one of them has raised."""
+) -> Iterator[tuple[Callable[[RunResult], None], JobOptions]]:
+    """Around a run, whose callbacks hear of its start and of its end. Gives the options with what they have
+    decided before the checkpoint from which it continues. Raises what one of them has raised."""
     if not is_rank_0():
-        yield lambda result: None
+        yield lambda result: None, options
         return
-    steering.start(
+    later = steering.start(
         StartReport(
             num_minibatches_of(data, options.epochs),
             options.epochs,
@@ -311,15 +314,32 @@ def _told(
         ),
         first_minibatch=options.first_minibatch,
         checkpoints=None if options.checkpoints is None else options.checkpoints.folder,
+        before=_history_of(options),
     )
+    if options.continues is not None:
+        options = replace(options, continues=replace(options.continues, answers=answers_of(later)))
     try:
-        yield steering.end_with
+        yield steering.end_with, options
     except BaseException as error:
         if steering.error is None:
             steering.end(EndReport(None, error))
         raise
     if steering.error is not None:
         raise steering.error
+
+
+def _history_of(options: JobOptions) -> History | None:
+    if options.continues is None or not options.call_points.at_epochs:
+        return None
+    record = read_record(options.continues)
+    return History(
+        record["losses"],
+        record["samples"],
+        [*record["epochs"], options.continues.epoch],
+        [Evaluated(*each) for each in record[EVALUATED]],
+        options.continues.evaluates,
+        _core.minibatches_between_drains(options.schedule_options()),
+    )
 
 
 def _steering_of(arguments: dict[str, Any]) -> Steering:

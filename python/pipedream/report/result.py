@@ -320,7 +320,8 @@ def combine_reports(
     record: Mapping[str, list[Any]] = types.MappingProxyType({}),
 ) -> RunResult:
     """The run's result from what the workers report, in the order of their ranks. channels: those of
-    activations and gradients. record: losses, samples and epochs before the checkpoint it continues from."""
+    activations and gradients. record: losses, samples, epochs and evaluations
+    before the checkpoint it continues from."""
     of_stages = [
         [
             reports[plan.placement.rank_of(stage, replica)]
@@ -377,10 +378,10 @@ def combine_reports(
         bytes_synced=sum(report["synced_bytes"] for report in reports),
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),
-        stopped_at=len(losses) if reports[0]["stopped"] else None,
+        stopped_at=len(all_losses) if reports[0]["stopped"] else None,
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
         drained_at=reports[0]["drained_at"],
-        validation=_evaluations_of(last, schedule.first_minibatch),
+        validation=_evaluations_of(last, record, all_epochs, schedule),
         updates_read=[_updates_read(schedule, stage, of_stages[stage]) for stage in range(plan.num_stages)],
         update_orders=[
             [
@@ -393,12 +394,24 @@ def combine_reports(
     )
 
 
-def _evaluations_of(report: dict[str, Any], first_minibatch: int) -> list[Evaluation]:
-    """report: of the last stage."""
-    epochs = report["epochs"]
+def _evaluations_of(
+    report: dict[str, Any],
+    record: Mapping[str, list[Any]],
+    epochs: Sequence[int],
+    schedule: _core.ScheduleOptions,
+) -> list[Evaluation]:
+    """report: of the last stage. epochs: of each minibatch of the result."""
+    rows = [*record.get("evaluated", []), *report["validation"]]
+    first_minibatch = 0 if record else schedule.first_minibatch
     return [
-        Evaluation(minibatch, epochs[minibatch - 1 - first_minibatch], figures.pop("loss"), figures, count)
-        for minibatch, count, figures in report["validation"]
+        Evaluation(
+            minibatch,
+            epochs[minibatch - 1 - first_minibatch],
+            figures["loss"],
+            {name: figure for name, figure in figures.items() if name != "loss"},
+            count,
+        )
+        for minibatch, count, figures in rows
     ]
 
 

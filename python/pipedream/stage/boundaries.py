@@ -71,10 +71,11 @@ class StageZeroGate:
         evaluates: bool = False,
         saves_now: Callable[[], bool] | None = None,
         first_of_run: int = 0,
+        begins_with: int = 0,
     ) -> None:
         """evaluates: this replica of the stage does. saves_now: whether a SNAPSHOT is due that does not
         follow from the data; where stage 0 has no replicas. first_of_run: the boundary with which it begins,
-        at which nothing is due."""
+        at which nothing is due but begins_with."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
@@ -83,6 +84,7 @@ class StageZeroGate:
         self._evaluates = evaluates
         self._saves_now = saves_now
         self._first_of_run = first_of_run
+        self._begins_with = begins_with
         self._group = -1
         self._evaluated = -1  # before this group, whose first forward was then put off
         self._late = 0  # events that are due at the end
@@ -107,7 +109,7 @@ class StageZeroGate:
             return self._end(self._source.num_minibatches, self._events_of_end())
         self._group, self.events = group, 0
         if is_first:
-            return True
+            return self._begin_run(group)
         # The last group may be short: a replica that has nothing of it hears of no end before it.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
@@ -132,6 +134,18 @@ class StageZeroGate:
         self.events = events
         return True
 
+    def _begin_run(self, group: int) -> bool:
+        """At its first group."""
+        if self._begins_with & STOP:
+            return self._end(group, self._begins_with)
+        if self._source.num_minibatches < group + self._group_size:
+            self._late = self._begins_with
+            return True
+        self.events = self._begins_with
+        if self.events & EVALUATE and self._asking is not None:
+            self._asking.ask_again(group, self._source)
+        return True
+
     def note_loss(self, minibatch: int, part: float) -> None:
         if self._asking is not None:
             self._asking.note_loss(minibatch, part)
@@ -153,7 +167,8 @@ class StageZeroGate:
     def _events_of_end(self) -> int:
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            return 0  # the next segment begins there
+            # The next segment begins there.
+            return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
         begin = (end - 1) - (end - 1) % self._group_size  # the boundary before
         if end % self._group_size and begin > self._first_of_run:
             begin -= self._group_size  # what was due before a short group is due here

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,15 +110,18 @@ class Asking:
         group_size: int,
         rates: Callable[[], list[float]],
         first_minibatch: int = 0,
+        origin: int = 0,
+        answered: Mapping[int, int] | None = None,
     ) -> None:
-        """asks: at rank 0. rates: the learning rates now. first_minibatch: of the run, from which callbacks
-        count."""
+        """asks: at rank 0. rates: the learning rates now. first_minibatch: of the run. origin: the minibatch
+        from which callbacks count. answered: by boundary, events of answers from before the run."""
         self._way = way
         self._points = points
         self._lead = lead
         self._group_size = group_size
         self._rates = rates
-        self._first = first_minibatch
+        self._origin = origin
+        self._answered = answered or {}
         self._asks = asks
         self.check: Callable[[], None] = lambda: None
         """Raises what the links of the segment know."""
@@ -159,17 +162,8 @@ class Asking:
         if evaluates:
             self._evaluations.append(group)
         if self._asks_at(group, ended_epochs, evaluates=evaluates):
-            takes_effect = group + self._lead
-            if self._asks:
-                samples = self._samples_to(group, source)
-                question = Question(
-                    group, takes_effect, [*ended_epochs], samples, self._rates(), self._evaluations
-                )
-                self._way.ask(question)
-            self._evaluations = []
-            if self._waits:
-                self._due.append((takes_effect, group))
-        events = 0
+            self._ask(group, ended_epochs, source)
+        events = self._answered.get(group, 0)
         while self._due and self._due[0][0] <= group:
             due, asked = self._due.pop(0)
             asked_of = range(self._waited_to, asked)
@@ -179,6 +173,22 @@ class Asking:
         if events & EVALUATE and not evaluates:
             self._evaluations.append(group)
         return events
+
+    def ask_again(self, group: int, source: MinibatchSource) -> None:
+        """At the first group of a run that continues, before which an evaluation is still due: what was asked
+        there is asked again. An answer that would be due at once is not asked for."""
+        self._evaluations.append(group)
+        if self._lead > 0:
+            self._ask(group, (), source)
+
+    def _ask(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> None:
+        takes_effect = group + self._lead
+        if self._asks:
+            samples, evaluations = self._samples_to(group, source), self._evaluations
+            self._way.ask(Question(group, takes_effect, [*ended_epochs], samples, self._rates(), evaluations))
+        self._evaluations = []
+        if self._waits:
+            self._due.append((takes_effect, group))
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
         """There are no more; what nobody was asked about is told."""
@@ -193,7 +203,7 @@ class Asking:
     def _asks_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
         if self._points.at_evaluations and (evaluates or self._evaluations):
             return True
-        end = group - self._first
+        end = group - self._origin
         return self._points.is_due(end - self._group_size, end, has_ended_epoch=bool(ended_epochs))
 
     def _samples_to(self, minibatch: int, source: MinibatchSource) -> list[int]:
@@ -206,16 +216,23 @@ class Asking:
 class RateChanges:
     """Changes the learning rates of this worker's stages where an answer wants that (BoundaryListener)."""
 
-    def __init__(self, way: AnswerWay, scale_rates: Callable[[int, float], None]) -> None:
-        """scale_rates: (stage, factor)."""
+    def __init__(
+        self,
+        way: AnswerWay,
+        scale_rates: Callable[[int, float], None],
+        answered: Mapping[int, float] | None = None,
+    ) -> None:
+        """scale_rates: (stage, factor). answered: by boundary, factors of answers from before the run."""
         self._way = way
+        self._answered = answered or {}
         self._scale_rates = scale_rates
 
     def begin(self, stage: int, minibatch: int, events: int) -> None: ...
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
         if events & RATE:
-            self._scale_rates(stage, self._way.rate_factor(minibatch))
+            factor = self._answered.get(minibatch)
+            self._scale_rates(stage, self._way.rate_factor(minibatch) if factor is None else factor)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ class Continued:
 
     path: str
     minibatch: int
+    epoch: int = 0
+    """The epoch of the minibatch."""
+    evaluates: bool = False
+    """Whether the weights of this minibatch are still to be evaluated."""
+    answers: Sequence[tuple[int, int, float]] = ()
+    """(minibatch, events, rate factor) of what callbacks decided before and what takes effect later."""
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,22 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.links.residuals import Residuals
 from pipedream.model.seeding import RngState
-from pipedream.stage.boundaries import SNAPSHOT
+from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_runner import StageRunner
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.stage_state import HeldVersions
 
-__all__ = ["DATA", "PROCESS", "Record", "StageSaver"]
+__all__ = ["DATA", "EVALUATED", "PENDING", "PROCESS", "Record", "StageSaver"]
 
+EVALUATED, PENDING = "evaluated", "evaluates"
+"""Keys of a part's state: the evaluations so far, as the last stage's first replica reports them, and whether
+one is due at the boundary that comes after the snapshot."""
 DATA, PROCESS = "data", "process"
 """Keys of a part's state: the data's position, and the generators of the worker's process."""
-Record = Mapping[str, Sequence[float]]
-"""Reports of earlier minibatches: "losses" of this worker, "losses_before" of all, "samples" and "epochs"."""
+Record = Mapping[str, Sequence[Any]]
+"""Reports of earlier minibatches: "losses" of this worker, "losses_before" of all, "samples", "epochs" and
+"evaluated"."""
 
 
 @dataclass
@@ -90,6 +94,8 @@ class StageSaver:
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
         """This segment's, where the worker has the last stage; they grow."""
+        self.evaluated: Sequence[Any] = ()
+        """Likewise, of evaluations."""
         self.runners: Mapping[int, StageRunner] = {}
 
     # A BoundaryListener's calls.
@@ -98,7 +104,7 @@ class StageSaver:
         if not events & SNAPSHOT:
             return
         buffers = {name: on_host(buffer) for name, buffer in self._parts[stage].stage.stage_buffers()}
-        state: dict[str, Any] = {PROCESS: RngState.capture().to_document()}
+        state: dict[str, Any] = {PROCESS: RngState.capture().to_document(), PENDING: bool(events & EVALUATE)}
         tensors: dict[str, Tensor] = {}
         stream = self._source.stream
         if self.runners[stage].is_first and isinstance(stream, DataStream):
@@ -117,6 +123,8 @@ class StageSaver:
             Content(FROZEN, dict(part.stage.frozen_parameters())),
             Content(RECORD, self._record(stage, minibatch)),
         ]
+        if self.runners[stage].is_last:
+            begun.state[EVALUATED] = [*self._before[EVALUATED], *self.evaluated]
         state = {**self._facts, **begun.state, NAMES: self._names[stage], **state_of(snapshot)}
         header = dataclasses.replace(
             self._header, minibatch=minibatch, epoch=self._epoch_of(stage, minibatch)

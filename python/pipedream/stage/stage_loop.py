@@ -177,6 +177,7 @@ class WorkerLoop:
         if self._saver is not None:
             self._saver.runners = self._runners
             self._saver.losses = self._losses.values
+            self._saver.evaluated = () if self._evaluations is None else self._evaluations.results
         self._draws = draws
         self._servers = _servers_of(prepared)
         self._reads = any(runner.parts.reader is not None for runner in self._runners.values())
@@ -212,8 +213,18 @@ class WorkerLoop:
             asking=steered.asking,
             evaluates=self._evaluations is not None,
             first_of_run=self._data.first_minibatch,
+            begins_with=self._first_events(),
             saves_now=self._saves_now,
         )
+
+    def _first_events(self) -> int:
+        """Returns the events that are still due at the checkpoint that the run continues from."""
+        continues = self._options.continues
+        if continues is None or self._data.first_minibatch != continues.minibatch:
+            return 0
+        is_evaluated = continues.evaluates and self._options.validation is not None
+        stops = any(due == continues.minibatch for due, _, _ in continues.answers)
+        return (EVALUATE if is_evaluated else 0) | (STOP if stops else 0)
 
     def _planned_events(self) -> list[Planned]:
         """Returns the events at boundaries that follow from the data, the same at every replica of stage

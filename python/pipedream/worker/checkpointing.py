@@ -12,7 +12,7 @@ from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
-from pipedream.stage.saving import StageSaver
+from pipedream.stage.saving import EVALUATED, StageSaver
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.notices import SaveRequests
@@ -33,6 +33,8 @@ class Checkpointing:
         self._names = {stage.stage_index: names_of_stage(stage, run.ties) for stage in run.own_stages()}
         self.losses: list[float] = []
         """Losses of the segments before, as this worker has reported them."""
+        self.evaluated: list[Any] = []
+        """Likewise, evaluations."""
         self.writer: CheckpointWriter | None = None
         has_replicas = run.plan.stages[0].num_replicas > 1
         self.saves_now = SaveRequests(checkpoints).saves_now if run.rank == 0 and not has_replicas else None
@@ -71,6 +73,7 @@ class Checkpointing:
                 "losses": list(self.losses),
                 "samples": record.get("samples", []),
                 "epochs": record.get("epochs", []),
+                EVALUATED: [*record.get(EVALUATED, []), *self.evaluated],
             },
             keep_residuals=keep_residuals,
         )

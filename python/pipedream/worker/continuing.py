@@ -33,7 +33,7 @@ from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.report.progress import skipping_shown
 from pipedream.report.status import losses_of
 from pipedream.stage.job import Continued, JobOptions
-from pipedream.stage.saving import DATA, PROCESS
+from pipedream.stage.saving import DATA, EVALUATED, PENDING, PROCESS
 
 if TYPE_CHECKING:
     from pipedream.worker.agreed_run import AgreedRun
@@ -75,7 +75,18 @@ def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) ->
             minibatch,
         )
     _log.info("continuing from %s, at minibatch %d", found.checkpoint, minibatch)
-    return Continued(str(go_on_after(found.checkpoint, minibatch, checkpoints.folder)), minibatch)
+    evaluates = _state_of_last(found.checkpoint, found.manifest).get(PENDING, False) and minibatch == reached
+    epoch = _epoch_at(found.checkpoint, found.manifest, minibatch)
+    place = go_on_after(found.checkpoint, minibatch, checkpoints.folder)
+    return Continued(str(place), minibatch, epoch, evaluates)
+
+
+def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
+    """The epoch of a minibatch up to that of the checkpoint."""
+    if minibatch == manifest.header.minibatch and manifest.header.epoch is not None:
+        return manifest.header.epoch
+    epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
+    return epochs[min(minibatch, len(epochs) - 1)]
 
 
 class _CheckpointState(RunState):
@@ -166,7 +177,7 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
 
 
 def read_record(continued: Continued | None) -> dict[str, list[Any]]:
-    """Losses, samples and epochs of the minibatches before the checkpoint."""
+    """Losses, samples and epochs of the minibatches before the checkpoint, and evaluations."""
     if continued is None:
         return {}
     checkpoint = Path(continued.path)
@@ -180,7 +191,9 @@ def read_record(continued: Continued | None) -> dict[str, list[Any]]:
         "samples": of_first["samples"],
         "epochs": of_first["epochs"],
     }
-    return {name: values[: continued.minibatch] for name, values in record.items()}
+    before = {name: values[: continued.minibatch] for name, values in record.items()}
+    evaluated = _state_of_last(checkpoint, manifest).get(EVALUATED, [])
+    return before | {EVALUATED: [each for each in evaluated if each[0] <= continued.minibatch]}
 
 
 def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
@@ -233,6 +246,12 @@ def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], in
     if continued is None:
         return {}, 0
     return read_averages(Path(continued.path), read_manifest(Path(continued.path)))
+
+
+def _state_of_last(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+    """The state of the last stage's first replica."""
+    last = max(part.stage_index for part in manifest.parts)
+    return read_part(checkpoint / f"{part_name(last, 0)}.json")[2]
 
 
 def _facts_of(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
-__all__ = ["LocalSteering", "steered"]
+__all__ = ["LocalSteering", "answers_of", "steered"]
 
 _QUESTIONS = "questions"
 _POLL_S = 0.001
@@ -59,6 +59,8 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
     if not points.at_epochs:
         return Steered(stopping)
     way: AnswerWay = StoreWay(run, steering) if place.folder is None else FolderWay(place.folder, place.board)
+    continues = run.options.continues
+    answers = () if continues is None else continues.answers
     asking: Asking | None = None
     if 0 in optimizers.by_stage:
         asking = Asking(
@@ -69,8 +71,14 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
             group_size=_core.minibatches_between_drains(schedule),
             rates=optimizers.by_stage[0].rates,
             first_minibatch=run.options.first_minibatch,
+            origin=0 if continues is not None else run.options.first_minibatch,
+            answered={due: events for due, events, _ in answers},
         )
-    changes = RateChanges(way, lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor))
+    changes = RateChanges(
+        way,
+        lambda stage, factor: optimizers.by_stage[stage].scale_rates(factor),
+        {due: factor for due, events, factor in answers if events & RATE},
+    )
     return Steered(stopping, asking, changes)
 
 
@@ -125,7 +133,9 @@ class StoreWay:
         if question.takes_effect is not None:
             self._open[question.takes_effect] = question
         elif self._steering is not None:
-            self._steering.note_last(question)
+            for left in (*self._open.values(), question):  # those that nobody answers any more
+                self._steering.note_last(left)
+            self._open.clear()
 
     def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
         self._check = check
@@ -249,6 +259,12 @@ def _answer_path(folder: Path, boundary: int) -> Path:
 def _read_answer(path: Path) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return answer
+
+
+def answers_of(decisions: Sequence[tuple[int, Decision]]) -> list[tuple[int, int, float]]:
+    """For Continued.answers. decisions: by minibatch."""
+    answers = [(due, _answer_of(decision)) for due, decision in decisions]
+    return [(due, answer["events"], answer["rate_factor"]) for due, answer in answers if answer["events"]]
 
 
 def _answer_of(decision: Decision) -> dict[str, Any]:

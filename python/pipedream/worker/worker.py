@@ -193,6 +193,7 @@ class _Worker:
             reports.append(segment.train(source, self._checkpointing))
             if self._checkpointing is not None:
                 self._checkpointing.losses += reports[-1].get("losses", [])
+                self._checkpointing.evaluated += reports[-1].get("validation", [])
             following = segment.what_follows(source)
             if following is None:
                 break
