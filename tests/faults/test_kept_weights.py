@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from models import Batch
 from pipedream import PipelineError, WorkerLost
+from pipedream.report.status import StatusBoard
 from torch import Tensor, nn
 from training import Training, train_by_reference
 
@@ -128,6 +130,53 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
     expected, state = train_by_reference(replace(training, num_minibatches=result.stopped_at))
     torch.testing.assert_close(result.losses, expected.losses, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-9, atol=1e-12)
+
+
+class _InterruptsTwice(_InterruptsCaller):
+    """The caller gets Ctrl-C again when it has asked for the end, which then never comes."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for minibatch, batch in enumerate(super().__iter__()):
+            if minibatch == self._minibatch and os.environ.get("RANK") == "0":
+                while not Path(os.environ["TEST_ASKED"]).exists():
+                    time.sleep(0.001)
+                os.kill(int(os.environ["TEST_CALLER"]), signal.SIGINT)
+                signal.pause()  # until it is killed
+            yield batch
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
+    monkeypatch.setenv("TEST_ASKED", str(tmp_path / "asked"))
+    ask = StatusBoard.ask_for_stop
+
+    def ask_and_tell(board: StatusBoard) -> None:
+        ask(board)
+        (tmp_path / "asked").touch()
+
+    monkeypatch.setattr(StatusBoard, "ask_for_stop", ask_and_tell)
+    how = {**_TRAINING.options(), "progress": False, "data": _InterruptsTwice(6)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipedream.run(_TRAINING.model(), _TRAINING.plan, **how)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_with_asynchronous_replicas_says_why_it_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = replace(_TRAINING, num_stages=2, replicas=(2, 1), sync="asp")
+    monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
+    how = {**training.options(), "progress": False, "data": _InterruptsCaller(6)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipedream.run(training.model(), training.plan, **how)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "ending at once: replicas of stage 0 with sync='asp'" in capfd.readouterr().err
 
 
 def test_nothing_is_left_half_written(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ from pipedream.stage.saving import EVALUATED
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.worker.continuing import found_checkpoint, read_record
 from pipedream.worker.devices import choose_device_type
-from pipedream.worker.interrupts import Interrupt, may_stop_early
+from pipedream.worker.interrupts import stop_order
 from pipedream.worker.notices import noticed_checkpoints, notices_save
 from pipedream.worker.steering import answers_of
 from pipedream.worker.weight_files import check_room
@@ -595,7 +595,7 @@ def _run_this_rank(
     model: Model, data: Iterable[Any], options: JobOptions, prefix: str, steering: Steering
 ) -> RunResult:
     with this_rank(prefix) as place, generators_kept(), contextlib.ExitStack() as around:
-        order = Interrupt() if may_stop_early(options, under_torchrun=True) else None
+        order = stop_order(options, place.rendezvous, place.rank)
         around.enter_context(notices_save(noticed_checkpoints(options), has_begun=lambda: True))
         place_to_stop = replace(place, stop_order=order)
         return run_worker(place_to_stop, options, model, data, steering=steering if place.rank == 0 else None)

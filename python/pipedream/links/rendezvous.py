@@ -223,6 +223,12 @@ class Rendezvous:
     def publish(self, key: str, value: Any) -> None:
         self._ask(lambda store: store.set(key, json.dumps(value)))
 
+    def read(self, keys: list[str]) -> list[Any] | None:
+        """The values of these keys; None where one is not there yet."""
+        return self._ask(
+            lambda store: [json.loads(store.get(key)) for key in keys] if store.check(keys) else None
+        )
+
     def store_for(self, group: str) -> dist.Store:
         """A store of this run for a process group, which its owner may wait for on another thread."""
         return dist.PrefixStore(group, self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]

@@ -10,16 +10,27 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from pipedream.links.rendezvous import Rendezvous
+from pipedream.stage.decisions import StopOrder
 from pipedream.stage.job import JobOptions
 
-__all__ = ["Interrupt", "interrupts_stop", "may_stop_early"]
+__all__ = ["Interrupt", "interrupts_end", "interrupts_stop", "may_stop_early", "stop_order"]
 
 _STOPPING = (
     b"pipedream: stopping when the minibatches in flight are done; Ctrl-C again ends the run at once\n"
 )
+_ENDING = (
+    b"pipedream: ending at once: replicas of stage 0 with sync='asp' have no minibatch in common at which"
+    b" they could stop\n"
+)
+_ALONE = b"pipedream: ending at once: other ranks of stage 0 were not interrupted\n"
+_HEARD_S = 10.0
+"""How long rank 0 trains on, at most, until all replicas of stage 0 have heard of an interrupt."""
+_ORDER_KEY = "where the run stops"
 
 
 class Interrupt:
@@ -33,10 +44,88 @@ class Interrupt:
         self.is_stop_asked = True
 
 
-def may_stop_early(options: JobOptions, *, under_torchrun: bool) -> bool:
-    """Whether rank 0 can choose a boundary that the other replicas of stage 0 hear of in time."""
-    has_replicas = options.plan.stages[0].num_replicas > 1
-    return not has_replicas or not (under_torchrun or options.is_asynchronous)
+class SharedInterrupt:
+    """The same at a rank of torchrun where the first stage has replicas, each of which gets the interrupt.
+    Those that have got it ask the store, and no others:
+
+        replica r    says that it has heard, and looks for the order at each of its boundaries from then on
+        rank 0       when all have heard, chooses a boundary and writes the order, before it goes on
+
+    So nobody passes the boundary without having read the order. Rank 0 gives up where another rank of the
+    stage was not interrupted."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, others: list[int]) -> None:
+        """others: the ranks of stage 0 but rank 0."""
+        self._rendezvous = rendezvous
+        self._rank = rank
+        self._others = others
+        self._is_asked = False
+        self._asked_s: float | None = None
+        """When this rank came to a boundary after it was interrupted."""
+        self._stop_at = -1
+
+    def ask_for_stop(self) -> None:
+        self._is_asked = True
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """At rank 0: whether all know. Raises KeyboardInterrupt where that takes too long."""
+        if not self._is_asked:
+            return False
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        if self._rendezvous.read([_heard_key(rank) for rank in self._others]) is not None:
+            return True
+        if time.monotonic() > self._asked_s + _HEARD_S:
+            os.write(2, _ALONE)
+            raise KeyboardInterrupt
+        return False
+
+    @property
+    def stop_at(self) -> int:
+        if self._stop_at < 0 and self._is_asked and self._rank in self._others:
+            if self._asked_s is None:
+                self._asked_s = time.monotonic()
+                self._rendezvous.publish(_heard_key(self._rank), True)
+            found = self._rendezvous.read([_ORDER_KEY])
+            self._stop_at = -1 if found is None else found[0]
+        return self._stop_at
+
+    @stop_at.setter
+    def stop_at(self, minibatch: int) -> None:
+        self._stop_at = minibatch
+        self._rendezvous.publish(_ORDER_KEY, minibatch)
+
+
+def _heard_key(rank: int) -> str:
+    return f"heard of the interrupt/{rank}"
+
+
+def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> StopOrder | None:
+    """At a rank of torchrun; None: nobody may end the run early."""
+    if not may_stop_early(options):
+        return None
+    num_replicas = options.plan.stages[0].num_replicas
+    others = [options.plan.placement.rank_of(0, replica) for replica in range(1, num_replicas)]
+    return SharedInterrupt(rendezvous, rank, others) if others else Interrupt()
+
+
+def may_stop_early(options: JobOptions) -> bool:
+    """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed."""
+    return options.plan.stages[0].num_replicas == 1 or not options.is_asynchronous
+
+
+@contextlib.contextmanager
+def interrupts_end(*, speaks: bool) -> Iterator[None]:
+    """In the block an interrupt ends the run at once, and says why it does no more."""
+
+    def speak() -> None:
+        if speaks:
+            os.write(2, _ENDING)
+        raise KeyboardInterrupt
+
+    with interrupts_stop(speak, lambda: True, speaks=False):
+        yield
 
 
 @contextlib.contextmanager

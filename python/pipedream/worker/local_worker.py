@@ -120,7 +120,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             incarnation=0,
             rendezvous=rendezvous,
             board=board,
-            stop_order=board if may_stop_early(options, under_torchrun=False) else None,
+            stop_order=board if may_stop_early(options) else None,
             folder=folder,
         )
         note_error = functools.partial(write_error, folder, rank)

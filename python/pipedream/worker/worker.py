@@ -43,7 +43,7 @@ from pipedream.worker.continuing import go_to_position, read_averages_of, read_r
 from pipedream.worker.devices import choose_device
 from pipedream.worker.factor_choice import FactorChoice
 from pipedream.worker.gathering import gather, join_reports
-from pipedream.worker.interrupts import interrupts_stop
+from pipedream.worker.interrupts import interrupts_end, interrupts_stop
 from pipedream.worker.kept_state import keep_state, residuals_of, snapshots_of
 from pipedream.worker.segment import Following, Segment
 from pipedream.worker.set_up import OwnPart, Rehearsed, rehearse_again, set_up
@@ -170,8 +170,10 @@ class _Worker:
     def _interrupts_stop(self) -> AbstractContextManager[None]:
         """Lets interrupts stop the run if no caller hears of them."""
         order = self._place.stop_order
-        if order is None or self._place.board is not None:
+        if self._place.board is not None:
             return contextlib.nullcontext()
+        if order is None:
+            return interrupts_end(speaks=self._place.rank == 0)
         return interrupts_stop(order.ask_for_stop, lambda: True, speaks=self._place.rank == 0)
 
     def _train(
