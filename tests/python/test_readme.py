@@ -227,7 +227,7 @@ def test_the_model_on_the_meta_device_of_the_document_runs(runs: list[tuple[Any,
     exec(_about_models('torch.device("meta")'), names)
     ((model, options),) = runs
     assert model.module is names["model"]
-    assert options.save == os.path.abspath("trained")
+    assert options.output.save == os.path.abspath("trained")
 
 
 def test_the_evaluation_of_the_document_runs(runs: list[tuple[Any, Any]]) -> None:

@@ -121,7 +121,7 @@ def run_locally(
             graph.add("script", script.state, "")
             write_validation_data(graph, options.validation)
             forwarded = write_data(graph, folder, data, options)
-        if options.gather != "none":
+        if options.output.gather != "none":
             reserve_room(stages, options.plan, folder)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", (CallerSettings.capture(), ScriptLogging.capture()), "")
@@ -146,7 +146,7 @@ def run_locally(
         ):
             told = LocalSteering(steering, options, board, folder)
             _launch(task, options, board, expected, script, told)
-        if options.gather != "none":
+        if options.output.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
@@ -182,7 +182,7 @@ def _trained_weights_told(
     try:
         yield
     except Exception as error:
-        if options.gather != "none" and expected.outcome != "different":
+        if options.output.gather != "none" and expected.outcome != "different":
             with contextlib.suppress(OSError, PipelineError):
                 _take_over_after(error, stages, options, folder)
         raise

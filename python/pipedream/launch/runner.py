@@ -53,7 +53,7 @@ from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept,
 from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.validation import LOSS, Validation
 from pipedream.planning.codec_choice import check_pairs
-from pipedream.planning.job import Traits, check_together, traits_where
+from pipedream.planning.job import Replication, Traits, check_together, traits_where
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_to_run
@@ -64,7 +64,7 @@ from pipedream.report.result import RunResult
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.evaluation_cut import cut_for_evaluation
 from pipedream.stage.decisions import answer_lead
-from pipedream.stage.job import Continued, JobOptions
+from pipedream.stage.job import Continued, JobOptions, MemoryOptions, OutputOptions
 from pipedream.stage.saving import EVALUATED
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.worker.continuing import found_checkpoint, read_record
@@ -383,20 +383,22 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steeri
             "microbatches": microbatches,
             "links": links,
             "autocast": autocast,
-            "memory_bytes": None if memory is None else parse_size(memory, "memory"),
-            "recompute": _recompute_of(arguments["recompute"], plan),
+            "replication": Replication(*(arguments[name] for name in ("sync", "staleness", "sync_every"))),
+            "memory": MemoryOptions(
+                None if memory is None else parse_size(memory, "memory"),
+                _recompute_of(arguments["recompute"], plan),
+            ),
+            "output": OutputOptions(gather, _absolute(arguments["save"]), arguments["progress"]),
             "num_threads": _threads_per_worker(plan),
-            "gather": gather,
             "weights": _absolute(arguments["weights"]),
-            "save": _absolute(arguments["save"]),
             "call_points": steering.points,
             "checkpoints": checkpoints_of(arguments["checkpoints"]),
             "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )
     check_together(_traits_of(options, arguments, on_meta=on_meta))
-    if options.save is not None and is_rank_0():
-        check_room(model, options.save)
+    if options.output.save is not None and is_rank_0():
+        check_room(model, options.output.save)
     if options.state is not None:
         options.state.check(options.settings_of_state(), options.seed)
     if options.schedule != AUTO:  # else rank 0 knows the plan

@@ -33,7 +33,7 @@ from pipedream.report.status import StatusBoard
 from pipedream.splitting.evaluation_cut import EvaluationCut
 from pipedream.stage.decisions import StopOrder
 
-__all__ = ["CallerSettings", "Continued", "JobOptions", "WorkerPlace"]
+__all__ = ["CallerSettings", "Continued", "JobOptions", "MemoryOptions", "OutputOptions", "WorkerPlace"]
 
 
 def _said_of_schedule(schedule: str | Program) -> str:
@@ -81,6 +81,26 @@ class Continued:
 
 
 @dataclass(frozen=True)
+class MemoryOptions:
+    """The memory that a worker may use, and what it does to need less."""
+
+    limit_bytes: int | None = field(metadata=compared("memory", given))
+    """Bytes that this worker may use at most."""
+    recompute: tuple[bool, ...] | None
+    """Per stage; None: each worker decides, to fit into limit_bytes."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The places where a run's weights go, and what is shown meanwhile."""
+
+    gather: str
+    save: str | None
+    """The folder for trained weights, absolute."""
+    progress: bool = field(metadata=OWN)
+
+
+@dataclass(frozen=True)
 class JobOptions:
     """The options of a run. They are equal at all workers, which compare them (agreement.py), but for the
     plan, which rank 0 overrides, and for fields that are declared as each worker's own."""
@@ -93,25 +113,17 @@ class JobOptions:
     """A program's microbatches are the run's, and its in_flight stands for the plan's."""
     microbatches: int
     weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
-    recompute: tuple[bool, ...] | None
-    """Per stage; None: each worker decides, to fit into memory_bytes."""
-    memory_bytes: int | None = field(metadata=compared("memory", given))
-    """Bytes that this worker may use at most."""
+    memory: MemoryOptions
     autocast: torch.dtype | None = field(metadata=compared(said=lambda dtype: dtype and str(dtype)))
     max_grad_norm: float | None
-    sync: str
-    staleness: int
-    sync_every: int
+    replication: Replication
     epochs: int
     seed: int | None
     links: LinkOptions
     on_nonfinite: str
-    gather: str
+    output: OutputOptions
     weights: WeightSource = field(metadata=compared(said=given))
     """The source of weights that are on the meta device."""
-    save: str | None
-    """The folder for trained weights, absolute."""
-    progress: bool = field(metadata=OWN)
     num_threads: int = field(metadata=OWN)
     """Torch's threads per worker."""
     call_points: CallPoints = field(default=CallPoints(), metadata=compared("callbacks", repr))
@@ -151,19 +163,19 @@ class JobOptions:
     @property
     def reduces_together(self) -> bool:
         """Whether replicas of a stage update by a collective, not by shards."""
-        is_asked_for = self.sync == "allreduce" or self.sync_every > 1
+        is_asked_for = self.replication.sync == "allreduce" or self.replication.sync_every > 1
         return is_asked_for and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether every gradient of a replica is an update of its own."""
-        return self.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
+        return self.replication.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
     @property
     def sums_shares(self) -> bool:
         """Whether replicas of a stage update by the mean over their own microbatches alone."""
         has_replicas = any(stage.num_replicas > 1 for stage in self.plan.stages)
-        return has_replicas and (self.sync == "asp" or self.sync_every > 1)
+        return has_replicas and (self.replication.sync == "asp" or self.replication.sync_every > 1)
 
     def schedule_options(
         self,
@@ -182,11 +194,11 @@ class JobOptions:
             in_flight=program.in_flight if program else list(self.plan.in_flight),
             num_microbatches=self.microbatches,
             placement=self.plan.placement,
-            recompute=list(self.recompute or ()),
+            recompute=list(self.memory.recompute or ()),
             ties=ties,
             # Replicas that reduce together all have the whole gradient.
             exchanges_norms=self.measures_gradients and not self.reduces_together,
-            staleness=self.staleness,
+            staleness=self.replication.staleness,
             uses_allreduce=self.reduces_together,
             asynchronous=self.is_asynchronous,
             first_minibatch=first_minibatch,
@@ -204,7 +216,7 @@ class JobOptions:
         return Job(
             self.schedule_name,
             ScheduleTraits.of(self.schedule_name),
-            Replication(self.sync, self.staleness, self.sync_every),
+            self.replication,
             replicas,
             _spares_of(self.plan),
             self.links.codec,

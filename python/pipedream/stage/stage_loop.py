@@ -153,7 +153,7 @@ class WorkerLoop:
             weight_fn=weight_fn,
         )
         self._progress = RunProgress(
-            enabled=options.progress and last in stages and self._replica == 0,
+            enabled=options.output.progress and last in stages and self._replica == 0,
             num_minibatches=_end_of(source, is_continued=options.continues is not None),
             num_epochs=options.epochs,
             schedule=schedule,
@@ -293,7 +293,7 @@ class WorkerLoop:
         # From one minibatch that this replica has a part of to the next.
         stride = -(-num_replicas // self._options.microbatches)
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
-        if board is not None and not self._options.progress:
+        if board is not None and not self._options.output.progress:
             show = functools.partial(_add_to, board, self._replica)
         record = make_loss_record(self._options.on_nonfinite, show, self._device)
         if self._tells_losses():

@@ -210,7 +210,7 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
     if (run.reads_inputs or run.reads_targets) and isinstance(source.stream, DataStream):
         _, _, state = read_part(checkpoint / f"{part_name(0, 0)}.json")
         tensors = read_kind(checkpoint, manifest.parts[0].of_kind("tensors"))
-        is_shown = run.options.progress and run.reads_inputs and run.rank == 0
+        is_shown = run.options.output.progress and run.reads_inputs and run.rank == 0
         with skipping_shown(continued.minibatch, is_shown=is_shown) as tell:
             source.stream.go_to(continued.minibatch, decode(state[DATA], tensors), tell)
     if run.options.state is not None and run.plan.workers_used > 1:

@@ -70,20 +70,20 @@ def gather(
     callbacks.EMA, of what this rank updates. What fails here says where the trained weights are."""
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
-    if run.place.folder is not None and run.options.gather != "none" and averages:
+    if run.place.folder is not None and run.options.output.gather != "none" and averages:
         write_averages(run.place.folder, run.rank, averages)
     try:
         result, unsaved, document = _gather(run, core, channels, report, of_loss, record, averages)
     except _core.RunFailure as failure:
         kind, message = failure.args
-        has_saved = run.options.save is not None and run.options.gather == "none"
+        has_saved = run.options.output.save is not None and run.options.output.gather == "none"
         if run.place.folder is not None or has_saved or not run.own_stages():
             raise
         raise _core.RunFailure(
             kind, f"{message}; the training was over here, and {_weights_of(run)}: {keep_elsewhere(run)}"
         ) from None
     if unsaved:
-        is_in_model = run.options.gather != "none" and run.place.folder is None
+        is_in_model = run.options.output.gather != "none" and run.place.folder is None
         where = ["the model of rank 0 has the trained weights"] if is_in_model else []
         raise PipelineError("; ".join([*unsaved, *where]))
     result.keep(RunState(document, kept))
@@ -127,8 +127,8 @@ def _gather(
     document = _joined_state([reports[rank].pop(_STATE) for rank in range(num_ranks)])
     of_loss = joined_loss_states([of_losses[replica] for replica in sorted(of_losses)])
     set_loss_state(run.options.loss_fn, of_loss)
-    if run.options.save is not None:
-        unsaved += _finish(run, Path(run.options.save), unsaved)
+    if run.options.output.save is not None:
+        unsaved += _finish(run, Path(run.options.output.save), unsaved)
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
     schedule = run.options.schedule_options(first_minibatch=run.options.first_minibatch)
@@ -198,7 +198,7 @@ def _hand_down(
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
         send_document(core, channel, shared)
-    to_all = run.options.gather == "all" and run.place.folder is None
+    to_all = run.options.output.gather == "all" and run.place.folder is None
     for stage in run.stages if to_all else []:
         if above:
             receive_state(core, above, stage)
@@ -213,34 +213,34 @@ def _hand_down(
 
 
 def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
-    by_files = run.options.gather == "none" or run.place.folder is not None
+    by_files = run.options.output.gather == "none" or run.place.folder is not None
     return [] if by_files else run.stages_of(rank)
 
 
 def _sends_averages(run: AgreedRun) -> bool:
-    by_files = run.options.gather == "none" or run.place.folder is not None
+    by_files = run.options.output.gather == "none" or run.place.folder is not None
     return not by_files and run.options.call_points.ema_decay is not None
 
 
 def _sends_loss(run: AgreedRun, rank: int) -> bool:
-    by_files = run.options.gather == "none" or run.place.folder is not None
+    by_files = run.options.output.gather == "none" or run.place.folder is not None
     return not by_files and run.plan.num_stages - 1 in run.plan.stages_of(rank)
 
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
     """Before the report goes up, so that rank 0 finds all files. What could not be saved for the user, and
     where it is, which ends the run when everybody has what it needs."""
-    if run.place.folder is not None and run.options.gather != "none":
+    if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
         save_weights(run, run.place.folder, persistent=False)  # where there is room for it
-    if run.options.save is None:
+    if run.options.output.save is None:
         return []
     try:
-        save_weights(run, Path(run.options.save), persistent=True)
+        save_weights(run, Path(run.options.output.save), persistent=True)
     except OSError as error:
-        text = f"{_weights_of(run)} could not be saved in {run.options.save} ({one_line(error)})"
-        if run.options.gather == "none":
+        text = f"{_weights_of(run)} could not be saved in {run.options.output.save} ({one_line(error)})"
+        if run.options.output.gather == "none":
             return [f"{text}: {keep_elsewhere(run)}"]
         return [text]
     return []
@@ -255,7 +255,7 @@ def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
             return []
         except OSError as error:
             text = f"the trained weights could not be saved in {folder} ({one_line(error)})"
-    if run.options.gather != "none":
+    if run.options.output.gather != "none":
         drop_weights(run.plan, folder)
         return [text] if text else []
     moved = move_weights(run.plan, folder)

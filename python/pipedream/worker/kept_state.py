@@ -138,7 +138,7 @@ def _document_of(
         "base_seed": run.base_seed,
         "seed": options.seed if options.state is None else options.state.document["seed"],
         "multiple": _multiple_of(run),
-        "is_gathered": options.gather != "none",
+        "is_gathered": options.output.gather != "none",
         "settings": options.settings_of_state(),
         "kinds": [listed(kind) for kind in kinds],
         "data_generators": None,
@@ -158,4 +158,4 @@ def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
 
 def _multiple_of(run: AgreedRun) -> int:
     """A run goes on after a multiple of so many minibatches: where rounds are over, and replicas alike."""
-    return _core.minibatches_between_drains(run.schedule()) * run.options.sync_every
+    return _core.minibatches_between_drains(run.schedule()) * run.options.replication.sync_every

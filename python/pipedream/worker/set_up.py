@@ -236,7 +236,7 @@ def _first_microbatch(
     count = samples_of(inputs, targets)
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
-        is_limited = run.options.memory_bytes is not None or bool(_stages_with_factors(run))
+        is_limited = run.options.memory.limit_bytes is not None or bool(_stages_with_factors(run))
         # A list of samples has other entries in every minibatch.
         if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
             boundary = Boundary.of(inputs, name="the inputs")
@@ -307,7 +307,7 @@ def _rehearse(
         autocast=options.autocast,
         repeats=options.microbatches > 1 or _adds_minibatches(run),
         scales_loss=_scales_loss(run),
-        for_offload=options.memory_bytes is not None or forced_offload().activations,
+        for_offload=options.memory.limit_bytes is not None or forced_offload().activations,
         for_factors=_stages_with_factors(run),
         for_recompute=_stages_that_may_recompute(run),
     )
@@ -322,9 +322,9 @@ def _stages_with_factors(run: AgreedRun) -> list[int]:
 
 
 def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
-    recompute = run.options.recompute
+    recompute = run.options.memory.recompute
     if recompute is None:
-        return list(range(run.plan.num_stages)) if run.options.memory_bytes is not None else []
+        return list(range(run.plan.num_stages)) if run.options.memory.limit_bytes is not None else []
     return [stage for stage in range(run.plan.num_stages) if recompute[stage]]
 
 

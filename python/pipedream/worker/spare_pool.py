@@ -151,7 +151,7 @@ class SparePool:
 
 
 def _check_fits(run: AgreedRun, terms: dict[str, int]) -> None:
-    limit_bytes, total = run.options.memory_bytes, sum(terms.values())
+    limit_bytes, total = run.options.memory.limit_bytes, sum(terms.values())
     if limit_bytes is not None and total > limit_bytes:
         raise ValueError(
             f"memory is {format_bytes(limit_bytes)}, but {run.plan.describe_worker(run.rank)} needs"

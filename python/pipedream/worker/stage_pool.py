@@ -112,9 +112,10 @@ class StagePool:
         options = self.run.options
         self._check_recompute(footprints)
         memory = choose_savings(
-            self._memory_plan(footprints, channels), options.recompute, options.memory_bytes
+            self._memory_plan(footprints, channels), options.memory.recompute, options.memory.limit_bytes
         )
-        self.run = replace(self.run, options=replace(options, recompute=tuple(memory.schedule.recompute)))
+        chosen = replace(options.memory, recompute=tuple(memory.schedule.recompute))
+        self.run = replace(self.run, options=replace(options, memory=chosen))
         self.predicted = memory.terms()
         self.copy_bytes = dict(memory.copy_bytes)
         self._add_terms(memory)
@@ -127,7 +128,7 @@ class StagePool:
 
     def _check_recompute(self, footprints: Mapping[int, Footprint]) -> None:
         """Raises ValueError for a stage whose second forward would be another than its first."""
-        recompute = self.run.options.recompute
+        recompute = self.run.options.memory.recompute
         for stage, footprint in footprints.items():
             if recompute is not None and recompute[stage] and not footprint.is_repeatable:
                 raise ValueError(
@@ -505,7 +506,7 @@ class StagePool:
         tied: TiedParameters,
         group: ReplicaGroup,
     ) -> StageGradients:
-        sync_every = self.run.options.sync_every
+        sync_every = self.run.options.replication.sync_every
         make = ReducedGradients if sync_every == 1 else functools.partial(LocalSteps, sync_every=sync_every)
         return make(
             weights,

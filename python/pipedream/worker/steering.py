@@ -54,7 +54,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
-        lead = stop_lead(schedule, sync_every=run.options.sync_every)
+        lead = stop_lead(schedule, sync_every=run.options.replication.sync_every)
         stopping = Stopping(place.stop_order, decides=place.rank == 0, lead=lead)
     if not points.at_epochs:
         return Steered(stopping)

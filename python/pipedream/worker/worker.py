@@ -76,8 +76,8 @@ def run_worker(
     steering: calls the callbacks, at rank 0 of torchrun.
 
     Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
-    ranks as options.gather says. Any failure is told to the other workers, and to note_error, before it is
-    raised here, and before what a local worker has trained is kept for the caller.
+    ranks as options.output.gather says. Any failure is told to the other workers, and to note_error, before
+    it is raised here, and before what a local worker has trained is kept for the caller.
     """
     worker = _Worker(place, steering)
     with afterwards(worker.close):
@@ -130,7 +130,7 @@ class _Worker:
         """For the caller of local workers, when the run has failed: the newest versions, if they are not the
         initial ones. Without a word where there is no room, or the device does not answer."""
         segment = self._segment
-        if segment is None or segment.run.place.folder is None or segment.run.options.gather == "none":
+        if segment is None or segment.run.place.folder is None or segment.run.options.output.gather == "none":
             return
         if segment.has_updated or self._losses_before:
             with contextlib.suppress(Exception):

@@ -65,7 +65,7 @@ class WorkerOptimizers:
             optimizer = StageOptimizer(factory, named, run.options.lr_scheduler, f"stage {index}")
             self.by_stage[index] = optimizer
             kind = None if optimizer.optimizer is None else unwrapped(optimizer.optimizer)
-            if isinstance(kind, Muon) and run.options.progress:
+            if isinstance(kind, Muon) and run.options.output.progress:
                 print(f"{run.plan.describe_worker(run.rank)}: {kind.describe()}", file=sys.stderr)
             _check_sparse(run, index, optimizer)
             _check_local_steps(run, index, optimizer)
@@ -247,7 +247,7 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
     num_replicas = run.plan.stages[stage].num_replicas
     if (
         num_replicas > 1
-        and run.options.sync_every == 1
+        and run.options.replication.sync_every == 1
         and optimizer.optimizer is not None
         and isinstance(unwrapped(optimizer.optimizer), torch.optim.SparseAdam)
     ):

@@ -11,7 +11,8 @@ from pipedream.callbacks.steering import CallPoints
 from pipedream.common.agreement import OWN, compared, difference, given, settings_of
 from pipedream.links.keys import CurveKeys
 from pipedream.links.options import LinkOptions
-from pipedream.stage.job import JobOptions
+from pipedream.planning.job import Replication
+from pipedream.stage.job import JobOptions, MemoryOptions, OutputOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,23 +67,18 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
         optimizer=torch.optim.SGD,
         lr_scheduler=torch.optim.lr_scheduler.StepLR,
         schedule="2bw",
-        sync="ssp",
-        staleness=2,
-        sync_every=3,
+        replication=Replication("ssp", 2, 3),
         microbatches=2,
         weight_fn=torch.numel,
-        recompute=(True, False),
-        memory_bytes=1 << 30,
+        memory=MemoryOptions(1 << 30, (True, False)),
         autocast=torch.bfloat16,
         max_grad_norm=1.0,
         epochs=2,
         seed=7,
         links=LinkOptions(),
         on_nonfinite="stop",
-        gather="rank0",
+        output=OutputOptions("rank0", "saved", True),
         weights="weights",
-        save="saved",
-        progress=True,
         num_threads=1,
     )
     assert settings_of(options) == {

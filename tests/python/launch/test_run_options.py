@@ -12,7 +12,8 @@ import torch
 from pipedream.common.agreement import settings_of
 from pipedream.launch.run_options import NEEDED, RUN_OPTIONS, check_arguments, options_table
 from pipedream.links.options import LinkOptions
-from pipedream.stage.job import JobOptions
+from pipedream.planning.job import Replication
+from pipedream.stage.job import JobOptions, MemoryOptions, OutputOptions
 
 _PAGE = Path(__file__).parents[3] / "docs" / "running.md"
 
@@ -32,7 +33,13 @@ def test_every_default_passes_its_own_check() -> None:
 
 def test_ranks_compare_every_argument_but_each_ones_own_and_what_is_not_built() -> None:
     values = dict.fromkeys(field.name for field in dataclasses.fields(JobOptions))
-    compared = settings_of(JobOptions(**values | {"links": LinkOptions()}))  # type: ignore[arg-type]
+    inside = {
+        "links": LinkOptions(),
+        "replication": Replication(),
+        "memory": MemoryOptions(None, None),
+        "output": OutputOptions("rank0", None, True),
+    }
+    compared = settings_of(JobOptions(**values | inside))  # type: ignore[arg-type]
     own = {"data", "loss_fn", "optimizer", "on_epoch_end", "bind", "ports", "insecure", "progress", "trace"}
     assert {option.name for option in RUN_OPTIONS if option.is_built} == set(compared) | own
 
