@@ -100,7 +100,11 @@ class WorkerOptimizers:
     def averages(self) -> dict[str, Tensor]:
         """By name, the averages of what this worker updates, to be put together with the others'. Replicas
         that reduce together all have the same."""
-        if self._run.plan.replica_of(self._run.rank) > 0 and self._run.options.reduces_together:
+        if (
+            self._run.options.reduces_together
+            and self.by_stage
+            and self._run.plan.replica_of(self._run.rank) > 0
+        ):
             return {}
         return {
             name: value
