@@ -53,6 +53,12 @@ class ResidentVersions:
     def num_versions(self) -> int:
         return len(self._homes)
 
+    @property
+    def homes(self) -> Sequence[Tensor]:
+        """By version, with all that was written. The CPU waits for that."""
+        self._copies.finish()
+        return self._homes
+
     def position_of(self, version: int) -> int | None:
         return self._held.index(version) if version in self._held else None
 

@@ -82,9 +82,12 @@ class Part:
     def newest_weights(self) -> list[PartFile]:
         """The files with the newest version of all parameters that the stage itself updates: of those that it
         alone uses, and of those that it owns."""
-        owned = [file for file in self.of_kind("tied") if file.owner == self.stage_index]
-        kinds = (self.of_kind("version"), owned)
-        return [max(files, key=lambda file: file.version or 0) for files in kinds if files]
+        return [*self.newest_of_kind("version"), *self.newest_of_kind("tied")]
+
+    def newest_of_kind(self, kind: str) -> list[PartFile]:
+        """One of "version" or "tied"; none where it has no such parameters."""
+        files = [file for file in self.of_kind(kind) if file.owner in (None, self.stage_index)]
+        return [max(files, key=lambda file: file.version or 0)] if files else []
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ __all__ = [
     "RECORD",
     "Content",
     "contents_of",
+    "has_pieces",
     "join_pieces",
     "names_of_stage",
     "piece_in",
@@ -181,6 +182,11 @@ def piece_in(name: str) -> tuple[str, int, int]:
     0, 0)."""
     match = _PIECE.match(name)
     return (name, 0, 0) if match is None else (match.group(1), int(match.group(2)), int(match.group(3)))
+
+
+def has_pieces(names: Iterable[str]) -> bool:
+    """Whether any of these is the name of a piece."""
+    return any(_PIECE.match(name) for name in names)
 
 
 def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict[str, Tensor]:

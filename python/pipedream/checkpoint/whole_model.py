@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream.checkpoint.checkpoint_folder import find_checkpoint
 from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_part, write_whole
-from pipedream.checkpoint.stage_files import AVERAGE, FROZEN, NAMES, join_pieces, read_kind
+from pipedream.checkpoint.stage_files import AVERAGE, FROZEN, NAMES, has_pieces, join_pieces, read_kind
 from pipedream.checkpoint.state import mean_buffers, write_tensors
 from pipedream.model.layers import Model, dtype_name, roots_of
 from pipedream.model.stand_ins import is_on_meta
@@ -180,8 +180,7 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
         parts = [part for part in manifest.parts if part.stage_index == stage_index]
         first = min(parts, key=lambda part: part.replica_index)
         names = read_part(checkpoint / f"{part_name(stage_index, first.replica_index)}.json")[2][NAMES]
-        newest = [file for part in parts for file in part.newest_weights]
-        parameters |= join_pieces(read_kind(checkpoint, newest), names)
+        parameters |= _newest_of(checkpoint, parts, names)
         parameters |= read_kind(checkpoint, first.of_kind(FROZEN))
         left_out = names["not_saved"] if persistent else ()
         means = _mean_buffers(checkpoint, parts)
@@ -205,6 +204,14 @@ def _with_all_names(tensors: dict[str, Tensor], known_as: Mapping[str, str]) -> 
         if known in tensors:
             tensors[name] = tensors[known]
     return tensors
+
+
+def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The newest weights of a stage from its replicas' parts: of shards what they are together, of whole
+    weights the mean, as replicas with sync_every differ until they take it."""
+    mine, *others = (read_kind(checkpoint, part.newest_weights) for part in parts)
+    found = {name: tensor for of_part in (mine, *others) for name, tensor in of_part.items()}
+    return join_pieces(found, names) if has_pieces(found) else mine | mean_buffers(mine, others)
 
 
 def _mean_buffers(checkpoint: Path, parts: Sequence[Part]) -> dict[str, Tensor]:

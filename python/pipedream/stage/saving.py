@@ -34,6 +34,7 @@ from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_runner import StageRunner
 from pipedream.update.shard_client import ShardClient
+from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_state import HeldVersions
 
 __all__ = ["DATA", "EVALUATED", "PENDING", "PROCESS", "Record", "StageSaver"]
@@ -163,25 +164,13 @@ class StageSaver:
     def _snapshot(self, stage: int, begun: _Begun) -> StageSnapshot:
         part, minibatch = self._parts[stage], begun.minibatch
         held = {**self.runners[stage].kept.contents, **begun.held.contents}
-        kept = {
-            version: _data_of(part.weights.own.contents(slot))
-            for version, slot in sorted(self._slot_of[stage].items())
-        }
-        if isinstance(part.gradients, ShardClient):
-            newest = max(kept)
-            kept = {newest: self._own_pieces(kept[newest], part.gradients)} | (
-                {} if self._replica > 0 else {v: values for v, values in kept.items() if v < newest}
-            )
-            kept = dict(sorted(kept.items()))
+        kept = part.weights.own.contents_at_once(dict(sorted(self._slot_of[stage].items())))
         # Who uses a parameter of another stage may not have its newest version yet, and reads it there.
-        tied = {
-            owner: {
-                version: _data_of(part.weights.tied[owner].contents(slot))
-                for version, slot in of_owner.items()
-            }
-            for owner, of_owner in part.tied.kept_slots(minibatch).items()
-            if owner == stage
-        }
+        owned_slots = part.tied.kept_owned_slots(minibatch)
+        owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
+        if isinstance(part.gradients, ShardClient):
+            pieces, tied_pieces = self._own_pieces(part.gradients.layout)
+            kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)
         tensors, document = part.optimizer.state(to_host=Tensor.detach)
         residuals = {
             f"{channel} / {index}": residual
@@ -193,7 +182,7 @@ class StageSaver:
             self._replica,
             minibatch,
             versions=held | kept,
-            tied=tied,
+            tied={stage: owned} if owned else {},
             buffers=begun.buffers,
             optimizer=tensors,
             optimizer_document=document,
@@ -209,16 +198,28 @@ class StageSaver:
         num_replicas = _core.rounds_of(self._schedule, stage).num_replicas
         return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
 
-    def _own_pieces(self, contents: Mapping[str, Tensor], server: ShardClient) -> dict[str, Tensor]:
-        """Each replica of a stage has its own shard of the newest version, and waits for the rest."""
-        names = list(contents)
-        pieces = [
-            piece_of(names[piece.parameter], contents[names[piece.parameter]], piece.first, piece.count)
-            for chunk in server.layout.chunks_of(self._replica)
-            for piece in chunk.pieces
-        ]
-        shared = [(names[i], contents[names[i]]) for i in server.layout.shared if self._replica == 0]
-        return dict([*pieces, *shared])
+    def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
+        """Those of the newest version that this replica saves, of what its stage alone trains and of what it
+        owns of others. Each replica has its own shard, and waits for the rest."""
+        own = [chunk for chunk in layout.chunks_of(self._replica) if not chunk.is_tied]
+        shared = layout.shared_pieces() if self._replica == 0 else []
+        pieces = [piece for chunk in own for piece in chunk.pieces]
+        return [*pieces, *shared], layout.tied_pieces_of(self._replica)
+
+    def _own_part(
+        self, versions: Mapping[int, Mapping[str, Tensor]], pieces: Sequence[Piece]
+    ) -> dict[int, dict[str, Tensor]]:
+        """The pieces of the newest version; older ones, which all replicas have, from the first."""
+        own: dict[int, dict[str, Tensor]] = {}
+        for version, contents in versions.items():
+            if version == max(versions):
+                named = list(contents.items())
+                own[version] = dict(
+                    piece_of(*named[piece.parameter], piece.first, piece.count) for piece in pieces
+                )
+            elif self._replica == 0:
+                own[version] = dict(contents)
+        return own
 
     def _record(self, stage: int, minibatch: int) -> dict[str, Tensor]:
         """The worker's reports of the minibatches before."""
@@ -247,7 +248,3 @@ class StageSaver:
             return None
         epochs, index = self._source.epochs, minibatch - self._source.first_minibatch
         return epochs[index] if index < len(epochs) else epochs[-1] + 1
-
-
-def _data_of(contents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in contents.items()}

@@ -230,7 +230,7 @@ class StageOptimizer:
                 f" {self._where} is made with: go on with the same optimizer, and change rates by an"
                 " lr_scheduler"
             )
-        device = self._masters[0].device
+        device = self._device
         groups = [
             {**decode(options, tensors, device), "params": [index_of[name] for name in names]}
             for options, names in zip(before["groups"], before["parameters"], strict=True)
@@ -251,7 +251,7 @@ class StageOptimizer:
         for _, document in parts:
             self._check_same("optimizer", self.optimizer, document["optimizer"])
         self._check_same("lr_scheduler", self._scheduler, parts[0][1]["scheduler"])
-        device = self._masters[0].device
+        device = self._device
         states = joined_states(
             (name, decode(value, tensors, device))
             for tensors, document in parts
@@ -276,6 +276,11 @@ class StageOptimizer:
         if self._scheduler is not None:
             tensors, document = parts[0]
             self._scheduler.load_state_dict(decode(document["scheduler"]["state"], tensors, device))
+
+    @property
+    def _device(self) -> torch.device | None:
+        """None for a replica whose shard is empty, as a small stage has fewer pieces than replicas."""
+        return self._masters[0].device if self._masters else None
 
     def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
         here, there = (None if mine is None else _class_of(mine)), (before or {}).get("class")

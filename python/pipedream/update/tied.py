@@ -234,6 +234,15 @@ class TiedParameters:
             for owner, group in self._groups.items()
         }
 
+    def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
+        """Likewise of what this stage owns. This replica has its own shard of the newest, and waits for the
+        rest."""
+        if self._owned is None:
+            return {}
+        oldest = self._owned.kept_from(minibatch).start
+        versions = range(oldest, self._newest_owned + 1)
+        return {version: self._owned.slot_of(version) for version in versions}
+
     @property
     def newest_slots(self) -> dict[int, int]:
         """By owner, of the newest version of which all is here."""

@@ -92,12 +92,8 @@ class WeightVersions:
         self._stage = stage
         self._slots = slots
         self._resident = resident
-        _, offsets = weight_layout(named)
-
-        def views(slot: Tensor) -> list[Tensor]:
-            return [view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
-
-        self._views = [views(slot) for slot in slots]
+        _, self._offsets = weight_layout(named)
+        self._views = [self._views_of(slot) for slot in slots]
         homes = self._views if resident is None else self._views[:1] * resident.num_versions
         self._leaves = [
             [parameter_like(p, view.data) for view, p in zip(home, self._originals, strict=True)]
@@ -129,6 +125,22 @@ class WeightVersions:
         if self._resident is not None:
             self._resident.read(slot)
         return dict(zip(self.names, self._leaves[slot], strict=True))
+
+    def contents_at_once(self, slot_of: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
+        """By version, all of these, each in memory of its own: that of their homes where some are offloaded,
+        as device memory has room for a few."""
+        homes = None if self._resident is None else self._resident.homes
+
+        def contents(slot: int) -> dict[str, Tensor]:
+            lying = self._leaves[slot] if homes is None else self._views_of(homes[slot])
+            return {name: tensor.detach() for name, tensor in zip(self.names, lying, strict=True)}
+
+        return {version: contents(slot) for version, slot in slot_of.items()}
+
+    def _views_of(self, slot: Tensor) -> list[Tensor]:
+        """slot: flat."""
+        pairs = zip(self._offsets, self._originals, strict=True)
+        return [view_like(slot, offset, original) for offset, original in pairs]
 
     @property
     def num_slots(self) -> int:

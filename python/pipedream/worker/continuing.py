@@ -23,7 +23,14 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Manifest, Part, part_name, read_manifest, read_part
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
-from pipedream.checkpoint.stage_files import NAMES, RECORD, join_pieces, read_kind, read_snapshot
+from pipedream.checkpoint.stage_files import (
+    NAMES,
+    RECORD,
+    has_pieces,
+    join_pieces,
+    read_kind,
+    read_snapshot,
+)
 from pipedream.checkpoint.state import set_buffers
 from pipedream.checkpoint.whole_model import check_fits, read_averages, read_whole_state
 from pipedream.data.minibatch_source import MinibatchSource
@@ -48,6 +55,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("pipedream")
+
+_Versions = dict[int, dict[str, Tensor]]
 
 
 def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) -> Continued | None:
@@ -122,29 +131,33 @@ class _CheckpointState(RunState):
         """With the versions of parameters that it shares from the stages that own them."""
         parts = _parts_by_place(self._manifest)
         snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
+        snapshot = replace(snapshot, versions=self._whole_versions(snapshot.versions, stage, "version"))
         _, _, state = read_part(self._checkpoint / f"{part_name(stage, 0)}.json")
-        others = [part for (of_stage, _), part in parts.items() if of_stage == stage]
-        if len(others) > 1:
-            snapshot = self._with_whole_versions(snapshot, others, state[NAMES])
+        if stage in snapshot.tied:
+            snapshot.tied[stage] = self._whole_versions(snapshot.tied[stage], stage, "tied")
         names: dict[str, list[Any]] = state[NAMES]["tied"]
         for owner in sorted({owner for owner, _ in names.values()}):
-            of_owner = read_snapshot(self._checkpoint, parts[owner, 0]).tied[owner]
+            # With sync_every each replica has the version of the owner's with its minibatches.
+            part = parts.get((owner, replica), parts[owner, 0])
+            of_owner = read_snapshot(self._checkpoint, part).tied[owner]
             snapshot.tied[owner] = {
                 version: {name: values[known] for name, (its, known) in names.items() if its == owner}
-                for version, values in of_owner.items()
+                for version, values in self._whole_versions(of_owner, owner, "tied").items()
             }
         return snapshot
 
-    def _with_whole_versions(
-        self, snapshot: StageSnapshot, parts: list[Part], names: Mapping[str, Any]
-    ) -> StageSnapshot:
-        """The newest version from the pieces of all replicas, and older ones from the first."""
-        if not any("[" in name for name in snapshot.versions[snapshot.newest_version]):
-            return snapshot  # each replica has it whole
-        older = read_snapshot(self._checkpoint, parts[0]).versions
-        files = [file for part in parts for file in part.newest_weights]
-        newest = join_pieces(read_kind(self._checkpoint, files), names)
-        return replace(snapshot, versions={**older, snapshot.newest_version: newest})
+    def _whole_versions(self, own: _Versions, stage: int, kind: str) -> _Versions:
+        """Puts the newest version together from the pieces of all replicas where these have shards; older
+        ones are whole at the first. own: those that one replica has. kind: of the files."""
+        parts = [part for part in self._manifest.parts if part.stage_index == stage]
+        files = [file for part in parts for file in part.newest_of_kind(kind)]
+        newest = read_kind(self._checkpoint, files)
+        if not has_pieces(newest):
+            return own
+        _, _, state = read_part(self._checkpoint / f"{part_name(stage, 0)}.json")
+        first = read_snapshot(self._checkpoint, parts[0])
+        older = first.versions if kind == "version" else first.tied[stage]
+        return {**older, max(older): join_pieces(newest, state[NAMES])}
 
     def restore_generators(self, rank: int, stream: Any) -> None:
         """They are restored at the position (go_to_position)."""
