@@ -50,7 +50,7 @@ constexpr std::array<TraitWords, kNumTraits> kWords = {{
     {Trait::kNoAverages, "no_averages", "no EMA among the callbacks", "no callback is an EMA"},
     {Trait::kShards, "shards", "replicas with shards (without sync='allreduce')", "a stage has shards"},
     {Trait::kCheckpoints, "checkpoints", "checkpoints", "checkpoints are given"},
-    {Trait::kTimedCheckpoints, "timed_checkpoints", "checkpoints every so many seconds",
+    {Trait::kTimedCheckpoints, "timed_checkpoints", "checkpoints every so many seconds under torchrun",
      "checkpoints are written every so many seconds"},
     {Trait::kInputReplicas, "input_replicas", "replicas of stage 0", "stage 0 has replicas"},
     {Trait::kState, "state", "state", "state is given"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from unittest import mock
 
 import pytest
 from farm import Farm
-from mishaps import NUM_MINIBATCHES, model_with, run, wait_for_file
+from mishaps import NUM_MINIBATCHES, minibatches, model_with, run, wait_for_file
 from pipedream import Checkpoints
-from pipedream.checkpoint.checkpoint_folder import checkpoints_in, is_complete
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, folder_of, is_complete, minibatch_of
+from pipedream.planning.plan import Plan, Stage
 from pipedream.worker import notices
 
 _AT = 3
@@ -51,17 +53,38 @@ def _checkpoints(path: Path, **how: object) -> Checkpoints:
     return Checkpoints(path, every="10h", **how)  # type: ignore[arg-type]
 
 
-def _saved(path: Path) -> list[str]:
+def _saved(path: Path) -> list[int]:
     assert all(map(is_complete, checkpoints_in(path)))
-    return [checkpoint.name for checkpoint in checkpoints_in(path)]
+    return list(map(minibatch_of, checkpoints_in(path)))
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     send = functools.partial(_send, signal.SIGUSR1, (os.getpid(),), str(tmp_path / "save"))
     result = run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path))
     assert len(result.losses) == NUM_MINIBATCHES
-    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+    assert _saved(tmp_path) == [_AT + 1, NUM_MINIBATCHES]
     assert not (tmp_path / "save").exists()
+
+
+def test_replicas_of_the_first_stage_save_at_a_boundary_that_none_of_them_has_passed(tmp_path: Path) -> None:
+    send = functools.partial(_send, signal.SIGUSR1, (os.getpid(),), str(tmp_path / "save"))
+    plan = Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
+    how = {"plan": plan, "data": minibatches(40)}
+    result = run(model_with(send, stages=2, at=4, rank=0), checkpoints=_checkpoints(tmp_path), **how)
+    noticed, end = _saved(tmp_path)
+    assert 6 < noticed < end == 40 and noticed % 2 == 0
+    shutil.rmtree(checkpoints_in(tmp_path)[-1])
+    continued = run(model_with(None, stages=2), checkpoints=_checkpoints(tmp_path), **how)
+    assert continued.continued_at == noticed and continued.losses == result.losses
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_time_is_looked_at_at_each_boundary_and_the_end_is_saved_too(tmp_path: Path, replicas: int) -> None:
+    plan = Plan((Stage(0, 0, num_replicas=replicas), Stage(1, 1)))
+    checkpoints = Checkpoints(tmp_path, every="0.000001s", keep=99)
+    run(model_with(None, stages=2), plan=plan, checkpoints=checkpoints, data=minibatches(50))
+    *timed, end = _saved(tmp_path)
+    assert end == 50 and timed and not any(minibatch % replicas for minibatch in timed)
 
 
 def test_sigterm_saves_before_the_script_ends_as_it_would_have(
@@ -70,10 +93,10 @@ def test_sigterm_saves_before_the_script_ends_as_it_would_have(
     send = functools.partial(_send, signal.SIGTERM, (os.getpid(),), str(tmp_path / "save"))
     with pytest.raises(_EndedByNotice), _script_ends_at_sigterm():
         run(model_with(send, stages=2, at=_AT), checkpoints=_checkpoints(tmp_path))
-    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+    assert is_complete(folder_of(tmp_path, _AT + 1))
     assert capfd.readouterr().err == "pipedream: saving a checkpoint before this process ends\n"
     continued = run(model_with(None, stages=2), checkpoints=_checkpoints(tmp_path))
-    assert continued.continued_at == _AT + 1
+    assert continued.continued_at in (_AT + 1, NUM_MINIBATCHES)
     assert continued.losses == run(model_with(None, stages=2)).losses
 
 
@@ -94,7 +117,7 @@ def test_a_script_that_ignores_sigterm_is_saved_and_goes_on(tmp_path: Path) -> N
     finally:
         signal.signal(signal.SIGTERM, before)
     assert len(result.losses) == NUM_MINIBATCHES
-    assert _saved(tmp_path) == [f"checkpoint-{_AT + 1:09}"]
+    assert _saved(tmp_path) == [_AT + 1, NUM_MINIBATCHES]
 
 
 def test_without_grace_sigterm_ends_a_script_at_once(tmp_path: Path) -> None:
@@ -124,4 +147,4 @@ def _notify_ranks(path: Path) -> None:
 def test_ranks_of_torchrun_save_before_sigterm_ends_them(farm: Farm, tmp_path: Path) -> None:
     outcomes = farm.run(_run_rank, tmp_path / "C", num_ranks=2)
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGTERM] * 2
-    assert _saved(tmp_path / "C") == [f"checkpoint-{_AT + 1:09}"]
+    assert is_complete(folder_of(tmp_path / "C", _AT + 1))

@@ -132,6 +132,7 @@ def run_locally(
             expected.compute()  # the forwarder's thread draws from the generators that this puts back
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
+        noticed = noticed_checkpoints(options, under_torchrun=False)
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
             errors.position_kept(
@@ -142,7 +143,7 @@ def run_locally(
             forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
             _trained_weights_told(stages, options, folder, expected),
             _interrupts_told(options, board),
-            notices_save(noticed_checkpoints(options), has_begun=lambda: board.newest() >= 0),
+            notices_save(noticed, has_begun=lambda: board.newest() >= 0),
         ):
             told = LocalSteering(steering, options, board, folder)
             _launch(task, options, board, expected, script, told)

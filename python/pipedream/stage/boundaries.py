@@ -23,7 +23,7 @@ from typing import Protocol
 
 from pipedream import _core
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.stage.decisions import EVALUATE, RATE, SNAPSHOT, STOP, Asking, Stopping
+from pipedream.stage.decisions import EVALUATE, RATE, SNAPSHOT, STOP, Asking, Saving, Stopping
 
 __all__ = [
     "EVALUATE",
@@ -54,7 +54,7 @@ class Planned:
 
     event: int
     every: int | str
-    """Minibatches, or "epoch"."""
+    """Minibatches, "epoch", or "end" of the data."""
 
 
 class StageZeroGate:
@@ -69,20 +69,19 @@ class StageZeroGate:
         stopping: Stopping | None = None,
         asking: Asking | None = None,
         evaluates: bool = False,
-        saves_now: Callable[[], bool] | None = None,
+        saving: Saving | None = None,
         first_of_run: int = 0,
         begins_with: int = 0,
     ) -> None:
-        """evaluates: this replica of the stage does. saves_now: whether a SNAPSHOT is due that does not
-        follow from the data; where stage 0 has no replicas. first_of_run: the boundary with which it begins,
-        at which nothing is due but begins_with."""
+        """evaluates: this replica of the stage does. saving: decides on a SNAPSHOT that does not follow from
+        the data. first_of_run: the boundary with which it begins, at which nothing is due but begins_with."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
         self._stopping = stopping
         self._asking = asking
         self._evaluates = evaluates
-        self._saves_now = saves_now
+        self._saving = saving
         self._first_of_run = first_of_run
         self._begins_with = begins_with
         self._group = -1
@@ -124,7 +123,7 @@ class StageZeroGate:
             events |= self._asking.events_at(group, epochs, self._source, evaluates=evaluates)
             if is_held and evaluates:
                 events &= ~EVALUATE  # it is done
-        if self._saves_now is not None and self._saves_now():
+        if self._saving is not None and is_whole and self._saving.saves_before(group):
             events |= SNAPSHOT
         if not is_whole:
             self._late = events & (EVALUATE | SNAPSHOT)
@@ -180,6 +179,8 @@ class StageZeroGate:
         for planned in self._planned:
             if planned.every == "epoch":
                 is_due = is_end or bool(self._epochs_ended_in(end))
+            elif planned.every == "end":
+                is_due = is_end
             else:
                 assert isinstance(planned.every, int)
                 is_due = begin // planned.every != end // planned.every

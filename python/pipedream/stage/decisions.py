@@ -27,6 +27,8 @@ __all__ = [
     "AnswerWay",
     "Asking",
     "RateChanges",
+    "SaveOrder",
+    "Saving",
     "Steered",
     "StopOrder",
     "Stopping",
@@ -74,6 +76,31 @@ class Stopping:
                 return False
             stop_at = self._order.stop_at = group + self._lead
         return stop_at <= group
+
+
+class SaveOrder(Protocol):
+    """The boundary at which the run is saved, beside what is planned."""
+
+    save_at: int
+    """-1: none yet. Rank 0 writes it, the other replicas of stage 0 read it."""
+
+
+class Saving:
+    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary, or
+    where stage 0 has replicas at one that none of them has passed, as Stopping has it."""
+
+    def __init__(self, order: SaveOrder, *, is_due: Callable[[], bool] | None, lead: int) -> None:
+        """is_due: at rank 0, asked at boundaries. lead: as Stopping's."""
+        self._order = order
+        self._is_due = is_due
+        self._lead = lead
+
+    def saves_before(self, group: int) -> bool:
+        order = self._order
+        has_passed = order.save_at < 0 or order.save_at + self._lead <= group  # every replica, the last order
+        if self._is_due is not None and has_passed and self._is_due():
+            order.save_at = group + self._lead
+        return order.save_at == group
 
 
 class AnswerWay(Protocol):

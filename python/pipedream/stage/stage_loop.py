@@ -39,7 +39,7 @@ from pipedream.stage.boundaries import (
     Planned,
     StageZeroGate,
 )
-from pipedream.stage.decisions import STOP, Steered
+from pipedream.stage.decisions import STOP, Saving, Steered
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.evaluation import EvaluatedStage, EvaluationPlan, Evaluations, Measures, evaluation_name
@@ -112,7 +112,7 @@ class WorkerLoop:
         steered: Steered = Steered(),  # noqa: B008 (frozen, of nothing)
         evaluation: EvaluationPlan | None = None,
         make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None,
-        saves_now: Callable[[], bool] | None = None,
+        saving: Saving | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
         must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
@@ -120,7 +120,7 @@ class WorkerLoop:
         edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
         torch_pool: where forwards and backwards make their tensors, None leaves it to torch. steered: by whom
         the run is. evaluation: None without validation. make_saver: of what saves the stages at boundaries,
-        if anything does. saves_now: asked at each boundary, whether that is due beside what is planned."""
+        if anything does. saving: of what is due beside what is planned."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -161,7 +161,7 @@ class WorkerLoop:
         self._losses = self._make_losses()
         self.has_updated = False
         """Whether a stage has another version than the first."""
-        self._saves_now = saves_now
+        self._saving = saving
         self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
         """Before the data were over."""
@@ -214,7 +214,7 @@ class WorkerLoop:
             evaluates=self._evaluations is not None,
             first_of_run=self._data.first_minibatch,
             begins_with=self._first_events(),
-            saves_now=self._saves_now,
+            saving=self._saving,
         )
 
     def _first_events(self) -> int:
@@ -231,8 +231,9 @@ class WorkerLoop:
         0."""
         validation, checkpoints = self._options.validation, self._options.checkpoints
         planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
-        if checkpoints is not None and checkpoints.seconds is None:
-            planned.append(Planned(SNAPSHOT, checkpoints.every))
+        if checkpoints is not None:
+            # A time is for rank 0 to look at, but at the end all save.
+            planned.append(Planned(SNAPSHOT, "end" if checkpoints.seconds else checkpoints.every))
         return planned
 
     def _boundary_listeners(self) -> list[BoundaryListener]:

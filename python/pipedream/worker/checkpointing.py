@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Header
 from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
+from pipedream.stage.decisions import Saving, stop_lead
 from pipedream.stage.saving import EVALUATED, StageSaver
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.worker.agreed_run import AgreedRun
-from pipedream.worker.notices import SaveRequests
+from pipedream.worker.notices import SaveRequests, saves_on_notice
 
 __all__ = ["Checkpointing"]
 
@@ -36,9 +38,8 @@ class Checkpointing:
         self.evaluated: list[Any] = []
         """Likewise, evaluations."""
         self.writer: CheckpointWriter | None = None
-        has_replicas = run.plan.stages[0].num_replicas > 1
-        self.saves_now = SaveRequests(checkpoints).saves_now if run.rank == 0 and not has_replicas else None
-        """At rank 0, beside what is planned."""
+        self.saving = _saving_of(run, checkpoints)
+        """At replicas of stage 0, beside what is planned; None where they could not agree."""
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
         """Allocates what copies go into. num_bytes: by stage."""
@@ -82,6 +83,20 @@ class Checkpointing:
         """Returns when all that was copied is written."""
         if self.writer is not None:
             self.writer.close()
+
+
+class _OwnOrder:
+    """The order of the only replica of stage 0 (decisions.SaveOrder)."""
+
+    save_at = -1
+
+
+def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
+    if not saves_on_notice(run.options, under_torchrun=run.place.board is None):
+        return None
+    is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
+    lead = stop_lead(run.schedule(), sync_every=run.options.sync_every)
+    return Saving(run.place.board or _OwnOrder(), is_due=is_due, lead=lead)
 
 
 def _header_of(run: AgreedRun) -> Header:

@@ -27,7 +27,7 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import MANIFEST_NAME
 from pipedream.stage.job import JobOptions
 
-__all__ = ["SaveRequests", "noticed_checkpoints", "notices_save", "signals_left_to_caller"]
+__all__ = ["SaveRequests", "noticed_checkpoints", "notices_save", "saves_on_notice", "signals_left_to_caller"]
 
 _REQUEST_NAME = "save"
 _LOOK_S = 0.2  # between two looks for the file
@@ -69,9 +69,15 @@ class SaveRequests:
         return True
 
 
-def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
-    """Those that are written on notice: rank 0 decides alone where stage 0 has no replicas."""
-    return options.checkpoints if options.plan.stages[0].num_replicas == 1 else None
+def saves_on_notice(options: JobOptions, *, under_torchrun: bool) -> bool:
+    """Whether the replicas of stage 0 can agree on a boundary that does not follow from the data: one decides
+    alone, and local workers read on the board what rank 0 has decided."""
+    return options.plan.stages[0].num_replicas == 1 or not under_torchrun
+
+
+def noticed_checkpoints(options: JobOptions, *, under_torchrun: bool) -> Checkpoints | None:
+    """Those that are written on notice."""
+    return options.checkpoints if saves_on_notice(options, under_torchrun=under_torchrun) else None
 
 
 @contextlib.contextmanager

@@ -261,7 +261,7 @@ class Segment:
                 run.own_evaluated_stages(), rehearsed.evaluation.boundaries, evaluation_seed(run.base_seed)
             ),
             make_saver=make_saver,
-            saves_now=None if checkpointing is None else checkpointing.saves_now,
+            saving=None if checkpointing is None else checkpointing.saving,
         )
 
 

@@ -194,6 +194,7 @@ class _Refusals:
 
 @pytest.fixture
 def refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
+    monkeypatch.setattr("pipedream.stage.job.under_torchrun", lambda: True)  # so that a time is a trait
     return _Refusals(tmp_path, note_launches(monkeypatch))
 
 
