@@ -95,7 +95,7 @@ def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
     if not saves_on_notice(run.options, under_torchrun=run.place.board is None):
         return None
     is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
-    lead = stop_lead(run.schedule(), sync_every=run.options.sync_every)
+    lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
     return Saving(run.place.board or _OwnOrder(), is_due=is_due, lead=lead)
 
 
