@@ -87,15 +87,18 @@ double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_
                       bandwidth_bytes_per_s, num_microbatches);
 }
 
+// frozen_bytes: empty where nothing is frozen.
 std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& forward_s,
-                                     std::size_t num_layers) {
-  if (saved_bytes.size() != num_layers || forward_s.size() != num_layers) {
-    throw UserError("saved_bytes and forward_s need one entry per layer");
+                                     const Figures& frozen_bytes, std::size_t num_layers) {
+  if (saved_bytes.size() != num_layers || forward_s.size() != num_layers ||
+      (!frozen_bytes.empty() && frozen_bytes.size() != num_layers)) {
+    throw UserError("saved_bytes, forward_s and frozen_bytes need one entry per layer");
   }
   std::vector<LayerMemory> memory;
   memory.reserve(num_layers);
   for (std::size_t layer = 0; layer < num_layers; ++layer) {
-    memory.push_back({saved_bytes[layer], forward_s[layer]});
+    memory.push_back(
+        {saved_bytes[layer], forward_s[layer], frozen_bytes.empty() ? 0.0 : frozen_bytes[layer]});
   }
   return memory;
 }
@@ -103,9 +106,9 @@ std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& 
 py::object partition_layers_within(const Figures& compute_s, const Figures& activation_bytes,
                                    const Figures& parameter_bytes, std::int64_t num_workers,
                                    double bandwidth_bytes_per_s, const Figures& saved_bytes,
-                                   const Figures& forward_s, const PlanLimits& limits,
-                                   const Factors& factors) {
-  const std::vector<LayerMemory> memory = make_memory(saved_bytes, forward_s, compute_s.size());
+                                   const Figures& forward_s, const Figures& frozen_bytes,
+                                   const PlanLimits& limits, const Factors& factors) {
+  const std::vector<LayerMemory> memory = make_memory(saved_bytes, forward_s, frozen_bytes, compute_s.size());
   std::optional<LimitedPartition> best;
   {
     const py::gil_scoped_release released;
@@ -169,25 +172,27 @@ void bind_planner(py::module_& module) {
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, const MemoryCosts& costs,
          bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
-         std::int64_t num_replicas_max, const Factors& factors) {
+         std::int64_t num_replicas_max, const Factors& factors, const Figures& frozen_bytes) {
         const PlanLimits limits{std::move(speeds), std::move(memory_bytes), costs,
                                 may_recompute,     std::move(last_layers),  std::move(num_replicas),
                                 num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
-                                       bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
+                                       bandwidth_bytes_per_s, saved_bytes, forward_s, frozen_bytes, limits,
+                                       factors);
       },
       py::arg("compute_s"), py::arg("activation_bytes"), py::arg("parameter_bytes"), py::arg("num_workers"),
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("costs"), py::arg("may_recompute"),
       py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
-      py::arg("factors") = Factors(),
+      py::arg("factors") = Factors(), py::arg("frozen_bytes") = Figures(),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
          const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
          const std::vector<std::int64_t>& num_versions, const std::vector<std::int64_t>& own_per_round,
-         const std::vector<bool>& recompute, const MemoryCosts& costs, const Factors& factors) {
+         const std::vector<bool>& recompute, const MemoryCosts& costs, const Factors& factors,
+         const Figures& frozen_bytes) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
         for (const std::size_t count :
@@ -202,12 +207,13 @@ void bind_planner(py::module_& module) {
               {planned[stage].num_replicas, in_flight[stage], num_versions[stage], own_per_round[stage]});
         }
         return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
-                              make_memory(saved_bytes, no_time, num_layers), planned, copies, recompute,
-                              costs);
+                              make_memory(saved_bytes, no_time, frozen_bytes, num_layers), planned, copies,
+                              recompute, costs);
       },
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
       py::arg("stages"), py::arg("in_flight"), py::arg("num_versions"), py::arg("own_per_round"),
       py::arg("recompute"), py::arg("costs"), py::arg("factors") = Factors(),
+      py::arg("frozen_bytes") = Figures(),
       "Bytes of a replica of each stage. in_flight, num_versions, own_per_round: microbatches at each, "
       "versions\n"
       "that each keeps but for those of staleness, and microbatches of which it makes an update.");

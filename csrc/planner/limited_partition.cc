@@ -345,11 +345,11 @@ void check_limits(const std::vector<LayerCost>& layers, const std::vector<LayerM
   }
   for (std::size_t layer = 0; layer < memory.size(); ++layer) {
     const LayerMemory& figures = memory[layer];
-    if (std::isfinite(figures.saved_bytes) && figures.saved_bytes >= 0 && std::isfinite(figures.forward_s) &&
-        figures.forward_s >= 0) {
+    const auto is_figure = [](double figure) { return std::isfinite(figure) && figure >= 0; };
+    if (is_figure(figures.saved_bytes) && is_figure(figures.forward_s) && is_figure(figures.frozen_bytes)) {
       continue;
     }
-    throw UserError("saved_bytes or forward_s of layer " + std::to_string(layer) +
+    throw UserError("saved_bytes, forward_s or frozen_bytes of layer " + std::to_string(layer) +
                     " must be finite and not negative");
   }
   check_length("speeds", limits.speeds.size(), num_workers, "workers");

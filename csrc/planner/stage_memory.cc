@@ -130,6 +130,7 @@ StageBytes StageBytes::from(const std::vector<LayerCost>& layers, std::size_t fi
 void StageBytes::add(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory,
                      std::size_t layer) {
   parameters += layers[layer].parameter_bytes;
+  frozen += memory[layer].frozen_bytes;
   saved += memory[layer].saved_bytes;
   widest = std::max(widest, layers[layer].activation_bytes);
   largest = std::max(largest, layers[layer].parameter_bytes);
@@ -168,7 +169,8 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
                                         .sent = costs.activations,
                                         .num_unsent = num_unsent_max(copies.in_flight)},
                                        costs.stages_apart);
-  const double common = weights + data + transient + served + slots + encoded;
+  const double frozen = costs.model_copies * stage.frozen;
+  const double common = weights + frozen + data + transient + served + slots + encoded;
   if (recompute) {
     const double input = stage.is_first ? costs.data_bytes / m : stage.input / m;
     return common + stage.saved / m + input + (stage.is_last ? 0.0 : in_flight + 2) * output;

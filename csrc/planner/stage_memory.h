@@ -7,6 +7,7 @@
 // edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
 //
 //   what there is of the weights    replica_weight_bytes(), below
+//   + frozen weights                as given: model_copies of them, and nothing else
 //   + 2 d output                    slots for its gradients
 //   + max(2 widest + largest, step) what a backward or a step makes and drops: gradients of what crosses
 //                                   between layers, and of a layer's parameters where they are added to those
@@ -44,8 +45,9 @@
 namespace pipedream {
 
 struct LayerMemory {
-  double saved_bytes = 0;  // of a minibatch, for its backward
-  double forward_s = 0;    // what a recompute adds
+  double saved_bytes = 0;   // of a minibatch, for its backward
+  double forward_s = 0;     // what a recompute adds
+  double frozen_bytes = 0;  // of parameters that nobody trains
 };
 
 // Bytes that a codec adds for each byte that crosses a cut in one direction. 0: nothing is encoded.
@@ -112,6 +114,7 @@ struct ShardShare {
 // Bytes of a stage for one minibatch, but for the parameters.
 struct StageBytes {
   double parameters = 0;
+  double frozen = 0;  // parameters that nobody trains
   double saved = 0;
   double input = 0;  // what crosses before it, and behind it; 0 at the ends of the model
   double output = 0;

@@ -281,6 +281,7 @@ def partition_within(
     num_replicas: Sequence[int],
     num_replicas_max: int,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
+    frozen_bytes: Sequence[float] = (),
     num_microbatches: int = 1,
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
 def memory_of_plan(
@@ -295,6 +296,7 @@ def memory_of_plan(
     recompute: Sequence[bool],
     costs: MemoryCosts,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
+    frozen_bytes: Sequence[float] = (),
 ) -> list[float]: ...
 
 class StageDurations:

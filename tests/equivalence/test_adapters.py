@@ -6,6 +6,7 @@ peft's own adapters are among the networks of test_real_networks.py.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -15,7 +16,13 @@ from farm import Farm
 from models import straight_plan
 from oracle import assert_memory_as_predicted
 from pipedream import Plan, RunResult
-from pipedream.budget.memory import GRADIENTS, OPTIMIZER_STATE, TORCH_OPTIMIZER_STATE, WEIGHT_VERSIONS
+from pipedream.budget.memory import (
+    GRADIENTS,
+    MODEL,
+    OPTIMIZER_STATE,
+    TORCH_OPTIMIZER_STATE,
+    WEIGHT_VERSIONS,
+)
 from pipedream.model.batches import parts_of
 from pipedream.splitting.cut_model import cut_model
 from torch import Tensor, nn
@@ -116,6 +123,26 @@ def test_versions_gradients_and_state_are_of_the_adapters_alone(farm: Farm) -> N
         assert _predicted(result, rank, WEIGHT_VERSIONS) == (2, 1)[rank] * trained
         assert _predicted(result, rank, OPTIMIZER_STATE) == 2 * trained
         assert _predicted(result, rank, GRADIENTS) == trained
+
+
+def test_the_planner_counts_frozen_weights_as_a_run_does(farm: Farm) -> None:
+    model = _adapted(2)
+    frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    profile = pipedream.profile(model, _TWIN.data(4), cross_entropy, minibatches=2, check=False)
+    assert profile.frozen_bytes == frozen
+    assert "that are not trained" in str(profile)
+    assert pipedream.Profile.from_dict(profile.to_dict()) == profile
+    unknown = replace(profile, layers=tuple(replace(layer, frozen_bytes=0) for layer in profile.layers))
+    cut = _plan(2).stages[0].last_layer
+    with_frozen, without = (
+        pipedream.partition(one, 2, 1e9, memory="1GiB", boundaries=[cut], replicas=[1, 1]).predicted
+        for one in (profile, unknown)
+    )
+    result, _ = farm.results(_train, 2, _plan(2), num_ranks=2, schedule="pipedream")[0]
+    for rank in range(2):
+        counted = with_frozen["stage_memory_bytes"][rank] - without["stage_memory_bytes"][rank]
+        others = sum(tensor.nbytes for tensor in model.buffers()) + profile.parameter_bytes
+        assert counted == frozen == _predicted(result, rank, MODEL) - others
 
 
 def test_a_frozen_stage_keeps_and_is_sent_nothing_for_a_backward(farm: Farm) -> None:

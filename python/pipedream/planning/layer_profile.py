@@ -87,6 +87,8 @@ class LayerProfile:
     microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
     """By number of microbatches, which rises; empty: a minibatch cannot be cut. None: not measured, and a
     microbatch is taken to last 1/m of a minibatch."""
+    frozen_bytes: int = 0
+    """Bytes of the parameters that are not trained; of one that several layers use at the first."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know; written back as they were."""
 
@@ -96,6 +98,7 @@ class LayerProfile:
         _set(self, "backward_ms", _checked_ms("backward_ms", self.backward_ms))
         _set(self, "activation_bytes", check_whole("activation_bytes", self.activation_bytes))
         _set(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
+        _set(self, "frozen_bytes", check_whole("frozen_bytes", self.frozen_bytes))
         if self.saved_bytes is not None:
             _set(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
         if self.factors is not None:
@@ -118,6 +121,8 @@ class LayerProfile:
         measured: dict[str, Any] = {}
         if self.saved_bytes is not None:
             measured["saved_bytes"] = self.saved_bytes
+        if self.frozen_bytes:
+            measured["frozen_bytes"] = self.frozen_bytes
         if self.factors is not None:
             measured["factors"] = [
                 {name: value for name, value in weight._asdict().items() if value is not None}
@@ -135,6 +140,7 @@ class LayerProfile:
             forward_ms=self.forward_ms + other.forward_ms,
             backward_ms=self.backward_ms + other.backward_ms,
             parameter_bytes=self.parameter_bytes + other.parameter_bytes,
+            frozen_bytes=self.frozen_bytes + other.frozen_bytes,
             saved_bytes=None if None in saved else sum(one or 0 for one in saved),
             factors=None if None in factors else tuple(weight for one in factors for weight in one or ()),
             microbatch_ms=_times_of_both(self.microbatch_ms, other.microbatch_ms),
@@ -233,6 +239,10 @@ class Profile:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @property
+    def frozen_bytes(self) -> int:
+        return sum(layer.frozen_bytes for layer in self.layers)
+
+    @property
     def microbatches_timed(self) -> int | None:
         """The most microbatches that all layers were timed with; 1: a minibatch cannot be cut. None: they are
         not timed."""
@@ -317,6 +327,8 @@ class Profile:
             title += f"\nminibatches of up to {describe_shapes(self.max_shapes)}"
         parameters = format_bytes(self.parameter_bytes)
         sums = f"together {self.compute_ms:.3f} ms per minibatch, {parameters} of parameters"
+        if self.frozen_bytes:
+            sums += f" and {format_bytes(self.frozen_bytes)} that are not trained"
         if self.time_error is not None:
             sums += f"; the time is known to {100 * self.time_error:.1f} %"
         elif self.minibatches is not None:
@@ -373,11 +385,12 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
     where = f"layers[{layer_index}]"
     fields = check_object(where, value)
     require(fields, _LAYER_FIELDS, where + ".")
-    known = {*_LAYER_FIELDS, "saved_bytes", "factors", "microbatch_ms"}
+    known = {*_LAYER_FIELDS, "saved_bytes", "frozen_bytes", "factors", "microbatch_ms"}
     try:
         return LayerProfile(
             **{name: fields[name] for name in _LAYER_FIELDS},
             saved_bytes=fields.get("saved_bytes"),
+            frozen_bytes=fields.get("frozen_bytes", 0),
             factors=_factors_from(fields.get("factors"), fields["parameter_bytes"]),
             microbatch_ms=_microbatch_times_from(fields.get("microbatch_ms")),
             extra={name: fields[name] for name in fields if name not in known},

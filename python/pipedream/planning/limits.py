@@ -183,6 +183,7 @@ class Limits:
             [float(layer.activation_bytes) for layer in profile.layers],
             [float(layer.parameter_bytes) for layer in profile.layers],
             saved_bytes=_saved_bytes(profile),
+            frozen_bytes=[float(layer.frozen_bytes) for layer in profile.layers],
             stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in stages],
             in_flight=[_core.num_microbatches_in_flight(options, index) for index in indices],
             num_versions=[_core.num_versions_kept(options, index) for index in indices],
@@ -282,7 +283,7 @@ def _host_bytes(profile: Profile, num_workers: int) -> int:
         return 0
     # Whichever rank a stage will have.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
-    return profile.parameter_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
+    return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
@@ -326,6 +327,7 @@ def solve_within(
         num_workers,
         bytes_per_s,
         saved_bytes=_saved_bytes(profile),
+        frozen_bytes=[float(layer.frozen_bytes) for layer in profile.layers],
         forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
         speeds=limits.speeds,
         memory_bytes=left_bytes,

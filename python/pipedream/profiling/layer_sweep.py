@@ -64,6 +64,7 @@ class LayerSweep:
             self.layer_names = model.layer_names
             self.cuts = model.chosen
             self.parameter_bytes = model.parameter_bytes()
+            self.frozen_bytes = model.parameter_bytes(trained=False)
             self._stages: Sequence[StageModule] = [
                 model.stage(layer, layer, layer, on_begin=self._begin if layer > 0 else None)
                 for layer in range(len(self.layer_names))
@@ -72,7 +73,9 @@ class LayerSweep:
             named = layers_of(model)
             self.layer_names = [name for name, _ in named]
             self.cuts = None
-            self.parameter_bytes = parameter_bytes_of([layer for _, layer in named])
+            layers = [layer for _, layer in named]
+            self.parameter_bytes = parameter_bytes_of(layers)
+            self.frozen_bytes = parameter_bytes_of(layers, trained=False)
             self._stages = [
                 StageModule(index, index, [(name, prefix, layer)])
                 for index, ((name, layer), (prefix, _)) in enumerate(zip(named, self._roots, strict=True))

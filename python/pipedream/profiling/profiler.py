@@ -161,6 +161,7 @@ def profile(
         passes.saved_bytes,
         measurement.factors or no_factors,
         measurement.microbatch_ms or no_times,
+        passes.frozen_bytes,
     )
     measured = [*itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))]
     chosen = passes.cuts

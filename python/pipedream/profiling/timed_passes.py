@@ -51,6 +51,8 @@ class TimedPasses(Protocol):
     layer_names: list[str]
     parameter_bytes: list[int]
     """Trainable ones of each layer; a tied parameter counts where it is first used."""
+    frozen_bytes: list[int]
+    """The other parameters of each layer, likewise."""
     layer_of: dict[int, int]
     """By the parameter's id, the layer where it counts."""
     activation_bytes: list[int]
@@ -82,6 +84,7 @@ class LayerPasses:
         self._layers = [layer for _, layer in named_layers]
         self._loss_fn = loss_fn
         self.parameter_bytes = parameter_bytes_of(self._layers)
+        self.frozen_bytes = parameter_bytes_of(self._layers, trained=False)
         layers = [*enumerate(self._layers)][::-1]
         self.layer_of = {id(parameter): index for index, layer in layers for parameter in layer.parameters()}
         self.activation_bytes: list[int] = []
@@ -126,6 +129,7 @@ class CutPasses:
         self._loss_fn = loss_fn
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()
+        self.frozen_bytes = cut.parameter_bytes(trained=False)
         spans = cut.cuts.first_spans_of_parameters(cut.offered)
         self.layer_of = {id(parameter): spans[name] for name, parameter in cut.module.named_parameters()}
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
@@ -256,13 +260,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def parameter_bytes_of(layers: Sequence[nn.Module]) -> list[int]:
+def parameter_bytes_of(layers: Sequence[nn.Module], *, trained: bool = True) -> list[int]:
     counted: set[int] = set()
     sizes = []
     for layer in layers:
         size = 0
         for parameter in layer.parameters():
-            if parameter.requires_grad and id(parameter) not in counted:
+            if parameter.requires_grad == trained and id(parameter) not in counted:
                 counted.add(id(parameter))
                 size += parameter.numel() * parameter.element_size()
         sizes.append(size)

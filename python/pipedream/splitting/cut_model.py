@@ -152,12 +152,12 @@ class CutModel(CutForward):
         lines = [f"{tensors} tensors, {rest} sizes" for tensors, rest in zip(crossings, sizes, strict=True)]
         return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
 
-    def parameter_bytes(self) -> list[int]:
-        """Trainable ones of each layer; one that several use counts at the first."""
+    def parameter_bytes(self, *, trained: bool = True) -> list[int]:
+        """Those of each layer that are trained, or that are not; one that several use counts at the first."""
         layer_of = self.cuts.first_spans_of_parameters(self.offered)
         sizes = [0] * len(self.layer_names)
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad == trained:
                 sizes[layer_of[name]] += parameter.numel() * parameter.element_size()
         return sizes
 

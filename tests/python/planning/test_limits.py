@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,19 @@ _OPTIMIZER_COPIES = 1.0
 _BESIDE = 0.1  # bytes: no plan needs just as much as there is, which rounding would decide
 
 
-def _profile(layers: list[tuple[int, int, int, int]]) -> Profile:
+def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()) -> Profile:
     """Layers as (forward and backward ms, activation, parameter and saved bytes)."""
     return Profile(
         tuple(
-            LayerProfile(f"layer{i}", ms / 4, 3 * ms / 4, activation, parameters, saved_bytes=saved)
+            LayerProfile(
+                f"layer{i}",
+                ms / 4,
+                3 * ms / 4,
+                activation,
+                parameters,
+                saved_bytes=saved,
+                frozen_bytes=frozen[i] if frozen else 0,
+            )
             for i, (ms, activation, parameters, saved) in enumerate(layers)
         )
     )
@@ -43,6 +52,7 @@ def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, re
     widest = max(given_, *(layer.activation_bytes for layer in layers))
     largest = _OPTIMIZER_COPIES * max(layer.parameter_bytes for layer in layers)
     needed = (n + 2 + _OPTIMIZER_COPIES / r + exchanged) * weights + max(2 * widest, largest)
+    needed += sum(layer.frozen_bytes for layer in layers)  # once, whatever the schedule
     minibatches = range(2 * r * max(one.num_replicas for one in stages))
     if not is_last:
         below = {i % stages[index + 1].num_replicas for i in minibatches if i % r == 0}
@@ -104,6 +114,7 @@ _layers = st.lists(
     st.one_of(st.none(), st.integers(3000, 30000)),
     st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
     st.booleans(),
+    st.lists(st.sampled_from([0, 0, 500, 5000]), min_size=4, max_size=4),
 )
 def test_within_memory_and_speeds_it_is_the_best_of_all_plans(
     layers: list[tuple[int, int, int, int]],
@@ -112,8 +123,9 @@ def test_within_memory_and_speeds_it_is_the_best_of_all_plans(
     memory: int | None,
     speeds: list[float],
     recompute: bool,
+    frozen: list[int],
 ) -> None:
-    profile, speeds = _profile(layers), speeds[:num_workers]
+    profile, speeds = _profile(layers, frozen), speeds[:num_workers]
     limits = None if memory is None else [memory + _BESIDE + 500 * rank for rank in range(num_workers)]
     best = min(
         _time_ms(profile, stages, bytes_per_s, speeds, limits, recompute)
