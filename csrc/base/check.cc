@@ -1,4 +1,4 @@
-// What a failed PD_CHECK prints, on whichever thread found it, before the process aborts.
+// Prints the message of a failed PD_CHECK, on whichever thread found it, before the process aborts.
 #include "base/check.h"
 
 #include <cstdio>

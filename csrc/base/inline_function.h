@@ -44,7 +44,7 @@ class InlineFunction {
     PD_CHECK(operations_ != nullptr, "a function that is empty is called");
     operations_->call(captures_);
   }
-  // What was captured dies here.
+  // Destroys the captured values.
   void reset() {
     if (operations_ != nullptr) std::exchange(operations_, nullptr)->destroy(captures_);
   }

@@ -1,4 +1,4 @@
-// What concerns the process as a whole.
+// Settings of the process as a whole.
 #pragma once
 
 #include <atomic>

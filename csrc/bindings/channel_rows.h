@@ -1,4 +1,4 @@
-// What channels say of themselves, as Python gets it. Called with the GIL held.
+// Figures of channels as rows for Python. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// What a stage engine has recorded, as Python's rows and entries. With the GIL.
+// Records of a stage engine as Python's rows and entries. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

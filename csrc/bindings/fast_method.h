@@ -17,7 +17,7 @@ namespace pipedream {
 
 using FastArguments = std::span<PyObject* const>;  // borrowed, and as many as were said
 
-// What a call comes to: null, and Python's error is set, where it throws.
+// Runs a call and returns its result; if it throws, sets Python's error and returns null.
 template <class Call>
 [[nodiscard]] PyObject* python_result(Call call) noexcept try {
   return call().release().ptr();

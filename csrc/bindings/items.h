@@ -1,4 +1,4 @@
-// What is received, as Python sees it: a work item, and an item outside the schedule. Called with the GIL
+// Received items as Python sees them: a work item, and an item outside the schedule. Called with the GIL
 // held.
 #pragma once
 

@@ -19,7 +19,7 @@
 
 namespace pipedream {
 
-// Of a chunk: begin_bytes, num_bytes, is_tied, and of each piece (parameter, first element, elements,
+// One chunk: begin_bytes, num_bytes, is_tied, and each piece as (parameter, first element, elements,
 // begin_bytes, dtype name).
 using ExchangePieceRow = std::tuple<std::size_t, std::int64_t, std::int64_t, std::size_t, std::string>;
 using ExchangeChunkRow = std::tuple<std::size_t, std::size_t, bool, std::vector<ExchangePieceRow>>;

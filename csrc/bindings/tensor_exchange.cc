@@ -85,7 +85,7 @@ std::unique_ptr<Exported<Managed>> export_view(const TensorView& tensor, DeviceT
   return exported;
 }
 
-// Of a capsule that nobody consumed.
+// Frees the tensor of a capsule that nobody consumed.
 void drop_capsule(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, kFreshCapsule) == 0) return;
   auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, kFreshCapsule));
@@ -202,7 +202,7 @@ class KeptTensors {
   std::vector<std::pair<py::object, std::shared_ptr<void>>> kept_;
 };
 
-// Of one that is contiguous.
+// The tensor is contiguous.
 std::span<const std::byte> bytes_of(const DLTensor& tensor) {
   constexpr std::size_t kBitsPerByte = 8;
   std::size_t num_bytes = std::size_t{tensor.dtype.bits} * tensor.dtype.lanes / kBitsPerByte;
@@ -215,7 +215,7 @@ std::span<const std::byte> bytes_of(const DLTensor& tensor) {
 // Below this, hashing takes less than giving the GIL away and taking it again may.
 constexpr std::size_t kHashedWithTheGilBytesMax = std::size_t{64} << 10;
 
-// Of contents, dtypes and shapes.
+// The hash covers contents, dtypes and shapes.
 std::uint64_t hash_of(const std::vector<DLTensor>& tensors) {
   std::uint64_t hash = 0;
   for (const DLTensor& tensor : tensors) {

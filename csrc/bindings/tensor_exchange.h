@@ -42,11 +42,11 @@ class TensorExchange {
   TensorExchange(const pybind11::object& tensor_type, pybind11::object to_capsule,
                  pybind11::object from_capsule, pybind11::object to_plain);
 
-  // As from_capsules(), of tensors: those that are not contiguous, or whose memory holds other values, are
-  // copied. The owner takes the GIL where it dies without.
+  // Borrows tensors as from_capsules() does: tensors that are not contiguous, or whose memory holds other
+  // values, are copied. The owner takes the GIL where it dies without.
   [[nodiscard]] Borrowed borrow(const pybind11::list& tensors, DeviceType device, int device_index,
                                 const std::function<std::string()>& where) const;
-  // As to_capsule(), a tensor.
+  // Lends a tensor as to_capsule() does.
   [[nodiscard]] pybind11::object lend(const TensorView& tensor, DeviceType device, int device_index,
                                       std::shared_ptr<void> owner) const;
   // 64 bits of what the tensors hold, with their dtypes and shapes. Empty where one of them is not contiguous

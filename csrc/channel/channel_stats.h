@@ -1,4 +1,4 @@
-// What one end of a channel did. Plain values; any thread.
+// Figures of one end of a channel. Plain values; any thread.
 #pragma once
 
 #include <cstdint>

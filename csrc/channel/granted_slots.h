@@ -14,8 +14,8 @@ namespace pipedream {
 // A receiver never grants more at once, however many slots it has.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
-// Where the receiver wants the item that fills a slot: a range of memory of its own. Of no bytes: the slot
-// has memory itself.
+// The range of its own memory where the receiver wants the item that fills a slot. With no bytes the slot has
+// memory itself.
 struct PostedRange {
   std::size_t offset = 0;  // in the memory that is shared, if any is
   std::size_t num_bytes = 0;
@@ -39,7 +39,7 @@ class GrantedSlots {
     is_granted_.reset(slot);
     return slot;
   }
-  // Of the slot that was granted last by this name.
+  // The range of the last grant of this slot.
   [[nodiscard]] PostedRange range_of(std::uint16_t slot) const {
     return slot < ranges_.size() ? ranges_[slot] : PostedRange{};
   }

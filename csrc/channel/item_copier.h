@@ -53,7 +53,7 @@ class ItemCopier {
   [[nodiscard]] bool copy(SendItem& item);
   // Until no copy is under way. Throws DeviceError.
   void synchronize();
-  // What the codec has left out, of the items in turn: of each tensor, in device memory. Empty where it keeps
+  // The codec's residuals, item by item in turn, one per tensor, in device memory. Empty where it keeps
   // nothing. Changes while items are copied; another's may take its place before the first.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const;
 
@@ -64,9 +64,9 @@ class ItemCopier {
     std::size_t num_bytes;
   };
 
-  // Where the memory of both is the host's, a placed item of no more bytes is copied by the calling thread,
-  // at once: that takes no longer than to wake the copy stream's thread and to be woken by it (24 us for 1
-  // MiB in the cache, where either takes 15 to 25 us).
+  // Between host memories a placed item of at most so many bytes is copied at once by the calling thread:
+  // that takes no longer than to wake the copy stream's thread and to be woken by it (24 us for 1 MiB in the
+  // cache, while either takes 15 to 25 us).
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
   // Copies that may be enqueued and not done, of two or three operations each on a stream: who drives must
   // not wait for room in it (kStreamDepth). Where channels share a stream it may, until the device has gone

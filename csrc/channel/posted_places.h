@@ -1,5 +1,5 @@
-// Where the next items of a receiving channel are to land, in the order of the items. One thread posts, the
-// one that drives takes.
+// Places where the next items of a receiving channel are to land, in the order of the items. One thread
+// posts, the driving one takes.
 #pragma once
 
 #include <cstddef>

@@ -255,7 +255,7 @@ std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
   return std::nullopt;
 }
 
-// What is out of order about the frame. Chunks of a tensor, tensors of an item, microbatches and
+// Returns why the frame is out of order, if it is. Chunks of a tensor, tensors of an item, microbatches and
 // minibatches come strictly in order, each complete before the next begins.
 std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) const {
   if (ended_) return "a tensor after the end";
@@ -292,7 +292,7 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
   return std::nullopt;
 }
 
-// What the plan does not have.
+// Returns why the plan has no such frame, if it has none.
 std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) const {
   const TensorView tensor{header.dtype, header.num_dims, header.shape, nullptr};
   const std::size_t tensor_bytes = tensor.size_bytes();
@@ -366,12 +366,12 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
   num_placed_bytes_.fetch_add(header.placed_bytes, std::memory_order_relaxed);
 }
 
-// Where the device decodes from; null when that is the staging buffer.
+// The memory that the device decodes from; null if that is the staging buffer.
 std::byte* ReceiveChannel::encoded_at(std::size_t tensor_index) const {
   return encoded_.valid() ? encoded_.data() + layout_.offset_bytes(tensor_index) : nullptr;
 }
 
-// What came with the first chunk was under way before it: as long as its share of the rest.
+// The first chunk's bytes were under way before it came: as long as their share of the rest.
 void ReceiveChannel::note_arrival(std::size_t num_bytes) {
   if (num_item_bytes_ == 0) {
     first_arrival_ns_ = now_ns();

@@ -94,7 +94,7 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool open() const { return open_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
-  // Of the items that were received last, taken or not, in their order. Any thread.
+  // Transfers of the items that were received last, taken or not, in their order. Any thread.
   [[nodiscard]] std::vector<ReceivedTransfer> transfers() const;
   // The compute thread waited for this channel.
   void add_wait(std::int64_t wait_ns) { wait_ns_.fetch_add(wait_ns, std::memory_order_relaxed); }
@@ -156,7 +156,7 @@ class ReceiveChannel final : public LinkHandler {
   std::atomic<std::size_t> num_granted_{0};  // granted or being filled; never less than there are
   const std::shared_ptr<ReceiverAccess> access_;
 
-  // Of stats().
+  // Counters of stats().
   std::atomic<std::uint64_t> num_items_received_{0};
   std::atomic<std::uint64_t> num_chunks_received_{0};
   std::atomic<std::uint64_t> num_tensor_bytes_{0};

@@ -1,4 +1,5 @@
-// What a receiving channel hands out, and what it keeps for it per slot. Threads as in receive_channel.h.
+// An item that a receiving channel hands out, and the channel's record of it per slot. Threads as in
+// receive_channel.h.
 #pragma once
 
 #include <atomic>
@@ -32,7 +33,7 @@ class ReceiverAccess {
       : side_stream_(std::move(side_stream)), channel_(&channel) {}
   // Whichever thread drops the last reference to an item's tensors.
   void slot_released();
-  // What was read last of an item is not known: the run fails.
+  // Fails the run: nobody knows whether the last reader of the item read it whole.
   void tell(const DeviceError& error);
   // The stream beside the compute stream on which this thread may have read last; null when there is none.
   [[nodiscard]] std::unique_ptr<Stream> side_stream() const {
@@ -57,7 +58,7 @@ class ReceiverAccess {
   int num_reaching_ = 0;  // threads on their way to the channel, or there
 };
 
-// What the channel keeps for the item in one slot of the device, from the slot's lease to the item's last
+// The channel's record of the item in one slot of the device, from the slot's lease to the item's last
 // holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
 // dropped before the device has copied it. Shared with the items, which may outlive the channel.
 struct ReceivedSlot {

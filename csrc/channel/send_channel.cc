@@ -39,7 +39,7 @@ void SendChannel::place(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   places_ = true;
 }
 
-// What has not been copied by now never will be.
+// Copies that have not been made by now never will be.
 void SendChannel::end_placing() {
   finish_copies();
   copier_.end_placing();
@@ -296,7 +296,7 @@ std::optional<Failure> SendChannel::on_frame(Link& link, const FrameHeader& head
   }
 }
 
-// What is wrong with them.
+// Returns why the grants are wrong, if they are.
 std::optional<std::string> SendChannel::add_grants(const FrameHeader& credit) {
   const PostedRange posted{credit.chunk_offset, credit.tensor_bytes};
   std::uint64_t slots_left = credit.further_slots;

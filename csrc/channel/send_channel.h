@@ -57,8 +57,8 @@ struct ChannelOptions {
   std::int64_t num_microbatches = 1;   // of every minibatch
   Codec codec{};                       // of the float tensors
   std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
-  // Of a receiver whose items land where it posts, not in slots: places that may be posted and not granted
-  // yet. 0 for any other.
+  // Number of places that a receiver may post and has not granted yet, if its items land in posted places and
+  // not in slots; else 0.
   std::size_t num_posts_max = 0;
   std::uint32_t channel_id = 0;  // of those
   // For a receiver: gives the stream that the calling thread's framework computes on, where that is not the
@@ -80,7 +80,8 @@ class SendChannel final : public LinkHandler {
   // memory, a channel that the wire can neither read from nor stage for must have it. Before there is a link.
   // Claims it.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  // As that, of memory into which the receiver posts places for items. The caller has claimed it.
+  // Places items like place_in(), into memory where the receiver posts places for them. The caller has
+  // claimed it.
   void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
   // Lets go of that memory, which the receiver frees then. The transport has been shut down.
@@ -108,7 +109,7 @@ class SendChannel final : public LinkHandler {
   bool wait_until_sent(Deadline deadline);
   // Waits until fewer items than these are not released. False as above.
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
-  // As ItemCopier has them: when all that was sent has left, or before the first send.
+  // The residuals of ItemCopier: valid before the first send, and when all items have left.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const {
     return copier_.residuals();
   }
@@ -116,7 +117,7 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] std::size_t num_unreleased() const { return queue_.num_unreleased(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
-  // Of the items that were released last, in the order in which they were sent. Any thread.
+  // Transfers of the items that were released last, in the order in which they were sent. Any thread.
   [[nodiscard]] std::vector<SentTransfer> transfers() const { return record_.transfers(); }
 
   void on_open(Link& link) override;
@@ -127,8 +128,8 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] bool is_quick() const override { return true; }  // credits
 
  private:
-  // Of placed tensors: the receiver copies nothing, so that small chunks gain nothing on the host, and on a
-  // device little.
+  // Size of a placed tensor's chunks: the receiver copies nothing, so that small chunks gain nothing on the
+  // host, and little on a device.
   static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
   // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
   static constexpr std::size_t kNumSpareItems = 2;

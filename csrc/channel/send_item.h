@@ -49,7 +49,7 @@ struct SendItem {
 
   const WireLayout& layout;
 
-  // What was sent.
+  // The item's description.
   bool is_end = false;
   MinibatchId minibatch;
   MicrobatchIndex microbatch;

@@ -1,5 +1,5 @@
-// What a sending channel did and when: its figures, the times of its newest items, and what they say of the
-// best chunk size. Any thread.
+// The record of a sending channel: its figures, the times of its newest items, and the best chunk size by
+// them. Any thread.
 #pragma once
 
 #include <atomic>
@@ -32,7 +32,7 @@ class SendRecord {
 
   // But for those of the link.
   [[nodiscard]] ChannelStats stats() const;
-  // Of the items that were released last, in the order in which they were sent.
+  // Transfers of the items that were released last, in the order in which they were sent.
   [[nodiscard]] std::vector<SentTransfer> transfers() const;
 
  private:

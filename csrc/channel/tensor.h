@@ -50,7 +50,7 @@ class ItemSpec {
   [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
   [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const { return offsets_.at(tensor_index); }
 
-  // What is wrong with sending this tensor as the index-th of an item; empty when nothing is.
+  // Says why this tensor may not be sent as the index-th of an item; empty if it may.
   [[nodiscard]] std::optional<std::string> mismatch(std::size_t tensor_index, DType dtype,
                                                     std::uint8_t num_dims, std::size_t tensor_bytes) const;
 

@@ -1,6 +1,6 @@
-// Where a stage's compute thread sleeps until a channel has something for it, or the run has failed.
-// One per worker, shared by its channels. The mutex guards every channel's inbox and the failure. A thread
-// that sleeps drives the transport meanwhile, so that what it waits for needs no other thread.
+// The place where a stage's compute thread sleeps until a channel has something for it, or the run has
+// failed. One per worker, shared by its channels. The mutex guards every channel's inbox and the failure. A
+// thread that sleeps drives the transport meanwhile, so that what it waits for needs no other thread.
 #pragma once
 
 #include <atomic>

@@ -17,7 +17,7 @@ class WireLayout {
   [[nodiscard]] std::size_t num_tensors() const { return codecs_.size(); }
   // Some tensor travels encoded.
   [[nodiscard]] bool encodes() const { return num_elements_max_ > 0; }
-  // What the tensor travels by: the channel's codec, or none where that does not apply.
+  // The codec that the tensor travels by: the channel's, or none if that does not apply to it.
   [[nodiscard]] const Codec& codec(std::size_t tensor_index) const { return codecs_.at(tensor_index); }
   // Most elements of an encoded tensor.
   [[nodiscard]] std::size_t num_elements_max() const { return num_elements_max_; }
@@ -29,7 +29,7 @@ class WireLayout {
   // On the wire, of a tensor that has so many bytes itself.
   [[nodiscard]] std::size_t wire_bytes(std::size_t tensor_index, std::size_t tensor_bytes) const;
 
-  // What the sender keeps between items: what its codec has left out so far.
+  // Bytes that the sender keeps between items: the codec's residual.
   [[nodiscard]] std::size_t residual_bytes() const { return residual_.slot_bytes(); }
   [[nodiscard]] bool has_residual(std::size_t tensor_index) const {
     return codecs_.at(tensor_index).kind == CodecKind::kTopK;

@@ -1,5 +1,5 @@
-// What a tensor becomes on a slow link: fewer bytes, at a loss that is named. Bytes only, on the host; what
-// runs on a device's stream is in stream_codec.h. Pure functions; any thread.
+// A codec sends a tensor over a slow link in fewer bytes, at a loss that is named. Bytes only, on the host;
+// what runs on a device's stream is in stream_codec.h. Pure functions; any thread.
 //
 //   none   the bytes as they are
 //   bf16   each element rounded to bfloat16, to nearest even
@@ -45,7 +45,8 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 // The codec that tensors of this dtype travel by: the given one, or none where it does not apply.
 [[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
 
-// What topk adds up in: float64 for float64, else float32. codec applies to dtype; 0 for all others.
+// Bytes of the residual in which topk sums up: float64 for float64, else float32. codec applies to dtype; 0
+// for all others.
 [[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
 inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an entry says which by 32 bits
@@ -70,8 +71,8 @@ void encode_host(const CodecWork& work);
 // The bytes passed encoding_violation().
 void decode_host(const CodecWork& work);
 
-// What a receiver checks before it decodes bytes that came from the wire: topk's indices ascend and are
-// within the tensor. The length is checked by the caller.
+// Checks bytes from the wire before they are decoded: topk's indices ascend and are within the tensor. The
+// length is checked by the caller.
 [[nodiscard]] std::optional<std::string> encoding_violation(const Codec& codec, DType dtype,
                                                             std::size_t num_elements,
                                                             std::span<const std::byte> encoded);

@@ -270,7 +270,7 @@ Threshold<Bits> threshold_of(int key_bits, std::size_t num_chosen, const ForEach
   return found;
 }
 
-// Of the list, by codes; then, of those whose code is that of the threshold, by their keys.
+// Selects from the list by codes; among entries whose code is the threshold's, by their keys.
 template <class Number>
 Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Number>& list,
                                                                 std::size_t num_chosen,
@@ -388,7 +388,7 @@ void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBo
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
   constexpr std::size_t kSentBytes = sizeof(std::uint32_t) + sizeof(SentOf<T>);
-  // What is encoded has room for twice as many entries as are sent, or for half as many again.
+  // The encoded form has room for twice as many entries as are sent, or for half as many again.
   static_assert(kListEntries - kListEntries * sizeof(std::uint32_t) / kSentBytes > kFreeEntriesMin);
   std::uint32_t own_entries[kListEntries];
   const std::size_t num_fit = work.num_chosen * kSentBytes / sizeof(std::uint32_t);

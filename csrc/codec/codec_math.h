@@ -10,7 +10,7 @@
 
 namespace pipedream {
 
-// What topk sends of an element.
+// The bits that topk sends of an element.
 template <class T>
 using SentOf = std::conditional_t<std::is_same_v<T, double>, float, T>;
 
@@ -35,22 +35,22 @@ PD_ELEMENT std::int8_t to_int8(float value, float scale) {
 
 // ---- topk ----
 
-// What the largest are chosen by. A NaN is as large as infinity.
+// The key by which the largest elements are chosen. A NaN is as large as infinity.
 template <class T>
 PD_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
   const typename FloatLayout<T>::Bits magnitude = bits_of(value) & FloatLayout<T>::kMagnitude;
   return magnitude < FloatLayout<T>::kInfinity ? magnitude : FloatLayout<T>::kInfinity;
 }
 
-// Of a number without a finite key, an infinity or a NaN, the residual keeps nothing, whether it was sent
-// or not: all later items would be infinite there.
+// The residual keeps nothing of a number without a finite key, an infinity or a NaN, whether it was sent or
+// not: all later items would be infinite there.
 template <class T>
 PD_ELEMENT bool is_finite_key(typename FloatLayout<T>::Bits key) {
   return key < FloatLayout<T>::kInfinity;
 }
 
-// What the residual keeps of an element that was sent: the rounding error, where sending rounds. Nothing of
-// an element that arrives infinite or NaN, or it would be sent for ever.
+// The residual keeps the rounding error of an element that was sent, if sending rounds. It keeps nothing of
+// an element that arrives infinite or NaN, or that would be sent for ever.
 template <class Number, class Sent>
 PD_ELEMENT Number rest_of_sent(Number number, Sent sent) {
   if constexpr (std::is_same_v<Number, Sent>) return Number(0);

@@ -1,5 +1,6 @@
-// What a stage needs of a device: streams, events, memory. Two implementations of one contract: host/ (a
-// thread per stream, truly asynchronous) and cuda/. The contract suite tests/cpp/device runs on both.
+// A Device has all that a stage needs of a device: streams, events, memory. Two implementations of one
+// contract: host/ (a thread per stream, truly asynchronous) and cuda/. The contract suite tests/cpp/device
+// runs on both.
 //
 // Async functions take the stream explicitly; there is no default stream.
 #pragma once
@@ -66,11 +67,11 @@ class Stream {
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
   virtual void synchronize() = 0;
-  // What Device::wrap_stream() takes; 0 on the host.
+  // The handle that Device::wrap_stream() takes; 0 on the host.
   [[nodiscard]] virtual std::uintptr_t native_handle() const { return 0; }
 };
 
-// What a stream of Device::make_copy_stream() is for.
+// The use of a stream of Device::make_copy_stream().
 enum class CopyUse { kSend, kTell, kReceive };  // kTell: only waits and call()s
 inline constexpr std::size_t kNumCopyUses = 3;
 
@@ -91,7 +92,7 @@ inline constexpr std::size_t kMemoryHandleBytesMax = 256;
 
 class ExportedMemory : public Memory {
  public:
-  // What Device::import_memory() takes: any bytes, kMemoryHandleBytesMax at most.
+  // The handle that Device::import_memory() takes: any bytes, kMemoryHandleBytesMax at most.
   [[nodiscard]] virtual const std::string& handle() const = 0;
 };
 
@@ -153,9 +154,9 @@ class Device {
   // UserError as allocate() does.
   [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                                       std::string* why = nullptr);
-  // What a device of this kind has exported, in any process of this host: this device's streams copy from and
-  // to it. It dies before its maker frees it. The handle is believed: who hands it over must be. Null, with
-  // the reason, where it cannot be mapped.
+  // Maps memory that a device of this kind has exported in any process of this host: this device's streams
+  // copy from and to it. It dies before its maker frees it. The handle is believed: who hands it over must
+  // be. Null, with the reason, where it cannot be mapped.
   [[nodiscard]] virtual std::unique_ptr<Memory> import_memory(const std::string& handle,
                                                               std::size_t num_bytes,
                                                               std::string* why = nullptr);

@@ -9,7 +9,8 @@
 namespace pipedream {
 namespace {
 
-// Of a block the sum stays in the cache while part after part is added to it; it is also what a thread takes.
+// Size of a block: its sum stays in the cache while part after part is added to it. A thread takes one block
+// at a time.
 constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 

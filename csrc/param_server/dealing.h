@@ -1,5 +1,5 @@
-// Which shard owns which part of a stage's parameters. Every replica computes it alike, from the layout
-// alone. Pure; any thread.
+// Deals the parts of a stage's parameters to shards. Every replica computes it alike, from the layout alone.
+// Pure; any thread.
 //
 //   flat slot   | conv.weight | conv.bias |         fc.weight          | fc.bias |
 //   chunks      |     0     |      1     |      2     |      3        |     ..    |

@@ -1,5 +1,5 @@
-// What carries the items of an exchange between owners of shards, by the names of channels: a worker, or
-// queues in a test. Owned by who owns the exchange; every call is on its thread.
+// An ItemCarrier carries the items of an exchange between owners of shards, by the names of channels: a
+// worker does, or queues in a test. Owned by who owns the exchange; every call is on its thread.
 #pragma once
 
 #include <cstddef>

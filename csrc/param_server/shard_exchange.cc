@@ -40,7 +40,7 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
   for (const auto& [other, peer] : spec_.peers) newest_pulled_[other] = first_;
 }
 
-// What others push.
+// Pushes of others.
 
 Result<bool> ShardExchange::begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                             Deadline deadline) {
@@ -192,7 +192,7 @@ ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round,
     num_summed += pushed.num_summed;
     if (pushed.factors) gradients.factors.emplace_back(other, *std::exchange(pushed.factors, std::nullopt));
   }
-  // As those say who have them: how many minibatches there are need not be known here yet.
+  // The pushes say how many minibatches they hold: the number in the run need not be known here yet.
   num_minibatches_ = gradients.num_minibatches = num_summed / spec_.rounds.num_microbatches;
   return gradients;
 }
@@ -310,7 +310,7 @@ void ShardExchange::collect_pushed() {
   }
 }
 
-// What is pulled.
+// Pulls.
 
 Result<bool> ShardExchange::pull_from(ReplicaIndex other, Deadline deadline) {
   const ExchangePeer& from = peer(other);
@@ -353,7 +353,7 @@ WeightVersion ShardExchange::whole_version() const {
   return whole;
 }
 
-// Where the chunk lies of the version; null where its slot has another one.
+// The place of the chunk in the version; null if its slot has another version.
 std::byte* ShardExchange::place_of(const ExchangeChunk& chunk, std::optional<SlotIndex> own_slot,
                                    WeightVersion version) const {
   if (chunk.is_tied) {

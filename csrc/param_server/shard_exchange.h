@@ -88,8 +88,9 @@ struct OwnGradients {
   std::shared_ptr<void> owner;
 };
 
-// Of a piece: its mean gradient, or what that is to be made of, in the order of the replicas; nothing where
-// nobody has any. place: where it may lie, in the memory of a received item; without data there is none.
+// The mean gradient of a piece, or the parts that it is to be made of, in the order of the replicas; nothing
+// if no replica has any. place: where it may lie, in the memory of a received item; without data there is
+// none.
 struct PieceGradients {
   std::vector<TensorView> parts;
   TensorView place;
@@ -157,7 +158,7 @@ class ShardExchange {
   [[nodiscard]] const Contained& contained() const { return contained_; }
 
  private:
-  // What has come from a replica of the round that is updated next.
+  // Items that have come from a replica for the round that is updated next.
   struct Pushed {
     std::int64_t num_summed = 0;  // microbatches
     std::optional<CarriedItem> factors;

@@ -1,6 +1,6 @@
-// What a shard has of each round: which replica's gradient of which of its chunks has come, and which version
-// each chunk is at. So that every gradient is in exactly one update. Bookkeeping only, no memory of tensors.
-// Owned by the stage's compute thread; not thread-safe.
+// A shard's record of each round: which replica's gradient of which chunk has come, and which version each
+// chunk is at. So that every gradient is in exactly one update. Bookkeeping only, no memory of tensors. Owned
+// by the stage's compute thread; not thread-safe.
 //
 // Round t makes version t + 1 of a chunk from version t. Its members are the replicas that have a minibatch
 // in it, all of them but in the last round of a run.

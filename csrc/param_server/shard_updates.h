@@ -1,6 +1,6 @@
-// What an asynchronous shard has applied: every gradient of every replica by itself, part by part, in the
-// order in which they came. So that each is applied once, and that a reference can apply them again in the
-// same order. Bookkeeping only, no memory of tensors. Owned by who applies; not thread-safe.
+// An asynchronous shard's record of what it has applied: every gradient of every replica by itself, part by
+// part, in the order in which they came. So that each is applied once, and that a reference can apply them
+// again in the same order. Bookkeeping only, no memory of tensors. Owned by who applies; not thread-safe.
 //
 // A part is what the optimizer updates at once: a chunk, or the whole shard. A replica's parts come in their
 // order, round after round; what is between those of different replicas, time says.

@@ -32,7 +32,7 @@ class FactoredWeights {
 
   void add(const FactoredWeight& weight);
   [[nodiscard]] bool empty() const { return groups_.empty(); }
-  // Of those that so many replicas push as factors.
+  // The sum of those weights that so many replicas push as factors.
   [[nodiscard]] Sum of(std::int64_t num_replicas) const;
   // The most replicas that push the same ones.
   [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
@@ -49,7 +49,8 @@ class FactoredWeights {
   std::vector<Group> groups_;  // fewest replicas first, each number once
 };
 
-// Of replicas, of a plan or a stage: far above any cluster; keeps every sum of workers inside 64 bits.
+// Bound of the replicas of a plan or a stage: far above any cluster; keeps every sum of workers inside 64
+// bits.
 inline constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
 }  // namespace pipedream

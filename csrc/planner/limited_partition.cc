@@ -18,8 +18,7 @@ namespace {
 
 constexpr double kStepsMax = 2e9;
 
-// What the suffix from a layer on may look like with so many workers: its first stage, and what of it matters
-// upstream.
+// The suffix from a layer on with so many workers: its first stage, and the figures that matter upstream.
 struct Suffix {
   StageCopies copies{};
   double spare_bytes = 0;     // of the first stage's workers, for what crosses before it
@@ -32,7 +31,8 @@ struct Suffix {
   [[nodiscard]] std::int64_t in_flight_all() const { return copies.in_flight * copies.num_replicas; }
 };
 
-// What a stage or a boundary may take, and the least of what took more: up to there nothing more is within.
+// The most time that a stage or a boundary may take, and the least time above it that was found: between the
+// two lies no other plan.
 struct Bound {
   double limit_s = 0;
   double next_s = std::numeric_limits<double>::infinity();
@@ -74,7 +74,7 @@ class LimitedSearch {
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
-  // Of `from` to `to` workers; the last stage has rank to - 1, unless workers are alike.
+  // The fewest workers among `from` to `to`; the last stage has rank to - 1, unless workers are alike.
   [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {
@@ -86,7 +86,7 @@ class LimitedSearch {
     return covering(tables.back(), from, to);
   }
 
-  // Of the fewest stages; the bound is feasible.
+  // The partition of the fewest stages; the bound is feasible.
   [[nodiscard]] LimitedPartition smallest(std::int64_t num_workers, double bottleneck_s) const {
     Bound bound{bottleneck_s};
     const std::vector<Table> tables = tables_by_stages(num_workers, num_workers, bound);
@@ -145,7 +145,7 @@ class LimitedSearch {
     return std::nullopt;
   }
 
-  // Of 1, 2, ... stages, up to the first number that covers all layers; empty: none does.
+  // Tables for 1, 2, ... stages, up to the first number that covers all layers; empty if none does.
   [[nodiscard]] std::vector<Table> tables_by_stages(std::int64_t from, std::int64_t to, Bound& bound) const {
     const std::int64_t stages_max = num_stages_max();
     std::vector<Table> tables;
@@ -215,7 +215,7 @@ class LimitedSearch {
     }
   }
 
-  // Of one stage.
+  // Workers of one stage.
   struct Workers {
     std::int64_t count = 0;
     double speed = 1;
@@ -402,8 +402,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
     std::uint64_t feasible = best;
     std::uint64_t lowest = limits.speeds.empty() ? bits_of(unlimited_s) : 0;
     std::optional<std::int64_t> workers;
-    // Of the plans within a bound one is found with its own bottleneck; within less than the least of what
-    // exceeds it there are no more.
+    // Each plan within a bound is found with its own bottleneck; below the least time that exceeds the bound
+    // there are no more.
     const auto narrow = [&](std::uint64_t bits) {
       Bound bound{std::bit_cast<double>(bits)};
       if (const std::optional<Fewest> found = search.fewest_workers(from, used, bound)) {

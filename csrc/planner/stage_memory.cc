@@ -18,8 +18,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// What travels of a shard at once takes at least so much, and its slot so much more: which of its pieces
-// there are, and what the two are aligned to.
+// The least bytes of a shard's chunk, and how much larger its slot is: for the list of its pieces, and for
+// alignment.
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
@@ -35,7 +35,7 @@ double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, con
   return even + (1 - 1 / static_cast<double>(num_replicas)) * largest_tensor(weights);
 }
 
-// Of those with shards: gradients with their copies.
+// Bytes of gradients with their copies, at a stage with shards.
 double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, double others,
                       const MemoryCosts& costs) {
   std::int64_t rounds = 1 + (costs.staleness + 1) / 2;
@@ -44,7 +44,7 @@ double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, 
   return static_cast<double>(rounds) * (weights.all - weights.factored + others + weights.factors);
 }
 
-// Of those with shards: where what others push and pull comes in.
+// Bytes of the slots for pushes and pulls of others, at a stage with shards.
 double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
                    const MemoryCosts& costs) {
   const auto num_others = static_cast<double>(num_replicas - 1);
@@ -80,13 +80,14 @@ std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& co
   return std::min(copies.in_flight, 1 + later);
 }
 
-// Of what goes dense, by a search that knows no spares yet: a replica beside them owns less, or nothing.
+// The share of what goes dense, by a search that knows no spares yet: beside spares a replica owns less, or
+// nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};
 }
 
-// What an optimizer's step makes and drops.
+// Bytes that an optimizer's step makes and drops.
 double step_bytes(const StageBytes& stage, std::int64_t num_replicas, const MemoryCosts& costs) {
   double step = costs.step_copies * stage.largest;
   FactoredWeights::Sum factored;

@@ -1,5 +1,5 @@
-// What a replica of a planned stage has in memory, by a profile's figures: what budget/memory.py will find of
-// a run, or a little more. Pure arithmetic; any thread.
+// The memory of one replica of a planned stage, by a profile's figures: the sum that budget/memory.py finds
+// for a run, or a little more. Pure arithmetic; any thread.
 //
 // Stage s with r replicas and n microbatches in flight at each; a minibatch has m of them. What crosses and
 // what is kept is of a microbatch: a profile's figure of a minibatch over m. To each replica activations come
@@ -56,7 +56,7 @@ struct CodecShares {
   double residual = 0;  // at its sender, of what topk has left out
 };
 
-// What does not depend on the plan.
+// Figures that do not depend on the plan.
 struct MemoryCosts {
   double model_copies = 1;            // of the weights, besides versions and gradients: the model as given
   double state_copies = 0;            // of the weights that a replica updates: the optimizer's state
@@ -66,7 +66,7 @@ struct MemoryCosts {
   CodecShares activations = {};
   CodecShares gradients = {};
   bool stages_apart = false;  // encoded items wait in host memory, beside the device's that is counted
-  // Where a stage has replicas.
+  // Figures of stages with replicas.
   bool asynchronous = false;      // shards: an owner's, besides versions, and a copy for each other replica
   bool reduces_together = false;  // no shards
   bool whole_tensors = false;     // shards of them, updated at once
@@ -84,14 +84,14 @@ struct ReplicaWeights {
   double factors = 0;   // of one replica in a round
 };
 
-// Of what goes dense, that one replica owns.
+// The part of the dense weights that one replica owns.
 struct ShardShare {
   double most = 0;
   double least = 0;
 };
 
-// What one of r replicas has of the weights with n versions, d bytes of which go dense and f as factors, F of
-// those in a round:
+// Bytes of weights at one of r replicas with n versions: d bytes go dense and f as factors, F of those in a
+// round:
 //
 //   (n + k + model_copies) |w|
 //   straight            + (1 + state_copies) |w|    gradients, state

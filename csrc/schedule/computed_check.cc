@@ -1,4 +1,4 @@
-// What one worker's list computes. See validator.h.
+// Checks the computing instructions of one worker's list. See validator.h.
 #include <algorithm>
 
 #include "base/check.h"
@@ -164,7 +164,7 @@ Fault StageChecker::check_boundary(const Instruction& evaluate) const {
   return "evaluations go in order; the next of the boundary is number " + std::to_string(due);
 }
 
-// What is there is what all updates before the boundary have made, and no later one.
+// The newest version is the one that all updates before the boundary have made, and no later one.
 Fault StageChecker::check_evaluate(const Instruction& instruction) const {
   const WeightVersion version = version_at_boundary(rounds_, instruction.minibatch);
   if (instruction.version != version) {
@@ -217,7 +217,7 @@ Fault StageChecker::check_stashed(const Instruction& instruction) const {
          std::to_string(num_kept_) + ": where several are kept a backward reads its forward's";
 }
 
-// What backward and recompute have in common. Only the next one is recomputed: the activations of more
+// Rules that backward and recompute have in common. Only the next one is recomputed: the activations of more
 // than one microbatch would have to be held.
 Fault StageChecker::check_next_backward(const Instruction& instruction) const {
   const std::int64_t item = item_of(instruction);
@@ -383,7 +383,7 @@ class ListChecker {
     return instruction.opcode == Opcode::kUpdate ? check_drained(instruction) : Fault();
   }
 
-  // Where every minibatch drains, a norm over all stages is taken before the first update.
+  // If every minibatch drains, a norm over all stages is taken before the first update.
   [[nodiscard]] Fault check_drained(const Instruction& update) const {
     if (!drains_) return {};
     for (const StageChecker& stage : stages_) {

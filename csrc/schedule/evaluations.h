@@ -40,7 +40,7 @@
 
 namespace pipedream {
 
-// Of one evaluation; the item at the end has a number, too.
+// Bound of the minibatches of one evaluation; the item at the end has a number, too.
 inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
 
 // The version at a stage with these rounds before minibatch `boundary`, which is a boundary.

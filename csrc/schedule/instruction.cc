@@ -103,7 +103,7 @@ std::optional<Opcode> find_opcode(std::string_view name) {
 
 namespace {
 
-// Of the items of such an edge each is a microbatch's.
+// Whether each item of such an edge is a microbatch's.
 bool is_by_microbatch(EdgeKind kind) {
   return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
 }

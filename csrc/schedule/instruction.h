@@ -17,14 +17,14 @@
 namespace pipedream {
 
 enum class Opcode {
-  // What is computed.
+  // Opcodes that compute.
   kForward,    // reads `version` of the weights, and the activation from upstream
   kRecompute,  // the forward again, from the stashed input and the same version; needs nothing from a
                // neighbour
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
   kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
   kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
-  // What travels. An item is what the instruction before it made, or what the one after it needs.
+  // Opcodes that travel. An item is made by the instruction before it, or needed by the one after it.
   kSend,  // never waits: what the edge may hold is bounded (validator.h)
   kRecv,  // waits for the edge's next item
 };

@@ -1,4 +1,4 @@
-// What the validator is made of: checks of one worker's list by itself. Pure; any thread.
+// Parts of the validator: checks of one worker's list by itself. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -34,12 +34,12 @@ struct StageCounts {
 
 // Both return the first fault with its place, or empty.
 
-// What is computed: in order, each once, at the versions of the rule, no more of them than are kept. Adds the
-// counts of the worker's stages.
+// Checks what is computed: in order, each once, at the versions of the rule, and no more versions than are
+// kept. Adds the counts of the worker's stages.
 [[nodiscard]] std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts);
 
-// What travels: all that is computed has received what it needs, and what it makes is sent, once, before more
-// is made.
+// Checks what travels: every computation has received what it needs, and what it makes is sent, once, before
+// more is made.
 [[nodiscard]] std::string check_transfers(const ListToCheck& list);
 
 }  // namespace pipedream

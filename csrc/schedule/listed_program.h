@@ -97,7 +97,7 @@ class ListedProgram {
 
   // A place in a worker's list, which has no end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
-  // As phase_of() has it (program.h), in a run from minibatch 0 on.
+  // The phase of phase_of() (program.h), in a run from minibatch 0 on.
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 

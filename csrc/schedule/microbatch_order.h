@@ -27,7 +27,7 @@ struct MicrobatchOrder {
     std::int64_t microbatch = 0;
   };
 
-  // Of one minibatch, those that are passed over included.
+  // Positions of one minibatch, including those that are passed over.
   [[nodiscard]] std::int64_t num_positions() const {
     return (num_microbatches + group_size - 1) / group_size * group_size * num_chunks;
   }
@@ -49,7 +49,7 @@ struct MicrobatchOrder {
   [[nodiscard]] std::int64_t backward_position(Item item) const {
     return forward_position({num_chunks - 1 - item.chunk, item.microbatch});
   }
-  // Of the last forward, and the last backward, that exists.
+  // The position of the last forward, and of the last backward, that exists.
   [[nodiscard]] std::int64_t last_position() const {
     return forward_position({num_chunks - 1, num_microbatches - 1});
   }

@@ -1,4 +1,4 @@
-// What check_schedule_options() is made of, and the checks of positions.
+// Parts of check_schedule_options(), and the checks of positions.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

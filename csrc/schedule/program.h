@@ -1,4 +1,4 @@
-// What the workers of a plan compute: a schedule's order of work and its weight versions, as data.
+// Lists of what the workers of a plan compute: a schedule's order of work and its weight versions, as data.
 // transfers.h has what travels between them, and with it their whole programs.
 //
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
@@ -117,7 +117,7 @@ class ListedProgram;
 // The `schedule` of options with a program of their own.
 inline constexpr const char* kListedSchedule = "program";
 
-// What a plan and the arguments of a run say about the schedule; the same at every worker.
+// The schedule's options, by a plan and the arguments of a run; the same at every worker.
 struct ScheduleOptions {
   std::string schedule = "pipedream";
   std::vector<std::int64_t> in_flight = {1};  // n_s of every replica of each stage
@@ -127,9 +127,9 @@ struct ScheduleOptions {
   std::vector<TiedStages> ties{};             // ascending, each pair once
   // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
   bool exchanges_norms = false;
-  // Where the run starts: its first minibatch i0, a multiple of every R_s, with version i0 / R_s of the
-  // weights. A microbatch reads max(oldest, ...) where the table says max(0, ...): the version of the start,
-  // where nothing older is there, as after a drain.
+  // The run starts with this minibatch i0, a multiple of every R_s, with version i0 / R_s of the weights. A
+  // microbatch reads max(oldest, ...) where the table says max(0, ...): the version of the start, where
+  // nothing older is there, as after a drain.
   MinibatchId first_minibatch{};
   // The minibatch with which the pipeline began that the run goes on with, exactly as if it had never
   // stopped; a multiple as i0 is. What is kept of the versions since then is there beside that of the start.
@@ -175,7 +175,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
-// Where the stages are: options.placement, or what its being empty stands for.
+// The placement of the stages: options.placement, or the one that its being empty stands for.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
 // How the stage's microbatches fall on its replicas, and on updates.
@@ -196,15 +196,17 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
-// Of the stage's forwards: (n_s - 1) / c_s updates where it counts its own microbatches (VersionRule).
+// The mean delay of the stage's forwards: (n_s - 1) / c_s updates if it counts its own microbatches
+// (VersionRule).
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
 // The oldest that is kept when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
-// Of a parameter tied across stages, at each of them, forward and backward. It counts the owner's rounds, as
-// the owner updates it: what vertical sync would read at the owner, less the staleness, where the stages read
-// different versions, else what the owner reads. Of a program of its own listed_program.h says it.
+// The version of a parameter tied across stages, at each of them, forward and backward. It counts the owner's
+// rounds, as the owner updates it: what vertical sync would read at the owner, less the staleness, where the
+// stages read different versions, else what the owner reads. Of a program of its own listed_program.h says
+// it.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
@@ -258,7 +260,7 @@ class ComputeCursor {
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // Of the replica's own positions, while their number is unknown without a bound.
+  // Number of the replica's own positions; without a bound while it is unknown.
   [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
@@ -276,7 +278,7 @@ class ComputeCursor {
   Rank rank_;
   std::optional<std::int64_t> num_minibatches_;
 
-  // What the options come down to at this worker.
+  // The options as they apply to this worker.
   std::vector<StageIndex> stages_;  // chunk by chunk
   ReplicaIndex replica_;            // of the only stage, where it has several
   MicrobatchOrder order_;
@@ -297,8 +299,8 @@ class ComputeCursor {
   std::int64_t position_ = 0;     // in a listed program
 };
 
-// What one worker computes, up to minibatch num_minibatches - 1. Throws UserError as check_num_minibatches
-// and for a rank that the plan does not have.
+// The list of what one worker computes, up to minibatch num_minibatches - 1. Throws UserError as
+// check_num_minibatches and for a rank that the plan does not have.
 [[nodiscard]] std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
                                                             std::int64_t num_minibatches);
 

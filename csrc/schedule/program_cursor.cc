@@ -73,8 +73,8 @@ void ProgramCursor::refill() {
   fill();
 }
 
-// What it receives early is left out where it would stand otherwise: of what earlier evaluations have
-// received only that which is still to come there.
+// A RECV that stands early is left out at its usual place: of those for earlier evaluations only the ones
+// still to come stay there.
 void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   instructions_.clear();
   if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // else all have come

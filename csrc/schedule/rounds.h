@@ -70,7 +70,7 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // Of one replica: microbatches, by their numbers.
+  // Microbatches of one replica, by their numbers.
   [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
   [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
     return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
@@ -127,13 +127,13 @@ struct Rounds {
   [[nodiscard]] std::int64_t first_number(ReplicaIndex replica, std::int64_t round) const {
     return begin_of(round).value() * num_microbatches + replica.value();
   }
-  // Of the replica's, from its microbatch with this number on and before the end.
+  // Number of the replica's microbatches from this number on and before the end.
   [[nodiscard]] std::int64_t count_from(ReplicaIndex replica, std::int64_t number, std::int64_t end) const {
     return end <= number || is_spare(replica) ? 0 : (end - number + num_replicas - 1) / num_replicas;
   }
 };
 
-// Which version a microbatch reads at a stage whose rounds have M microbatches:
+// The rule of the version that a microbatch reads at a stage whose rounds have M microbatches:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //

@@ -1,4 +1,4 @@
-// What one worker's list sends and receives. See validator.h.
+// Checks the SENDs and RECVs of one worker's list. See validator.h.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -160,7 +160,7 @@ class TransferChecker {
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
   }
 
-  // Of the round that is to be updated next.
+  // Asks about the round that is to be updated next.
   [[nodiscard]] bool has_backwards_left(StageIndex stage) const {
     const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
     const std::int64_t num_own =
@@ -227,7 +227,7 @@ class TransferChecker {
     return check_received(instruction);
   }
 
-  // What is read has come.
+  // Checks that everything the instruction reads has come.
   [[nodiscard]] Fault check_received(const Instruction& instruction) const {
     if (instruction.opcode == Opcode::kUpdate) return {};
     const bool evaluates = instruction.opcode == Opcode::kEvaluate;
@@ -236,7 +236,7 @@ class TransferChecker {
       const bool reads_tied = evaluates || instruction.opcode == Opcode::kForward;
       if (edge.to.stage != instruction.stage || (is_tied && !reads_tied)) continue;
       WeightVersion read = instruction.version;
-      // Of a stage that owns ties pulls bring those too.
+      // At a stage that owns ties, pulls bring those too.
       if (evaluates) {
         read = version_at_boundary(rounds_of(options_, edge.from.stage), instruction.minibatch);
       } else if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
@@ -275,13 +275,13 @@ class TransferChecker {
     return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
   }
 
-  // Of what stands before an update.
+  // Whether the instruction is still due before the update.
   [[nodiscard]] bool is_pending(const Instruction& due) const {
     if (due.opcode == Opcode::kRecv) return !is_unused(due);
     return std::find(pushes_.begin(), pushes_.end(), due) != pushes_.end();
   }
 
-  // Of the worker's stages, those of round next_round_.
+  // Begins the update of round next_round_ for the worker's stages.
   void begin_update() {
     num_updated_ = num_norms_ = 0;
     before_update_.clear();

@@ -69,7 +69,7 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
   }
 }
 
-// Where replicas of the owner reduce together each has all of a version.
+// If replicas of the owner reduce together, each has the whole of a version.
 bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
                      ReplicaIndex user) {
   return !options.uses_allreduce || user.value() % num_owners == owner.value();
@@ -306,7 +306,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
   }
 }
 
-// What each replica of a user has of the minibatch goes to the owner's that has its last microbatch there.
+// Each replica of a user sends its part of the minibatch to that replica of the owner which has its last
+// microbatch there.
 void Transfers::add_tied_gradients(const Instruction& backward,
                                    std::vector<Instruction>& instructions) const {
   const MinibatchId minibatch = backward.minibatch;
@@ -330,7 +331,7 @@ bool Transfers::pushes_before_update(std::int64_t round) const {
   return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
 }
 
-// Where the number of minibatches is unknown, as if there were no end.
+// While the number of minibatches is unknown, there seems to be no end.
 bool Transfers::is_member(ReplicaIndex replica, std::int64_t round) const {
   if (!num_minibatches_) return !rounds().is_spare(replica);
   return rounds().is_member(replica, round, *num_minibatches_);
@@ -356,8 +357,8 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
   }
 }
 
-// That to the push of the round before, where no forward has asked for it: in the cool-down. Before that a
-// forward stands between any two backwards, and reads the version that the first of them made.
+// Receives the answer to the push of the round before, if no forward has asked for it: in the cool-down.
+// Before that a forward stands between any two backwards, and reads the version that the first of them made.
 void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!num_minibatches_) return;
   const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);

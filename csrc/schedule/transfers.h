@@ -1,4 +1,4 @@
-// What travels in a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
+// The traffic of a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
 // worker computes, and so its whole program. Pure; any thread.
 //
 //   before FORWARD    RECV activation from upstream; of a user, RECV tied_version from every replica of the
@@ -74,8 +74,8 @@ namespace pipedream {
 
 // In the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
-// What names the items of an edge: a minibatch, or a microbatch by its number (rounds.h), first, first +
-// stride, ...; of a stride of 0, as tied gradients of several microbatches have, any after first.
+// The names of an edge's items: a minibatch, or a microbatch by its number (rounds.h), first, first + stride,
+// ...; with a stride of 0, as for tied gradients of several microbatches, any number after first.
 struct EdgeItems {
   std::int64_t first = 0;
   std::int64_t stride = 1;
@@ -173,7 +173,7 @@ class ProgramCursor {
   }
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
-  // As of Evaluations. What is current stays so, unless the program is over.
+  // Begins an evaluation, as Evaluations does. The current instruction stays, unless the program is over.
   void begin_evaluation(MinibatchId boundary);
   // Whether what is computed next is a forward before which evaluate_first() may begin an evaluation.
   [[nodiscard]] bool may_evaluate_first() const {
@@ -222,8 +222,8 @@ struct Evaluated {
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);
 
-// What asynchronous shards do for others besides the lists of their workers, one list for each push edge: in
-// the order of these; none where there are none. Each is a party of its own, at the edge's receiver.
+// The services of asynchronous shards for others, besides the lists of their workers: one list for each push
+// edge, in the order of these; none if there are none. Each is a party of its own, at the edge's receiver.
 [[nodiscard]] std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
                                                                   std::int64_t num_minibatches);
 

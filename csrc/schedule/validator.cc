@@ -246,7 +246,8 @@ Programs add_services(const ScheduleOptions& options, Programs programs, std::in
   return programs;
 }
 
-// What an edge carries, item by item, as its sender and its receiver have it; returns the first difference.
+// Compares the items of an edge, one by one, as its sender and its receiver have them; returns the first
+// difference.
 std::string check_items(const Programs& programs) {
   std::map<Edge, std::vector<const Instruction*>> sent;
   for (const std::vector<Instruction>& program : programs) {

@@ -1,5 +1,4 @@
-// What a worker that ends tells its neighbours: why, in a frame of its own kind. Any thread that may send on
-// the link.
+// The last frame of a worker that ends: it tells its neighbours why. Any thread that may send on the link.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,8 @@ namespace {
 // Beyond, the record grows by doubling.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-// What is made and needed by FORWARD, BACKWARD and EVALUATE, and so comes and leaves with them.
+// Whether the edge carries what FORWARD, BACKWARD and EVALUATE make and need, so that it comes and leaves
+// with them.
 bool goes_with_work(EdgeKind kind) {
   return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
 }
@@ -134,7 +135,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     doing_ = *instruction;
     if (!travels(instruction->opcode)) {
-      // Where nothing is waited for, a failure elsewhere would pass unseen.
+      // Without a wait a failure elsewhere would pass unseen.
       if (const auto failure = wakeup_.failure()) return located(*failure);
       if (instruction->opcode == Opcode::kEvaluate) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
@@ -321,7 +322,8 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
   return true;
 }
 
-// What tied parameters and norms send: the program bounds it, and what has left may be known a little late.
+// Waits for room for what tied parameters and norms send: the program bounds it, and the news that an item
+// has left may come a little late.
 Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
   const std::int64_t wait_began_ns = now_ns();
   const bool has_room = channel.wait_for_room(deadline);
@@ -439,7 +441,7 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
   return freed;
 }
 
-// Of the backward that is being done.
+// Releases the version of the backward that is being done.
 std::optional<SlotIndex> StageEngine::release_version() {
   const Part& part = part_of(doing_.stage);
   if (!part.stashes) return std::nullopt;
@@ -510,7 +512,7 @@ void StageEngine::send_end_behind_last(StageIndex stage) {
   }
 }
 
-// What a FORWARD or BACKWARD made is what the program sends right after it.
+// Sends what a FORWARD or BACKWARD made: the program has its SEND right after it.
 void StageEngine::send_with_work(Outgoing made) {
   const std::optional<Instruction> next = cursor_.following();
   if (!next || next->opcode != Opcode::kSend || !goes_with_work(next->edge.kind)) return;

@@ -99,10 +99,10 @@ struct Span {
   std::int64_t compute_ns = 0;
 };
 
-// As compute_ns of a completion: the device has yet to do what the caller enqueued; add_compute() follows.
+// The compute_ns of a completion whose work the device has yet to do; add_compute() follows.
 inline constexpr std::int64_t kComputedLater = -1;
 
-// Of one microbatch.
+// Versions that one microbatch read.
 struct VersionsRead {
   WeightVersion forward;
   WeightVersion backward;
@@ -149,7 +149,7 @@ class StageEngine {
   // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage:
   // there is no such minibatch, but so many; with what is due at their end.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
-  // Of the run, once that is known here.
+  // The number of minibatches of the run, once it is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
 
   // After next_work() gave nothing: the item whose tensors have not come, if it is known which, without them.
@@ -158,8 +158,8 @@ class StageEngine {
   // tensor it was given. Null when that is not the reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
-  // What forward and backward of each microbatch actually read at one of the worker's stages, by the
-  // replica's own from the run's start; backward is valid for completed ones.
+  // Versions that forward and backward of each microbatch actually read at one of the worker's stages, by the
+  // replica's own number from the run's start; backward is valid for completed ones.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
   // Once all is done: what the stage keeps for a run that goes on where this one ends, by the slot, from the
   // oldest that the first microbatch after reads, of any replica, to the newest.
@@ -172,7 +172,7 @@ class StageEngine {
   [[nodiscard]] EngineTotals totals() const { return totals_; }
   // Work items so far. Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
-  // Where the stage is: the instruction that is being waited for or done.
+  // The position of the stage: the instruction that is being waited for or done.
   [[nodiscard]] std::string position() const;
   // The failure with the position in front; as it is when a peer has said where.
   [[nodiscard]] Failure located(const Failure& failure) const;

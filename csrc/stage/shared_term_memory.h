@@ -10,7 +10,7 @@
 
 namespace pipedream {
 
-// That of the host is pinned for the device.
+// Shared memory of a term; on the host it is pinned for the device.
 class SharedTermMemory final : public Memory {
  public:
   SharedTermMemory(Device& device, std::unique_ptr<SharedMemory> memory)

@@ -50,8 +50,8 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // What workers that will send to this one need to try whether they can write into its device's memory;
-  // until seal(). Empty, with the reason, where there is none to share.
+  // An offer with which workers that will send to this one try whether they can write into its device's
+  // memory; until seal(). Empty, with the reason, if there is none to share.
   [[nodiscard]] std::string offer_device_memory(std::string* why = nullptr);
   // Empty when this worker can write into the memory that another offered; else why not.
   [[nodiscard]] std::string why_out_of_reach(const std::string& offer);
@@ -143,7 +143,7 @@ class Worker {
   [[nodiscard]] Device& device() { return *device_; }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
   [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
-  // Of one end of a channel that keeps them, the other list is empty.
+  // Transfers of one end of a channel that keeps them; the other list is empty.
   struct Transfers {
     std::vector<SentTransfer> sent;
     std::vector<ReceivedTransfer> received;
@@ -153,7 +153,7 @@ class Worker {
   // Waits until everything that was sent by channels that keep transfers has left, so that they are complete.
   // False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_transfers(Deadline deadline);
-  // What the codec of a channel that this worker sends by has left out (SendChannel). Empty where it keeps
+  // The residuals of the codec of a channel that this worker sends by (SendChannel). Empty where it keeps
   // nothing. After seal().
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals(const std::string& channel) {
     return sender(channel).channel->residuals();

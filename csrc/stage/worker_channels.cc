@@ -1,4 +1,4 @@
-// What becomes of a worker's channels: the memory that they need, and how they travel. Compute thread.
+// A worker's channels: the memory that they need, and how they travel. Compute thread.
 #include <utility>
 
 #include "channel/wire_layout.h"
@@ -61,7 +61,7 @@ SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
   return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
 
-// Of memory into which several channels receive.
+// Use of memory into which several channels receive.
 SharedMemoryUse Worker::posted_use() const { return {identity(kPostedChannelId), 0}; }
 
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
@@ -143,8 +143,8 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) const {
   return options;
 }
 
-// Where memory of the host cannot be opened the receiver is on another host, or the address is of something
-// else; the wire carries the bytes. Device memory must be opened: nothing else is planned.
+// If memory of the host cannot be opened, the receiver is on another host, or the address belongs to
+// something else; the wire carries the bytes. Device memory must be opened: nothing else is planned.
 void Worker::place(Sender& sender, const std::string& address) const {
   const ChannelSpec& spec = sender.spec;
   std::string why;

@@ -1,4 +1,4 @@
-// What a worker is made of: its own options, its channels, and the device and transport that they name. Plain
+// Options that make a worker: its own, its channels', and the device and transport that they name. Plain
 // values; any thread.
 #pragma once
 
@@ -61,7 +61,7 @@ struct ChannelSpec {
   std::uint32_t channel_id = 0;
   ItemSpec item;
   std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
-  // Of its items' microbatches, counted through the run; a minibatch that is not cut is one microbatch.
+  // First microbatch of its items, counted through the run; a minibatch that is not cut is one microbatch.
   std::int64_t first_microbatch = 0;
   std::int64_t num_microbatches = 1;  // of every minibatch
   std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
@@ -84,8 +84,8 @@ struct EdgeChannelName {
   std::string channel;
 };
 
-// Of one frame of the channel: chunks of a slot may be larger than what is left of it, never larger than
-// this.
+// The most bytes of one frame of the channel: chunks of a slot may be larger than the rest of it, never
+// larger than this.
 [[nodiscard]] std::size_t payload_bytes_max(const ChannelSpec& spec);
 
 // Throw UserError for a name that is unknown.

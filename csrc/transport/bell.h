@@ -1,4 +1,4 @@
-// What wakes a process of the same host: a pipe, one end watched (watch.h), the other opened by whoever may
+// A bell wakes a process of the same host: a pipe, one end watched (watch.h), the other opened by whoever may
 // ring, as /proc/<pid>/fd/<fd>, which the kernel allows to processes of the same user in the same pid
 // namespace.
 #pragma once

@@ -53,7 +53,7 @@ std::string try_offer(Device& device, const std::string& offer, LinkIdentity run
 
 }  // namespace
 
-// What throws here, a DeviceError or the UserError of too little memory, is a reason to take another way and
+// An exception here, a DeviceError or the UserError of too little memory, is a reason to take another way and
 // not yet the end of the run.
 
 std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {

@@ -11,8 +11,8 @@
 
 namespace pipedream {
 
-// Of one run and incarnation: the channel_id is not looked at. The offer is the memory's address() and ends
-// with it. Null, with the reason, where the device shares none or fails at it.
+// Makes the offer of one run and incarnation: the channel_id is not looked at. The offer is the memory's
+// address() and ends with it. Null, with the reason, where the device shares none or fails at it.
 [[nodiscard]] std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run,
                                                               std::string* why = nullptr);
 

@@ -185,7 +185,7 @@ void TransportCore::interrupt() {
   if (std::exchange(waiter_sleeps_, false)) waiter_watch_.wake();
 }
 
-// What is readable is perhaps told to this thread alone, so it asks for all of it before it may leave.
+// News of readable bytes may reach this thread alone, so it asks for all of it before it may leave.
 bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>& done) {
   bool is_done = false;
   std::span<const std::uint64_t> names;
@@ -202,7 +202,7 @@ bool TransportCore::may_waiter_sleep() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(interrupted_, false)) return false;
   waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
-  // Where the thread is needed it delivers what is there, and nobody else begins to.
+  // If the transport's thread is needed, it delivers what is there, and nobody else begins to.
   if (waiter_sleeps_ && listen_for_bells() && !needs_thread_.load()) waiter_sleeps_ = false;
   return waiter_sleeps_;
 }

@@ -1,4 +1,4 @@
-// Which transport this thread drives: one at a time, so a handler drives no other. Thread-local.
+// The transport that this thread drives: one at a time, so a handler drives no other. Thread-local.
 #pragma once
 
 #include "transport/transport_core.h"

@@ -1,4 +1,5 @@
-// Where a link listens and what it wants to hear, as one line of text that travels through the rendezvous:
+// An endpoint says where a link listens and what it wants to hear, as one line of text that travels through
+// the rendezvous:
 //
 //   tcp://10.0.0.1:40001 curve=<Z85 public key> rings=<address of shared memory> memory=<another>
 //   tcp://127.0.0.1:40001 token=<32 hexadecimal digits>

@@ -69,7 +69,7 @@ class FrameRings {
   std::shared_ptr<RingBoardOfPeer> board_of_peer_;  // null: not opened, or nobody can be told
   std::uint32_t number_at_peer_ = 0;
 
-  // What this side has done.
+  // Counts of this side.
   std::uint64_t num_taken_ = 0;
   std::uint64_t num_pushed_ = 0;
   std::uint64_t num_free_ = kNumCells;  // at least: the other side is asked only when there seem to be none

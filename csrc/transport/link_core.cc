@@ -184,7 +184,7 @@ void LinkCore::submit(HeldFrame frame) {
   } else if (state_ == State::kConnecting && !closing_) {
     waiting_.push_back(std::move(frame));
   }
-  // Else it dies here: the link has closed or failed.
+  // Otherwise it dies here: the link has closed or failed.
 }
 
 void LinkCore::transmit(HeldFrame frame) {

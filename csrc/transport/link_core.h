@@ -68,7 +68,7 @@ class LinkCore : public Link {
   void start();
   void begin_close();
   void end();  // without a farewell; idempotent
-  // As end(), and the handler hears of it.
+  // Ends the link as end() does, and tells the handler.
   void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
   // When the peer's HELLO is due at the latest; empty when it is not awaited.
@@ -100,7 +100,7 @@ class LinkCore : public Link {
   // No more bytes either way. Idempotent. What is still on its way may be dropped.
   virtual void disconnect() = 0;
 
-  // What the subclass reports. receive() may end the link.
+  // Reports of the subclass. receive() may end the link.
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
   void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
   void lost(const std::string& how);  // after everything that had arrived was given to receive()
@@ -108,7 +108,7 @@ class LinkCore : public Link {
   void receive_malformed(const std::string& what);
   void count_refusal() { num_refused_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Where the link listens or connects to, for errors.
+  // The address where the link listens or connects to, for errors.
   [[nodiscard]] virtual const std::string& address() const = 0;
 
   [[nodiscard]] bool connecting() const { return state_ == State::kConnecting; }

@@ -87,8 +87,8 @@ struct LinkCounters {
   std::uint64_t bytes_received = 0;
   std::uint64_t frames_sent = 0;
   std::uint64_t frames_received = 0;
-  // What a listener turned away: connections that ended before it had heard HELLO from them; and frames
-  // that broke the protocol, after which a link has failed.
+  // Refusals of a listener: connections that ended before it had heard HELLO from them; and frames that broke
+  // the protocol, after which a link has failed.
   std::uint64_t num_refused = 0;
 };
 
@@ -199,7 +199,7 @@ class Transport {
   virtual void post_and_drive(std::function<void()> function) = 0;
   // post() that wakes nobody: this thread calls drive_posted(), drives otherwise or waits before long.
   virtual void post_for_later(std::function<void()> function) = 0;
-  // As post_and_drive(), of what was posted.
+  // Drives what was posted, as post_and_drive() does.
   virtual void drive_posted() = 0;
 
   // Drives until done() or the deadline, for threads that wait for what a handler does; sleeps while there is

@@ -209,7 +209,7 @@ void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::leave();
   std::span<const std::uint64_t> names;
   do {
-    // Where another one drove at the deadline, that one wakes this thread.
+    // If another thread drove at the deadline, it wakes this thread.
     const bool is_due = deadline && Clock::now() >= *deadline && needs_thread_.load();
     names = thread_watch_.sleep(deadline && !is_due ? milliseconds_until(*deadline) : -1);
   } while (!wake_thread(names));
@@ -282,7 +282,7 @@ std::vector<LinkCore*> TransportCore::links_that_await(const PeerLife& peer) con
   return links;
 }
 
-// Of those that the thread looks after; empty when there is none.
+// The next deadline of the timers that the thread looks after; empty if there is none.
 std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
   std::optional<Deadline> earliest;
   const auto wake_at = [&](Deadline deadline) {

@@ -1,4 +1,4 @@
-// What every transport shares: who drives it, its task queue, and the life of its links. zmq/ and inproc/ add
+// The core of every transport: who drives it, its task queue, and the life of its links. zmq/ and inproc/ add
 // how bytes are carried.
 //
 //   any thread   send, close, post, listen ---> task queue ---> whoever drives
@@ -90,7 +90,7 @@ class TransportCore : public Transport {
   // move-only. Any thread.
   template <class Function>
   void enqueue(Function function) {
-    // What is refused dies here, outside the lock: its destructor may run the user's on_sent.
+    // A refused task dies here, outside the lock: its destructor may run the user's on_sent.
     Task task(std::move(function));
     static_cast<void>(try_enqueue(task));
   }
@@ -137,7 +137,7 @@ class TransportCore : public Transport {
 
  private:
   static constexpr std::size_t kNumTasksAtFirst = 64;  // room for more is made when it is needed
-  // What others post, and what arrives, may keep those who have other things to do no longer than so.
+  // Posts of others and arrivals may keep a thread that has other things to do for no more rounds than this.
   static constexpr int kNumPosterRoundsMax = 4;
   static constexpr int kNumWaiterRoundsMax = 64;
   static constexpr std::int64_t kNoPulse = -1;

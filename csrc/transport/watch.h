@@ -1,5 +1,5 @@
-// What a thread that drives a transport sleeps on: a wake-up of its own, and descriptors that it shares with
-// the watches of other threads. Owned by the transport.
+// A thread that drives a transport sleeps on a Watch: a wake-up of its own, and descriptors that it shares
+// with the watches of other threads. Owned by the transport.
 //
 // A descriptor that becomes readable wakes one thread, not all: of the watches on which somebody sleeps, the
 // one to which it was added first (EPOLLEXCLUSIVE). While nobody sleeps the next one of each watch finds it.
@@ -34,7 +34,7 @@ class WakeFd {
   const int fd_;
 };
 
-// As a timeout for Watch::sleep(). Rounded up: who wakes early would sleep again.
+// A timeout for Watch::sleep(). Rounded up: a thread that wakes early would sleep again.
 [[nodiscard]] int milliseconds_until(Deadline deadline);
 
 class Watch {
@@ -44,7 +44,7 @@ class Watch {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // As many as sleep() names at a time.
+  // The most names that sleep() returns at a time.
   static constexpr std::size_t kNumNamesMax = 64;
 
   // name: what sleep() says when it is readable; not 0.

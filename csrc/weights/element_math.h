@@ -105,7 +105,7 @@ PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_i
   *exp_avg_sq = second;
   T largest = second;
   if (flags.amsgrad) {
-    // As torch.maximum: a NaN on either side stays.
+    // torch.maximum does the same: a NaN on either side stays.
     const T before = *max_exp_avg_sq;
     const bool is_new = (second > before) | (second != second);  // no branch: it would stop the vectoriser
     largest = is_new ? second : before;

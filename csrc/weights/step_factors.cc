@@ -1,4 +1,4 @@
-// What all options have in common. See step_factors.h.
+// Factors that all options have in common. See step_factors.h.
 #include "weights/step_factors.h"
 
 #include <string>

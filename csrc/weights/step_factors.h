@@ -55,7 +55,7 @@ AdamFactors<T> adam_factors(const AdamOptions& options, std::int64_t step, doubl
   factors.gradient_scale = static_cast<T>(options.maximize ? -gradient_scale : gradient_scale);
   factors.weight_decay = static_cast<T>(options.weight_decay);
   factors.weight_share = static_cast<T>(kept);
-  // As torch's lerp: the weight is rounded first, then taken from 1.
+  // torch's lerp does the same: the weight is rounded first, then taken from 1.
   factors.lerp_factor = static_cast<T>(lerp_weight);
   if (lerp_weight >= 0.5) factors.lerp_factor = 1 - factors.lerp_factor;
   factors.beta2 = static_cast<T>(options.beta2);

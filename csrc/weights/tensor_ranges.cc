@@ -6,7 +6,7 @@
 namespace pipedream {
 namespace {
 
-// What the system says, or a common size where it says nothing.
+// The size that the system tells, or a common one if it tells none.
 std::size_t last_level_cache_bytes() {
   constexpr std::size_t kUsualBytes = std::size_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)

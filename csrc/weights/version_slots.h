@@ -1,5 +1,5 @@
-// Which slot holds which weight version, and who still reads it. Bookkeeping only: no memory here.
-// Owned by the stage's compute thread; not thread-safe.
+// A record of which slot holds which weight version, and who still reads it. Bookkeeping only: no memory
+// here. Owned by the stage's compute thread; not thread-safe.
 //
 // Raw-pointer writes bump no autograd version counter, so these reference counts are what keeps a slot
 // from being overwritten while a backward still needs it.

@@ -1,4 +1,4 @@
-// Where each unique parameter lies inside a version's flat slot. Plain values; any thread.
+// The place of each unique parameter inside a version's flat slot. Plain values; any thread.
 #pragma once
 
 #include <cstddef>

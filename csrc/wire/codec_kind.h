@@ -1,5 +1,5 @@
-// Which codec a frame's bytes are encoded by, and what it may be applied to: what a header says, without what
-// the codecs do (codec/codec.h). Pure functions; any thread.
+// The codec by which a frame's bytes are encoded, and the dtypes that it may be applied to: the header's view
+// of it, without the code of the codecs (codec/codec.h). Pure functions; any thread.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "fields are copied as they lie in memory");
 
-// As it lies on the wire. Every byte belongs to a field, so one header has one encoding.
+// The header as it lies on the wire. Every byte belongs to a field, so one header has one encoding.
 struct WireHeader {
   std::uint32_t magic;
   std::uint16_t format_version;
@@ -186,7 +186,7 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   return std::nullopt;
 }
 
-// Of those that a CREDIT names.
+// The last of the slots that a CREDIT names.
 std::size_t last_slot_of(const FrameHeader& header) {
   return std::size_t{header.slot} + static_cast<std::size_t>(std::bit_width(header.further_slots));
 }
@@ -241,7 +241,7 @@ std::optional<Failure> credit_violation(const FrameHeader& header) {
                        "reaches beyond slot 65535 from slot " + std::to_string(header.slot));
 }
 
-// What must hold before the bytes can be read as fields at all.
+// Conditions that must hold before the bytes can be read as fields at all.
 std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<const std::byte> bytes) {
   if (wire.magic != kFrameMagic)
     return corrupt_field("magic", wire.magic, "expected " + std::to_string(kFrameMagic));

@@ -42,7 +42,7 @@ enum class FrameKind : std::uint8_t {
 
 [[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
 
-// Which conversation a frame belongs to. Anything that differs is from another run or incarnation.
+// The conversation that a frame belongs to. Anything that differs is from another run or incarnation.
 struct LinkIdentity {
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;

@@ -1,5 +1,5 @@
-// What a work item says of itself beside its tensors; travels in the header of each of its frames. Plain
-// values; any thread.
+// Fields of a work item beside its tensors; they travel in the header of each of its frames. Plain values;
+// any thread.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,17 @@
 namespace pipedream {
 
 struct ItemFields {
-  // Of the minibatch's data, as the sender knows it: who reads the same data compares. 0 where nobody does.
-  // Of gradients: the bits of the microbatch's loss, where the first stage wants to know it.
+  // Fingerprint of the minibatch's data, as the sender knows it: a stage that reads the same data compares. 0
+  // if nobody does. On gradients: the bits of the microbatch's loss, if the first stage wants to know it.
   std::uint64_t data_fingerprint = 0;
-  // What the loss was multiplied by, and with it the gradients of the item. 0: nothing; else finite and
-  // positive.
+  // The factor of the loss, and with it of the item's gradients. 0: none; else finite and positive.
   double loss_scale = 0;
   // Towards downstream: gradients of an earlier minibatch have overflowed at the sender's stage or upstream.
   bool gradients_overflowed = false;
   // The microbatch has no samples: its tensors have no elements.
   bool is_empty = false;
-  // Of gradients that a replica pushes: of how many minibatches they are the sum. With is_end_of_data: how
-  // many minibatches the run has.
+  // Number of minibatches of which a replica's pushed gradients are the sum. With is_end_of_data: number of
+  // minibatches of the run.
   std::uint32_t num_minibatches = 0;
   // Instead of gradients: there are no more, and the tensors have no elements.
   bool is_end_of_data = false;

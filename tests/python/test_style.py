@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -200,4 +201,19 @@ def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
         and (text := ast.get_docstring(node))
         and text.split()[0].strip('",:') in _FIRST_WORDS_REFUSED
     ]
+    assert not found
+
+
+def test_a_comment_of_the_core_begins_with_a_subject_or_a_verb() -> None:
+    found = []
+    for path in sorted((_TOP / "csrc").rglob("*")):
+        if path.suffix not in (".h", ".cc", ".cu"):
+            continue
+        lines = [line.lstrip() for line in path.read_text().splitlines()]
+        found += [
+            _place(path, number)
+            for number, (before, line) in enumerate(itertools.pairwise(["", *lines]), 1)
+            if line.startswith("// ") and not before.startswith("//")
+            if line.split()[1].strip('",:') in _FIRST_WORDS_REFUSED
+        ]
     assert not found

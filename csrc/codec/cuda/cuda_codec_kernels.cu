@@ -280,7 +280,7 @@ struct PartSums {
   std::uint32_t num_equal;
 };
 
-// Of the parts before the block's. Once in a kernel.
+// Sums over the parts before the block's. Called once in a kernel.
 __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   __shared__ std::uint32_t num_above;
   __shared__ std::uint32_t num_equal;

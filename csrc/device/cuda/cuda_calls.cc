@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-// Of the driver, which is not linked; null when it does not say.
+// Finds a function of the driver, which is not linked; null if the driver does not have it.
 decltype(&cuDevicePrimaryCtxGetState) find_context_state() noexcept {
   void* found = nullptr;
   const char* const name = "cuDevicePrimaryCtxGetState";

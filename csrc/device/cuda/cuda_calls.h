@@ -1,5 +1,5 @@
-// What all code on the CUDA runtime shares, here and in the folders after this one: every return is checked,
-// and every use of the runtime is inside a DeviceScope.
+// Helpers that all code on the CUDA runtime shares, here and in later folders: every return is checked, and
+// every use of the runtime is inside a DeviceScope.
 #pragma once
 
 #include <cuda_runtime_api.h>

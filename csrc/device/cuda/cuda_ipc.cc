@@ -17,7 +17,7 @@
 namespace pipedream {
 namespace {
 
-// What travels as ExportedMemory::handle(), between processes of one build and host.
+// The bytes of ExportedMemory::handle(), which travel between processes of one build and host.
 struct Handle {
   cudaIpcMemHandle_t memory;
   cudaUUID_t device;

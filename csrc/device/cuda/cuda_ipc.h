@@ -9,12 +9,12 @@
 
 namespace pipedream {
 
-// As Device::export_memory(), which owns the words; memory: made by cudaMalloc, of whole granules.
+// Implements Device::export_memory(), which owns the words; memory: made by cudaMalloc, of whole granules.
 [[nodiscard]] std::unique_ptr<ExportedMemory> export_cuda_memory(int device_index,
                                                                  std::unique_ptr<Memory> memory,
                                                                  std::size_t num_bytes, std::string* why);
 
-// As Device::import_memory().
+// Implements Device::import_memory().
 [[nodiscard]] std::unique_ptr<Memory> import_cuda_memory(int device_index, const std::string& handle,
                                                          std::size_t num_bytes, std::string* why);
 

@@ -98,7 +98,7 @@ std::size_t available_in(const std::filesystem::path& group, const Version& vers
   return limit_bytes - std::min(limit_bytes, in_use_bytes);
 }
 
-// Where the process's group is below the mount point. A container may see only its own group, at the mount
+// The path of the process's group below the mount point. A container may see only its own group, at the mount
 // point, while its path is that on the host: then that group is all there is to see.
 std::filesystem::path path_below_mount(const Hierarchy& hierarchy, const std::string& group) {
   const std::string& mounted = hierarchy.mounted_group;

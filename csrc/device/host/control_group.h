@@ -1,4 +1,4 @@
-// What the control groups of this process leave it of host memory: versions 1 and 2, nested groups, inside a
+// Host memory that the control groups of this process leave it: versions 1 and 2, nested groups, inside a
 // container or not. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Stateless; any thread.
 #pragma once
 
@@ -7,9 +7,9 @@
 
 namespace pipedream {
 
-// Of this process's group and those around it, as far as they can be seen, the least of limit minus what is
-// in use. File cache that the kernel drops first (inactive_file) is not in use. The largest size when no
-// group has a limit. root: in front of /proc and the mount points, for tests.
+// The least of limit minus use over this process's group and those around it, as far as they can be seen.
+// File cache that the kernel drops first (inactive_file) is not in use. The largest size when no group has a
+// limit. root: in front of /proc and the mount points, for tests.
 [[nodiscard]] std::size_t control_group_available_bytes(const std::string& root = "");
 
 }  // namespace pipedream

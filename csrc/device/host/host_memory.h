@@ -35,7 +35,8 @@ class HostMemory final : public Memory {
 [[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
                                           const std::string& why);
 
-// What can be allocated without swapping: the smaller of MemAvailable and what the control groups leave.
+// Bytes that can be allocated without swapping: the smaller of MemAvailable and the rest that control groups
+// leave.
 [[nodiscard]] std::size_t host_memory_available_bytes();
 
 }  // namespace pipedream

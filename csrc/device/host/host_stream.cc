@@ -116,7 +116,7 @@ void HostStream::run_operations() {
                    [](const Call& function) { function(); },
                },
                *operation);
-    // What the operation holds (a lease, a buffer) goes before anyone can see that it is done.
+    // The operation's own objects (a lease, a buffer) go before anyone can see that it is done.
     operation.reset();
     num_done_.fetch_add(1, std::memory_order_release);
   }

@@ -39,7 +39,7 @@ bool is_wildcard(const std::string& host) {
   return ipv6 && IN6_IS_ADDR_UNSPECIFIED(&*ipv6);
 }
 
-// Of "tcp://127.0.0.1:40001" and "tcp://[::1]:40001". Strictly: inet_aton lets text follow a space.
+// Accepts "tcp://127.0.0.1:40001" and "tcp://[::1]:40001". Strictly: inet_aton lets text follow a space.
 bool is_loopback_endpoint(const std::string& address) {
   const std::size_t colon = address.rfind(':');
   if (!address.starts_with(kTcp) || colon < kTcp.size() || colon + 1 == address.size()) return false;

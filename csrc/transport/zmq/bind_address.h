@@ -1,5 +1,5 @@
-// Where a listener may bind and a connector may connect to: loopback freely, elsewhere with keys or with
-// insecure=true. Any thread; pure.
+// Rules of where a listener may bind and a connector may connect to: loopback freely, elsewhere with keys or
+// with insecure=true. Any thread; pure.
 #pragma once
 
 #include <string>

@@ -19,7 +19,7 @@ namespace pipedream {
 
 inline constexpr std::size_t kCurveKeyBytes = 32;
 inline constexpr std::size_t kCurveKeyChars = 40;  // as Z85 text
-// What encryption adds to a part: its name, nonce, authenticator and flags.
+// Bytes that encryption adds to a part: its name, nonce, authenticator and flags.
 inline constexpr std::size_t kCurveBytesPerPart = 33;
 // The longest command of the handshake is below.
 inline constexpr std::size_t kCurveHandshakeBytesMax = 1024;
@@ -32,7 +32,7 @@ using CurveKey = std::array<unsigned char, kCurveKeyBytes>;
 // Throws UserError naming the key that is malformed, a pair that does not match, or a libzmq without CURVE.
 void check_curve_keys(const CurveKeys& keys, const LibZmq& zmq);
 
-// Of keys that were checked.
+// The allowed keys, which were checked.
 [[nodiscard]] std::vector<CurveKey> allowed_curve_keys(const CurveKeys& keys);
 
 // Throws UserError when the two ends do not both have keys, or these may not talk to each other.

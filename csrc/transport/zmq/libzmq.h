@@ -110,7 +110,7 @@ struct LibZmq {
     }
   }
 
-  // What went wrong in this thread's last call.
+  // The error of this thread's last call.
   [[nodiscard]] std::string last_error() const;
 };
 

@@ -1,4 +1,4 @@
-// What keeps strangers out where links have no keys: a listening link makes a random token and names it in
+// A token keeps strangers out of links that have no keys: a listening link makes a random one and names it in
 // its endpoint; a connector says it in the handshake, by ZeroMQ's PLAIN mechanism (ZeroMQ RFC 24). So who
 // cannot read the run's rendezvous store does not get past the handshake.
 //

@@ -47,7 +47,7 @@ class ZapDomains {
 
 class ZapHandler {
  public:
-  // What a connector that is refused is told: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
+  // The answer to a connector that is refused: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
   // a fixed set of codes.
   static constexpr int kIsStranger = 400;  // its key is not allowed, or it does not know the token
   static constexpr int kHasItsPeer = 500;

@@ -66,7 +66,8 @@ bool is_ipv6(const std::string& address) { return address.find('[') != std::stri
 
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 1e3, 1.0, 6'553'500.0)); }
 
-// What a receiver is woken for although its handler lets frames wait: all but a training's steady traffic.
+// Whether a receiver is woken although its handler lets frames wait: for all frames but a training's steady
+// traffic.
 bool is_urgent(FrameKind kind) { return kind != FrameKind::kTensor && kind != FrameKind::kCredit; }
 
 // libzmq's I/O thread, or who drives when the message never left it.
@@ -374,7 +375,7 @@ void ZmqLink::handle_connector_event(int event, int value) {
   }
 }
 
-// As far as this side can know: a listener whose key is another one just ends the connection.
+// The reason as far as this side can know it: a listener with another key just ends the connection.
 std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
@@ -436,7 +437,8 @@ bool ZmqLink::receive_from_rings() {
   return true;
 }
 
-// What was there before the connection brought something, or ended: no more than there are cells.
+// Delivers the frames that were there before the connection brought something, or ended: no more than there
+// are cells.
 void ZmqLink::drain_rings() {
   for (std::size_t count = 0; count < FrameRings::kNumCells && receive_from_rings(); ++count) {
   }

@@ -39,7 +39,7 @@ namespace pipedream {
 
 class ZmqReceived;
 
-// What becomes readable when something happens to the socket; see the top.
+// The descriptor that becomes readable when something happens to the socket; see the top.
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
 // Payloads that libzmq still reads. Their places are used again, so only a new peak allocates. Any thread.
@@ -79,7 +79,7 @@ class SentPayloads {
 
 class ZmqLink;
 
-// What links need of their transport.
+// Things of the transport that its links need.
 struct ZmqShared {
   const LibZmq& zmq;
   void* context;
@@ -117,7 +117,7 @@ class ZmqLink final : public LinkCore {
   static void note_ready(std::uint64_t name);
   // Unmarks the link and returns false once there is nothing more to read.
   [[nodiscard]] bool deliver(Driver driver);
-  // What has come by the rings. True when some of it is left.
+  // Delivers frames that have come by the rings. True if some of them are left.
   [[nodiscard]] bool deliver_rings();
 
  private:
