@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from pipedream.common.microbatches import Microbatches
-from pipedream.data.stream import LargerMinibatch, Minibatch, MinibatchStream
+from pipedream.data.stream import ForwardedData, LargerMinibatch, Minibatch, MinibatchStream, ReceivedStream
 from pipedream.model.boundary import Boundary, map_tensors
 from pipedream.planning.shapes import cover_sizes, larger_of, shapes_of_parts
 
@@ -60,6 +60,11 @@ class MinibatchSource:
         self.stream = stream
         self._group_size = group_size
         self.larger = None
+
+    @property
+    def forwarded(self) -> ForwardedData | None:
+        """The data that come next from the caller; None: they are this worker's own."""
+        return self.stream.forwarded if isinstance(self.stream, ReceivedStream) else None
 
     @property
     def looks_ahead(self) -> bool:

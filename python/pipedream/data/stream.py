@@ -396,6 +396,11 @@ class ReceivedStream:
         )
 
     @property
+    def forwarded(self) -> ForwardedData:
+        """The data that come next."""
+        return self._data if self.following is None else self.following
+
+    @property
     def larger(self) -> LargerMinibatch | None:
         return None if self.following is None else self.following.larger
 
@@ -420,6 +425,20 @@ class ReceivedStream:
         if num_pieces > 0:
             values = [None if value is None else Microbatches(value[:num_pieces]) for value in values]
         return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, taken)
+
+
+def stream_of(
+    data: Iterable[Any] | ForwardedData,
+    *,
+    epochs: int,
+    generators: RngStream | None = None,
+    notes_positions: bool = False,
+) -> DataStream | ReceivedStream:
+    """Returns the stream of the data that a worker was given. Nothing but the first minibatch comes of what
+    the caller forwards, until the channels are open. Arguments as of DataStream."""
+    if isinstance(data, ForwardedData):
+        return ReceivedStream(data, None, None)
+    return DataStream(data, epochs=epochs, generators=generators, notes_positions=notes_positions)
 
 
 def forwarded_counts(batch: Minibatch) -> torch.Tensor:

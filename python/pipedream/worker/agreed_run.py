@@ -6,7 +6,7 @@ By the rendezvous alone. On the worker's compute thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import nn
 from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
-from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.layers import Model, outline_of
@@ -139,10 +138,8 @@ class AgreedRun:
         return " and ".join(map(self.describe_worker, sorted(ranks)))
 
 
-def agree(
-    place: WorkerPlace, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData
-) -> tuple[AgreedRun, MinibatchStream]:
-    """The stream is of no use where the rank reads no data."""
+def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:
+    """Returns the run, and the generators that its data draw from; None: the process's own."""
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
@@ -196,7 +193,7 @@ def agree(
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     if state is not None:
         state.restore_generators(place.rank, generators)
-    return run, _make_stream(data, options, generators)
+    return run, generators
 
 
 def segment_key(name: str, segment_index: int) -> str:
@@ -251,12 +248,3 @@ def _first_stage(plan: Plan, rank: int) -> int:
     """The first stage of the rank, or a number of its own if it has none."""
     stages = plan.stages_of(rank) if rank < plan.workers_used else ()
     return stages[0] if stages else plan.num_stages + rank
-
-
-def _make_stream(
-    data: Iterable[Any] | ForwardedData, options: JobOptions, generators: RngStream | None
-) -> MinibatchStream:
-    if isinstance(data, ForwardedData):
-        return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
-    notes_positions = options.checkpoints is not None
-    return DataStream(data, epochs=options.epochs, generators=generators, notes_positions=notes_positions)

@@ -88,7 +88,7 @@ class Segment:
         core: _core.Worker,
         device: torch.device,
         rehearsed: Rehearsed,
-        data: Iterable[Any] | ForwardedData,
+        source: MinibatchSource,
         optimizers: WorkerOptimizers,
         residuals: Residuals,
         steered: Steered,
@@ -100,7 +100,8 @@ class Segment:
         self.core = core
         self._device = device
         self._rehearsed = rehearsed
-        self._data = data
+        self._source = source
+        self._forwarded = source.forwarded
         self._steered = steered
         if steered.asking is not None:
             steered.asking.check = _check_of_links(run, core)
@@ -108,7 +109,7 @@ class Segment:
         self._spare_loop: SpareLoop | None = None
         self._snapshots = snapshots
         self._heard: tuple[Following | None, ...] = ()  # once
-        self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
+        self.channels = _channels_of(run, core, device, rehearsed, self._forwarded, optimizers)
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
         self._pool = StagePool(
@@ -149,12 +150,12 @@ class Segment:
     def has_updated(self) -> bool:
         return self._loop is not None and self._loop.has_updated
 
-    def train(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> dict[str, Any]:
+    def train(self, checkpointing: Checkpointing | None) -> dict[str, Any]:
         """Trains the segment and returns this worker's report; a rank beyond the plan has none."""
-        run = self.run
+        run, source = self.run, self._source
         group_size = _core.minibatches_between_drains(run.schedule())
-        if isinstance(self._data, ForwardedData):
-            source.go_on(_received_stream(run, self.core, self._data), group_size)
+        if self._forwarded is not None:
+            source.go_on(_received_stream(run, self.core, self._forwarded), group_size)
         if self._spare is not None:
             self._spare_loop = self._spare.prepare()
             return self._spare_loop.serve()
@@ -165,23 +166,23 @@ class Segment:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
             source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
-        self._loop = loop = self._make_loop(source, checkpointing)
+        self._loop = loop = self._make_loop(checkpointing)
         self._snapshots.clear()  # whose memory nothing needs any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
-            report = loop.train(lambda: self.what_follows(source) is not None)
+            report = loop.train(lambda: self.what_follows() is not None)
         _note_codecs(report, self.channels)
         return report
 
-    def what_follows(self, source: MinibatchSource) -> Following | None:
+    def what_follows(self) -> Following | None:
         """None: nothing. As rank 0 says, to every rank, once this worker has done its work. Raises
         DataMismatch where this one has read other data."""
         if not self._heard:
-            self._heard = (self._hear_what_follows(source),)
+            self._heard = (self._hear_what_follows(),)
         return self._heard[0]
 
-    def _hear_what_follows(self, source: MinibatchSource) -> Following | None:
+    def _hear_what_follows(self) -> Following | None:
         run, core, rank = self.run, self.core, self.run.rank
-        larger = None if self.was_stopped else source.larger
+        larger = None if self.was_stopped else self._source.larger
         mine = None
         if larger is not None:
             mine = Following(larger.first, larger.minibatch, describe_shapes(larger.shapes))
@@ -192,7 +193,7 @@ class Segment:
             send_document(core, tree_name(rank, child), word)
         following = None if word is None else Following(**word)
         if (run.reads_inputs or run.reads_targets) and following != mine:
-            raise data_mismatch(source.num_minibatches, run.describe_worker(rank))
+            raise data_mismatch(self._source.num_minibatches, run.describe_worker(rank))
         return following
 
     @property
@@ -230,11 +231,13 @@ class Segment:
         """For the segment after this one."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
-    def _make_loop(self, source: MinibatchSource, checkpointing: Checkpointing | None) -> WorkerLoop:
+    def _make_loop(self, checkpointing: Checkpointing | None) -> WorkerLoop:
         make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None
         if checkpointing is not None:
             checkpointing.prepare(self._pool.copy_bytes)
-            make_saver = functools.partial(checkpointing.make_saver, self.run, source, self.keep_residuals)
+            make_saver = functools.partial(
+                checkpointing.make_saver, self.run, self._source, self.keep_residuals
+            )
         run, pool, rehearsed = self.run, self._pool, self._rehearsed
         own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
         return WorkerLoop(
@@ -243,7 +246,7 @@ class Segment:
             run.place,
             schedule=run.schedule(),
             prepared=pool.prepare(self._group),
-            source=source,
+            source=self._source,
             device=self._device,
             draws=_draws_of(run, rehearsed, self._device),
             backward_seeds=_backward_seeds(run, rehearsed),
@@ -289,7 +292,7 @@ def _channels_of(
     core: _core.Worker,
     device: torch.device,
     rehearsed: Rehearsed,
-    data: Iterable[Any] | ForwardedData,
+    forwarded: ForwardedData | None,
     optimizers: WorkerOptimizers,
 ) -> list[RunChannel]:
     options = run.options
@@ -299,7 +302,7 @@ def _channels_of(
         run.place.world_size,
         rehearsed.boundaries,
         optimizers.tie_specs(),
-        data if isinstance(data, ForwardedData) else None,
+        forwarded,
         codec=options.links.codec,
         shards=optimizers.shards(),
         evaluated=rehearsed.evaluation.boundaries,

@@ -29,7 +29,7 @@ from pipedream.callbacks.steering import Steering
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.common.errors import afterwards, describe_error, position_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.data.stream import ForwardedData, stream_of
 from pipedream.links.residuals import Residuals
 from pipedream.model.layers import Model
 from pipedream.model.loss_state import LossState, loss_on
@@ -145,7 +145,14 @@ class _Worker:
         device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
         rendezvous.join(options.links.peer_timeout_s)
         rendezvous.enter("agreeing on the plan")
-        run, stream = agree(self._place, options, model, data)
+        run, generators = agree(self._place, options, model)
+        stream = stream_of(
+            data,
+            epochs=options.epochs,
+            generators=generators,
+            notes_positions=options.checkpoints is not None,
+        )
+        source = MinibatchSource(stream, run.first_minibatch)
         part = OwnPart(run, device)
         loss_placed = contextlib.ExitStack()
         if run.reads_targets:
@@ -154,7 +161,7 @@ class _Worker:
         with afterwards(part.give_back), afterwards(loss_placed.close):
             try:
                 part.place()
-                rehearsed = set_up(run, self.links, device, stream, part)
+                rehearsed = set_up(run, self.links, device, source.stream, part)
                 if run.options.state is not None:
                     self._snapshots = snapshots_of(run, run.options.state)
                     self._residuals = residuals_of(self._snapshots.values())
@@ -163,7 +170,7 @@ class _Worker:
                 if run.options.checkpoints is not None:
                     self._checkpointing = Checkpointing(run, self._record)
                 with self._interrupts_stop():
-                    return self._train(run, device, rehearsed, data, stream, part)
+                    return self._train(run, device, rehearsed, source, part)
             except _core.RunFailure as failure:
                 raise_failure(*failure.args)
 
@@ -181,30 +188,26 @@ class _Worker:
         run: AgreedRun,
         device: torch.device,
         rehearsed: Rehearsed,
-        data: Iterable[Any] | ForwardedData,
-        stream: MinibatchStream,
+        source: MinibatchSource,
         part: OwnPart,
     ) -> RunResult:
         """Segment after segment."""
-        source = MinibatchSource(stream, run.first_minibatch)
         reports: list[dict[str, Any]] = []
         drained_at: list[int] = []
-        self._segment = segment = self._open(run, device, rehearsed, data)
+        self._segment = segment = self._open(run, device, rehearsed, source)
         go_to_position(run, source)
         while True:
-            reports.append(segment.train(source, self._checkpointing))
+            reports.append(segment.train(self._checkpointing))
             if self._checkpointing is not None:
                 self._checkpointing.losses += reports[-1].get("losses", [])
                 self._checkpointing.evaluated += reports[-1].get("validation", [])
-            following = segment.what_follows(source)
+            following = segment.what_follows()
             if following is None:
                 break
             began_s = time.monotonic()
             drained_at.append(following.first_minibatch)
             self._leave(segment, following)
             del segment
-            if isinstance(source.stream, ReceivedStream) and source.stream.following is not None:
-                data = source.stream.following
             run = replace(
                 run,
                 segment_index=run.segment_index + 1,
@@ -215,7 +218,7 @@ class _Worker:
                 rehearsed = rehearse_again(
                     run, self.links, device, rehearsed, following.minibatch, source.larger
                 )
-                self._segment = segment = self._open(run, device, rehearsed, data)
+                self._segment = segment = self._open(run, device, rehearsed, source)
             if run.rank == 0:
                 _log.warning(
                     "minibatch %d is larger than planned (%s): the memory was planned again in %.2f s; name"
@@ -238,7 +241,7 @@ class _Worker:
         run: AgreedRun,
         device: torch.device,
         rehearsed: Rehearsed,
-        data: Iterable[Any] | ForwardedData,
+        source: MinibatchSource,
     ) -> Segment:
         rendezvous = run.place.rendezvous
         rendezvous.enter("opening links")
@@ -261,7 +264,7 @@ class _Worker:
         if self._steered is None:
             self._steered = steered(run, self._optimizers, self._steering)
         segment = Segment(
-            *(run, self.links, core, device, rehearsed, data),
+            *(run, self.links, core, device, rehearsed, source),
             *(self._optimizers, self._residuals, self._steered, self._snapshots),
         )
         rendezvous.leave()
