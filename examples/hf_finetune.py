@@ -2,12 +2,14 @@
 
     python examples/hf_finetune.py --workers 2
     python examples/hf_finetune.py --architecture gpt2 --text my_notes.txt --schedule flush --microbatches 4
+    python examples/hf_finetune.py --checkpoint-dir results/hf_finetune/checkpoints
     torchrun --nproc-per-node 2 examples/hf_finetune.py
 
-The planner chooses the schedule unless one is given. Nothing is downloaded: the model is made from a
-configuration (--pretrained FOLDER takes weights that you have), the text is that of this repository, and
-a token is a byte. Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's
-own. make examples brings the libraries.
+Stopped by Ctrl-C or killed, the third continues with the same plan when it is started again. The planner
+chooses the schedule unless one is given. Nothing is downloaded: the model is made from a configuration
+(--pretrained FOLDER takes weights that you have), the text is that of this repository, and a token is a byte.
+Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's own. make examples
+brings the libraries.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def make_plan(
     model: nn.Module,
     loader: DataLoader,
     num_workers: int,
-    given: str | None,
+    given: str | Path | None,
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
@@ -155,6 +157,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--calibrate", action="store_true", help="predict from short runs on this machine; not with torchrun"
     )
+    parser.add_argument("--checkpoint-dir", type=Path, help="save the run there, and continue from it")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, default=Path("results/hf_finetune"))
     return parser.parse_args()
@@ -185,7 +188,10 @@ def main() -> None:
     optimizer = functools.partial(torch.optim.AdamW, lr=options.learning_rate, weight_decay=0.01)
     if is_main:
         calibrated_with = optimizer if options.calibrate else None
-        plan = make_plan(model, loader, num_workers, options.plan, options.microbatches, calibrated_with)
+        given = options.plan
+        if options.checkpoint_dir is not None and options.checkpoint_dir.exists():
+            given = options.output_dir / "plan.json"  # the one with which the run began
+        plan = make_plan(model, loader, num_workers, given, options.microbatches, calibrated_with)
         # Batches are as long as their longest example: memory is planned for the longest of all.
         plan = plan.fitting(collate([max(train, key=len)] * options.batch_size))
         print(plan, "\n", flush=True)
@@ -210,9 +216,12 @@ def main() -> None:
         microbatches=options.microbatches or 1,
         epochs=epochs,
         seed=options.seed,
+        checkpoints=options.checkpoint_dir,
     )
     if not is_main:
         return
+    if result.stopped_at is not None:
+        print(f"stopped after {result.stopped_at} of {num_updates} minibatches")
 
     result.plot(options.output_dir / "loss.png")
     model.save_pretrained(options.output_dir / "model")
