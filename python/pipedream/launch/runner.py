@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipedream import _core
-from pipedream.budget.offload import forced_offload
 from pipedream.callbacks.callback import (
     Answer,
     Callback,
@@ -25,54 +23,40 @@ from pipedream.callbacks.callback import (
     callback_of,
 )
 from pipedream.callbacks.steering import Evaluated, History, Steering
-from pipedream.checkpoint.checkpoints import Checkpoints, checkpoints_of
+from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.run_state import KeptState, RunState
-from pipedream.common.checks import (
-    is_whole,
-)
-from pipedream.common.cpus import usable_cpus
 from pipedream.common.errors import one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
-from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
+from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
-from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
-from pipedream.data.stream import check_sizes, num_minibatches_of
+from pipedream.data.stream import num_minibatches_of
+from pipedream.launch.checked_options import checked_options
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.links.descriptors import descriptor_limit_raised
-from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.initial_weights import WeightSource
-from pipedream.model.layers import Model, layers_of
-from pipedream.model.precision import autocast_dtype, autocast_left
-from pipedream.model.references import check_loss_fn
+from pipedream.model.layers import Model
+from pipedream.model.precision import autocast_left
 from pipedream.model.seeding import base_seed, evaluation_seed, generators_kept, seed_all
-from pipedream.model.stand_ins import is_on_meta
 from pipedream.model.validation import LOSS, Validation
-from pipedream.planning.codec_choice import check_pairs
-from pipedream.planning.job import Replication, Traits, check_together, traits_where
-from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
-from pipedream.planning.plan_schedule import schedule_to_run
 from pipedream.planning.program import Program
-from pipedream.planning.shapes import Shapes, larger_of, largest_in, largest_of
-from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.splitting.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.splitting.evaluation_cut import cut_for_evaluation
 from pipedream.stage.decisions import answer_lead
-from pipedream.stage.job import Continued, JobOptions, MemoryOptions, OutputOptions
+from pipedream.stage.job import JobOptions
 from pipedream.stage.saving import EVALUATED
 from pipedream.worker.cautions import cautions_of, check_data_apart, warn_the_caller
-from pipedream.worker.continuing import found_checkpoint, read_record
+from pipedream.worker.continuing import read_record
 from pipedream.worker.devices import choose_device_type
 from pipedream.worker.interrupts import stop_order
 from pipedream.worker.notices import noticed_checkpoints, notices_save
 from pipedream.worker.steering import answers_of
-from pipedream.worker.weight_files import check_room
 from pipedream.worker.worker import run_worker
 
 __all__ = ["run"]
@@ -251,7 +235,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
         steering = _steering_of(arguments)
-        options = _checked_options(model, plan, arguments, steering)
+        options = checked_options(model, plan, arguments, steering)
         if prefix is None:
             check_main_is_a_file()
             start_server()  # which imports torch, the first time, while this process goes on
@@ -349,130 +333,6 @@ def _steering_of(arguments: dict[str, Any]) -> Steering:
     return Steering(callbacks, [LOSS, *validation.metrics] if isinstance(validation, Validation) else ())
 
 
-def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steering: Steering) -> JobOptions:
-    """Makes the workers' options of the arguments of run(). Raises ValueError or TypeError for a mistake."""
-    check_arguments(**arguments)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
-    autocast, memory = autocast_dtype(arguments["autocast"]), arguments["memory"]
-    links = make_link_options(
-        codec=_codec_of(arguments, plan),
-        **{name: arguments[name] for name in ("transport", "keys", "bind", "ports", "insecure")},
-        peer_timeout_s=float(arguments["peer_timeout"]),
-        several_machines=is_on_several_machines(),
-    )
-    check_pairs(links.codec, plan.num_stages)
-    check_loss_fn(arguments["loss_fn"])
-    schedule, microbatches = _schedule_of(arguments, plan)
-    check_sizes(arguments["data"], microbatches)
-    plan = _fitting(plan, arguments["data"])
-    if arguments["state"] is not None:
-        plan = _fitting_kinds(plan, arguments["state"].kinds)
-    _check_hooks(model)
-    _check_environment()
-    on_meta = is_on_meta(layer for _, layer in layers_of(model))
-    gather = _gather_of(arguments, on_meta=on_meta)
-    as_they_are = {
-        field.name: arguments[field.name] for field in fields(JobOptions) if field.name in arguments
-    }
-    options = JobOptions(
-        **as_they_are
-        | {
-            "plan": plan,
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "links": links,
-            "autocast": autocast,
-            "replication": Replication(*(arguments[name] for name in ("sync", "staleness", "sync_every"))),
-            "memory": MemoryOptions(
-                None if memory is None else parse_size(memory, "memory"),
-                _recompute_of(arguments["recompute"], plan),
-            ),
-            "output": OutputOptions(gather, _absolute(arguments["save"]), arguments["progress"]),
-            "num_threads": _threads_per_worker(plan),
-            "weights": _absolute(arguments["weights"]),
-            "call_points": steering.points,
-            "checkpoints": checkpoints_of(arguments["checkpoints"]),
-            "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
-        }
-    )
-    check_together(_traits_of(options, arguments, on_meta=on_meta))
-    if options.output.save is not None and is_rank_0():
-        check_room(model, options.output.save)
-    if options.state is not None:
-        options.state.check(options.settings_of_state(), options.seed)
-    if options.schedule != AUTO:  # else rank 0 knows the plan
-        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
-    return options if options.checkpoints is None else _with_checkpoints(options, options.checkpoints, model)
-
-
-def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool) -> Traits:
-    """The traits of the run, of its data and of its model."""
-    data, epochs = arguments["data"], options.epochs
-    traits: Traits = {} if options.schedule == AUTO else options.traits()  # else rank 0 knows the plan
-    if arguments["codec"] is None:
-        made_for = f"the plan was made for codec={options.plan.codec}"
-        traits |= {name: made_for for name in ("push_codec", "factors") if name in traits}
-    own: dict[str, tuple[bool, str | None]] = {
-        "read_once": (isinstance(data, Iterator), None),
-        "epochs": (epochs > 1, f"epochs is {epochs}"),
-        "meta_model": (on_meta, None),
-        "model_with_values": (not on_meta, None),
-        "gather_all": (arguments["gather"] == "all", None),
-        "weights": (arguments["weights"] is not None, None),
-    }
-    return traits | traits_where(own)
-
-
-def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Model) -> JobOptions:
-    """Rank 0, or the caller of local workers, looks for one to continue from."""
-    checkpoints = replace(checkpoints, path=checkpoints.folder)
-    continues: Continued | None = None
-    if is_rank_0():
-        group_size = _core.minibatches_between_drains(options.schedule_options())
-        continues = found_checkpoint(checkpoints, model, group_size)
-    return replace(options, checkpoints=checkpoints, continues=continues)
-
-
-def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
-    """And the microbatches. Where they are the plan's, and the plan is rank 0's, they stay as they were given
-    until the ranks have it."""
-    schedule, microbatches = arguments["schedule"], arguments["microbatches"]
-    if schedule == AUTO and not is_rank_0():
-        return AUTO, microbatches
-    schedule, microbatches = schedule_to_run(plan, schedule, microbatches)
-    if arguments["schedule"] == AUTO:
-        _log.info("schedule=%r, microbatches=%d, as the plan was made for them", schedule, microbatches)
-    return schedule, microbatches
-
-
-def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
-    """The given one, else that which the plan was made for."""
-    if arguments["codec"] is not None or not plan.codec:
-        return arguments["codec"]
-    _log.info("codec=%s, as the plan was made for it", plan.codec)
-    return plan.codec
-
-
-def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
-    """Returns where the trained weights go. A model on the meta device gets nothing back."""
-    gather: str = arguments["gather"]
-    if not on_meta:
-        return gather
-    if gather == "rank0" and arguments["save"] is None:
-        raise ValueError(
-            "the model is on the meta device, where trained weights have no place: give save=FOLDER, into"
-            " which each stage writes its own (pipedream.materialise(model, FOLDER) reads them), or"
-            " gather='none'"
-        )
-    return "none"
-
-
-def _absolute(path: Any) -> Any:
-    """Workers may have another working directory."""
-    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path
-
-
 def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> CutModel:
     """The model with its layers, found by one forward with minibatch 0, which `first` then has."""
     assert isinstance(model, nn.Module)
@@ -513,30 +373,6 @@ def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
     return replace(options, evaluation_cut=cut)
 
 
-def _check_environment() -> None:
-    """The variables that steer the workers: a mistake in one is told before they start."""
-    choose_device_type()
-    wants_checksums()
-    compares_losses()
-    forced_offload()
-
-
-def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
-    """The plan with memory for all minibatches, where they are there to be looked at."""
-    if not isinstance(data, (list, tuple)):
-        return plan
-    if plan.shapes_apart:
-        return plan.fitting(*data, apart=True)
-    return replace(plan, max_shapes=largest_of(data, plan.max_shapes))
-
-
-def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
-    """The plan with memory for what another run has planned for, so that this one need not drain for it."""
-    if plan.shapes_apart:
-        return replace(plan, shapes_apart=tuple(kinds))
-    return replace(plan, max_shapes=functools.reduce(larger_of, kinds, plan.max_shapes))
-
-
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
     """After a training, which no full disk may take away."""
     try:
@@ -545,38 +381,6 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
         _log.warning(
             "the trace was not saved: %s; save_trace(path) of the result writes it elsewhere", one_line(error)
         )
-
-
-def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
-    """Per stage; None: not said."""
-    if recompute is None:
-        return None
-    if isinstance(recompute, bool):
-        return (recompute,) * plan.num_stages
-    if isinstance(recompute, str) or not isinstance(recompute, Iterable):
-        raise ValueError(f"recompute is {recompute!r}: use True, False, or a list of stages such as [0, 1]")
-    stages = list(recompute)
-    for stage in stages:
-        if not is_whole(stage) or not 0 <= stage < plan.num_stages:
-            raise ValueError(f"recompute names stage {stage!r}: the plan has 0 to {plan.num_stages - 1}")
-    return tuple(stage in stages for stage in range(plan.num_stages))
-
-
-def _check_hooks(model: Model) -> None:
-    for layer_name, layer in layers_of(model):
-        for name, parameter in layer.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise ValueError(
-                    f"parameter {name!r} of layer {layer_name!r} has a hook, which would not see the"
-                    " gradients of the weight versions: remove it, or do its work in the optimizer"
-                )
-
-
-def _threads_per_worker(plan: Plan) -> int:
-    """The caller's torch threads, shared by the workers of this machine."""
-    if under_torchrun():
-        return torch.get_num_threads()  # torchrun and the user have said how many
-    return max(1, min(torch.get_num_threads(), usable_cpus() // plan.workers_used))
 
 
 def _check_process() -> None:

@@ -1,4 +1,4 @@
-"""A whole training, as pipedream.run does it."""
+"""A whole training, as pipedream.run does it, with evaluations by plain loops at the newest weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipedream.common.checks import check_choice
 from pipedream.model.batches import call_model, own_loss, parts_of
-from pipedream.model.boundary import device_of
+from pipedream.model.boundary import device_of, to_device
 from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.factories import with_delay
 from pipedream.model.layers import Model
 from pipedream.model.loss_state import loss_on
+from pipedream.model.microbatch import samples_of
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
 from pipedream.model.seeding import (
@@ -37,7 +38,6 @@ from pipedream.model.validation import Validation
 from pipedream.planning.job import Replication, check_together
 from pipedream.planning.program import Program
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
-from pipedream.reference.evaluation import evaluate, evaluated_boundaries, is_due
 from pipedream.reference.refusals import (
     check_drained_at,
     check_has_orders,
@@ -234,10 +234,10 @@ class _EvaluatedTraining:
         boundaries: set[int] | None = None
         if group > 1:  # where a group is not whole is known before
             batches = list(batches)
-            boundaries = evaluated_boundaries(validation.every, self.epochs, group)
+            boundaries = _evaluated_boundaries(validation.every, self.epochs, group)
         for minibatch, batch in enumerate(batches):
             is_due_now = minibatch > 0 and (
-                is_due(validation.every, self.epochs, minibatch - 1, minibatch)
+                _is_due(validation.every, self.epochs, minibatch - 1, minibatch)
                 if boundaries is None
                 else minibatch in boundaries
             )
@@ -245,7 +245,7 @@ class _EvaluatedTraining:
                 self._evaluate(trainer, minibatch)
             losses.append(trainer.train(minibatch, *batch))
         end = len(losses)
-        if end in evaluated_boundaries(validation.every, self.epochs, group):
+        if end in _evaluated_boundaries(validation.every, self.epochs, group):
             trainer.end_round(end)
             self._evaluate(trainer, end)
         return losses
@@ -258,7 +258,7 @@ class _EvaluatedTraining:
             module.draws = None
         roots = [root for module in self._modules for _, root in module.roots()]
         with autocast_region(self._device.type, self._dtype):
-            figures = evaluate(
+            figures = _figures_of(
                 roots, self._run, self._validation, self._loss_fn, self._weight_fn, self._device
             )
         for module, draw in zip(self._modules, draws, strict=True):
@@ -425,3 +425,59 @@ def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[
                 f"data yielded nothing in epoch {epoch}: give data that can be iterated once per epoch, as a "
                 f"DataLoader or a list"
             )
+
+
+def _is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is_end: bool = False) -> bool:
+    """Whether an evaluation's place lies after the boundary `begin` and not after the next one. epochs: of
+    the minibatches up to that. is_end: of the run."""
+    if every == "epoch":
+        return is_end or any(epochs[i - 1] != epochs[i] for i in range(begin + 1, end + 1))
+    return begin // int(every) != end // int(every)
+
+
+def _evaluated_boundaries(every: str | int, epochs: Sequence[int], group: int) -> set[int]:
+    """Returns the boundaries at which a run of these minibatches is evaluated. group: minibatches from one
+    boundary to the next. A last group that is not whole has its evaluation at the end."""
+    num_minibatches = len(epochs)
+    last = (num_minibatches - 1) // group * group
+    found = {begin for begin in range(group, last + 1, group) if _is_due(every, epochs, begin - group, begin)}
+    is_at_end = _is_due(every, epochs, last, num_minibatches, is_end=True)
+    if num_minibatches < last + group:
+        is_at_end |= last in found
+        found.discard(last)
+    return found | ({num_minibatches} if is_at_end else set())
+
+
+def _figures_of(
+    roots: Iterable[nn.Module],
+    run: Callable[[Any], Any],
+    validation: Validation,
+    loss_fn: Callable[[Any, Any], Tensor],
+    weight_fn: Callable[[Any], Any] | None,
+    device: torch.device,
+) -> dict[str, float]:
+    """roots: of all stages. run: the whole model."""
+    modules = [module for root in roots for module in root.modules()]
+    losses: list[tuple[float, float]] = []
+    sums: dict[str, list[tuple[float, float]]] = {name: [] for name in validation.metrics}
+    with generators_kept(), torch.no_grad(), contextlib.ExitStack() as after:
+        for module in modules:
+            after.callback(setattr, module, "training", module.training)
+            module.training = False
+        buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+        for index, batch in enumerate(validation.data):
+            inputs, targets = (to_device(part, device, copy=True) for part in parts_of(batch, index))
+            output = run(inputs)
+            count = samples_of(inputs, targets) or 1
+            weight = float(count if weight_fn is None else weight_fn(targets))
+            if weight:
+                losses.append((loss_fn(output, targets).item(), weight))
+            for name, metric in validation.metrics.items():
+                value, number = metric(output, targets)
+                sums[name].append((float(value), float(number)))
+        for buffer, content in buffers:
+            buffer.copy_(content)
+    figures = {"loss": sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)}
+    for name, pairs in sums.items():
+        figures[name] = sum(value for value, _ in pairs) / sum(number for _, number in pairs)
+    return figures
