@@ -4,6 +4,8 @@ not notice."""
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -340,3 +342,59 @@ def test_stopping_and_plateaus_equal_those_of_a_plain_loop_where_the_schedule_dr
     for (_, figures), (_, wanted) in zip(found, plain_found, strict=True):
         assert figures == pytest.approx(wanted, rel=1e-9)
     assert_close_state(dict(state), dict(plain_state), 1e-9)
+
+
+class Unsendable:
+    """Validation data that draw, and that hold what no other process can have."""
+
+    def __init__(self, *, fails_at: int = -1) -> None:
+        self.lock = threading.Lock()
+        self.fails_at = fails_at
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.lock:
+            for index in torch.randperm(7).tolist():  # more than are handed over at once
+                if self.num_read == self.fails_at:
+                    raise OSError("the disk of the validation data is gone")
+                self.num_read += 1
+                yield _batches(7, 12, 1)[index]
+
+
+class UnsendableTraining:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [_batches(5, 4, 0)[index] for index in torch.randperm(5).tolist()]
+
+
+@pytest.mark.parametrize(("forwards_training", "num_replicas"), [(False, 1), (True, 2)])
+def test_validation_data_that_cannot_be_sent_are_handed_over_by_the_caller(
+    forwards_training: bool, num_replicas: int
+) -> None:
+    data = UnsendableTraining() if forwards_training else _batches(5, 4, 0)
+    stages = (replace(_CUT.stages[0], num_replicas=num_replicas), _CUT.stages[1])
+    plan = replace(pipedream.Plan(stages), cuts=_CUT.cuts)
+    how: dict[str, Any] = {"data": data, "epochs": 2, "progress": False, "microbatches": 2, **_OPTIONS}
+    sendable = pipedream.Validation(_batches(7, 12, 1), {"sum": sum_of}, every=2)
+    expected = pipedream.run(_model(), plan, **how, validation=sendable)
+    validation = replace(sendable, data=Unsendable())
+    result = pipedream.run(_model(), plan, **how, validation=validation)
+    assert result.losses == expected.losses
+    assert [each.minibatch for each in result.validation] == [2, 4, 6, 8, 10]
+    for found, wanted in zip(result.validation, expected.validation, strict=True):
+        assert found.samples == wanted.samples == 84
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)  # in another order
+        assert found.metrics["sum"] == pytest.approx(wanted.metrics["sum"], rel=1e-5)
+
+
+def test_an_error_of_forwarded_validation_data_is_the_users_own() -> None:
+    validation = pipedream.Validation(Unsendable(fails_at=5))
+    with pytest.raises(OSError, match="the disk of the validation data is gone"):
+        pipedream.run(
+            _model(), _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS
+        )

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipedream import _core
@@ -21,7 +25,9 @@ from pipedream.model.ignored_labels import IgnoredLabels, UnevenLabels
 from pipedream.model.microbatch import check_alike, chunk, counts_of, sizes_of, weights
 from pipedream.model.seeding import RngState, generators_kept, seed_all
 
-__all__ = ["BatchReader", "Microbatch", "ValidationReader"]
+__all__ = ["BatchReader", "ForwardedValidation", "Microbatch", "ValidationReader"]
+
+_POLL_S = 0.001
 
 
 @dataclass(slots=True)
@@ -131,6 +137,46 @@ class BatchReader:
         ]
 
 
+@dataclass(frozen=True)
+class ForwardedValidation:
+    """Validation data that cannot be sent to local workers: the caller iterates them and hands them over in
+    files of the run's folder, a few at a time (launch/forwarder.py).
+
+        reader   evaluation-N.wanted                     the evaluation before minibatch N begins
+        caller   evaluation-N-for-RANK-0, -1, ...        a minibatch each, None at the end
+        reader   removes each
+
+    The caller ends the run, and the reader with it, if the data fail.
+    """
+
+    folder: Path
+    first: tuple[Any, Any]
+    """The first minibatch, for which memory is planned."""
+    rank: int = 0
+    """The reader's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.first
+
+    def batches(self, boundary: int) -> Iterator[Any]:
+        self.wanted_file(boundary).touch()
+        for number in itertools.count():
+            path = self.file(boundary, self.rank, number)
+            while not path.exists():
+                time.sleep(_POLL_S)
+            batch = pickle.loads(path.read_bytes())
+            path.unlink()
+            if batch is None:
+                return
+            yield batch
+
+    def wanted_file(self, boundary: int) -> Path:
+        return self.folder / f"evaluation-{boundary}.wanted"
+
+    def file(self, boundary: int, rank: int, number: int) -> Path:
+        return self.folder / f"evaluation-{boundary}-for-{rank}-{number}"
+
+
 class ValidationReader:
     """The validation minibatches of one evaluation after the other. They draw from generators that are seeded
     alike at every stage that reads; the process's own stay as they are."""
@@ -141,10 +187,12 @@ class ValidationReader:
         self._generators: RngState | None = None
         self._batches: Iterator[Any] | None = None
         self._num_read = 0
+        self._boundary = 0
 
     def begin(self, boundary: int) -> None:
         """The next evaluation is of the weights before this minibatch."""
         self.end()
+        self._boundary = boundary
         with generators_kept():
             seed_all(_core.derived_seed(self._seed, boundary))
             self._generators = RngState.capture()
@@ -156,7 +204,10 @@ class ValidationReader:
         with generators_kept():
             self._generators.restore()
             if self._batches is None:
-                self._batches = iter(self._data)
+                if isinstance(self._data, ForwardedValidation):
+                    self._batches = self._data.batches(self._boundary)
+                else:
+                    self._batches = iter(self._data)
             batch = next(self._batches, None)
             self._generators = RngState.capture()
         if batch is None:

@@ -25,6 +25,7 @@ from torch.utils.dlpack import to_dlpack
 from pipedream import _core
 from pipedream.common import errors
 from pipedream.common.microbatches import Microbatches
+from pipedream.data.batch_reader import ForwardedValidation, ValidationReader
 from pipedream.data.first_minibatch import enlarge_forwarded
 from pipedream.data.minibatch_source import exceeds, in_own_memory, larger_in
 from pipedream.data.stream import ForwardedData, Minibatch, epochs_of, fingerprint, forwarded_counts
@@ -32,13 +33,17 @@ from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, for
 from pipedream.links.liveness import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.microbatch import check_alike, filled_up, samples_of
-from pipedream.model.seeding import RngState
+from pipedream.model.seeding import RngState, base_seed, evaluation_seed
 from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import segment_key
-from pipedream.worker.task_files import WorkerTask, write_larger
+from pipedream.worker.task_files import WorkerTask, write_batch, write_larger
 
-__all__ = ["forwarding"]
+__all__ = ["forwarding", "forwarding_validation"]
 
+_LOOK_S = 0.01  # for evaluations that begin
+_NUM_AHEAD_MAX = 4  # validation minibatches that no reader has taken
+_ITERATING = threading.Lock()
+"""Held by a thread while the user's data draw from the generators of this process."""
 _PATIENCE_S = 3.0  # with the caller's data, when the run is over
 
 
@@ -65,6 +70,68 @@ def forwarding(
         raise
     finally:
         forwarder.stop()
+
+
+@contextlib.contextmanager
+def forwarding_validation(options: JobOptions | None, folder: Path) -> Iterator[Callable[[], None] | None]:
+    """options: None, nothing is forwarded, and gives None. Else gives what raises an error of the data, to be
+    called now and then."""
+    if options is None:
+        yield None
+        return
+    forwarder = _ValidationForwarder(options, folder)
+    forwarder.start()
+    try:
+        yield forwarder.check
+    finally:
+        forwarder.stop()
+
+
+class _ValidationForwarder(threading.Thread):
+    """Iterates the caller's validation data when an evaluation begins, and hands them to its readers, as
+    ForwardedValidation says."""
+
+    def __init__(self, options: JobOptions, folder: Path) -> None:
+        super().__init__(name="pipedream-validation", daemon=True)
+        assert options.validation is not None
+        placement, last = options.plan.placement, options.plan.num_stages - 1
+        self._reader = ValidationReader(options.validation.data, evaluation_seed(base_seed(options.seed)))
+        self._readers = sorted({placement.rank_of(0, 0), placement.rank_of(last, 0)})
+        self._files = ForwardedValidation(folder, ((), ()))
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join(_PATIENCE_S)
+
+    def run(self) -> None:
+        done: set[Path] = set()
+        try:
+            while not self._stopping.wait(_LOOK_S):
+                for wanted in set(self._files.folder.glob("evaluation-*.wanted")) - done:
+                    done.add(wanted)
+                    self._hand_over(int(wanted.stem.rpartition("-")[2]))
+        except Exception as error:
+            self._error = error
+
+    def _hand_over(self, boundary: int) -> None:
+        self._reader.begin(boundary)
+        for number in itertools.count():
+            with _ITERATING:
+                batch = self._reader.next()
+            for rank in self._readers:
+                not_taken = self._files.file(boundary, rank, number - _NUM_AHEAD_MAX)
+                while not_taken.exists():
+                    if self._stopping.wait(_LOOK_S):
+                        return
+                write_batch(self._files.file(boundary, rank, number), batch and batch[:2])
+            if batch is None:
+                return
 
 
 class _Forwarder(threading.Thread):
@@ -144,7 +211,11 @@ class _Forwarder(threading.Thread):
         """By index; of what is read before any of it is forwarded."""
         size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
-        while group := dict(itertools.islice(minibatches, size)):
+        while True:
+            with _ITERATING:
+                group = dict(itertools.islice(minibatches, size))
+            if not group:
+                return
             yield group
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:

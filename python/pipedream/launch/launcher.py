@@ -28,7 +28,7 @@ import secrets
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from pipedream.common.guard import RUN_FOLDER_VARIABLE
 from pipedream.data.first_minibatch import KeptMinibatch, first_of
 from pipedream.launch.first_loss import FirstLoss
 from pipedream.launch.fork_server import start_server
-from pipedream.launch.forwarder import forwarding
+from pipedream.launch.forwarder import forwarding, forwarding_validation
 from pipedream.launch.script_capture import CapturedScript, capture_script
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
@@ -119,7 +119,7 @@ def run_locally(
                 start_server(compiler="before forks")
             script = capture_script([*(root for _, root in roots_of(model)), *_functions_of(options)], data)
             graph.add("script", script.state, "")
-            write_validation_data(graph, options.validation)
+            forwards_validation = write_validation_data(graph, folder, options.validation)
             forwarded = write_data(graph, folder, data, options)
         if options.output.gather != "none":
             reserve_room(stages, options.plan, folder)
@@ -128,7 +128,7 @@ def run_locally(
         if forwarded is not None:
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
-        if forwarded is not None:
+        if forwarded is not None or forwards_validation:
             expected.compute()  # the forwarder's thread draws from the generators that this puts back
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
@@ -141,12 +141,13 @@ def run_locally(
             ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
+            forwarding_validation(options if forwards_validation else None, folder) as check_validation,
             _trained_weights_told(stages, options, folder, expected),
             _interrupts_told(options, board),
             notices_save(noticed, has_begun=lambda: board.newest() >= 0),
         ):
             told = LocalSteering(steering, options, board, folder)
-            _launch(task, options, board, expected, script, told)
+            _launch(task, options, board, expected, script, told, check_validation)
         if options.output.gather != "none":
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
@@ -267,20 +268,23 @@ def _launch(
     expected: FirstLoss,
     script: CapturedScript,
     told: LocalSteering,
+    check: Callable[[], None] | None,
 ) -> None:
-    """Returns when all workers have done their part. Raises ValueError where they train another model than
-    the caller's."""
+    """Returns when all workers have done their part. check: called now and then. Raises ValueError where they
+    train another model than the caller's."""
     folder, plan, num_workers = Path(task.folder), options.plan, options.plan.workers_used
 
     def look() -> bool:
         told.look()
+        if check is not None:
+            check()
         differs = expected.differs(board, folder)
         if differs:
             raise ValueError(
                 f"{differs}, with the same weights and data: {script.likely_cause()};"
                 " PIPEDREAM_CHECK=0 trains nevertheless"
             )
-        return differs is None or told.is_needed
+        return differs is None or told.is_needed or check is not None
 
     codes = run_processes(
         run_local_worker,

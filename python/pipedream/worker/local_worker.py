@@ -102,7 +102,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         script: ScriptState = graph.read("script")
         script.apply()
         if reads_data and options.validation is not None:
-            held_out = replace(options.validation, data=read_validation_data(graph))
+            held_out = replace(options.validation, data=read_validation_data(graph, rank))
             options = replace(options, validation=held_out)
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))

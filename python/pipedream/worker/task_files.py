@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipedream.common import errors
-from pipedream.data.first_minibatch import PeekedData, describe_forwarded
+from pipedream.data.batch_reader import ForwardedValidation
+from pipedream.data.first_minibatch import PeekedData, describe_forwarded, first_of
 from pipedream.data.stream import ForwardedData
 from pipedream.links.keys import CurveKeys
+from pipedream.model.batches import parts_of
 from pipedream.model.data_copies import without_processes
 from pipedream.model.layers import CutForward, Model, model_name
-from pipedream.model.seeding import RngState, base_seed
+from pipedream.model.seeding import RngState, base_seed, generators_kept
 from pipedream.model.validation import Validation
 from pipedream.stage.job import JobOptions
 from pipedream.worker.host_pickler import HostPickler, HostUnpickler, MemoryFile, room_told
@@ -35,6 +37,7 @@ __all__ = [
     "read_larger",
     "read_part",
     "read_validation_data",
+    "write_batch",
     "write_data",
     "write_larger",
     "write_part",
@@ -89,17 +92,22 @@ class GraphWriter:
 
     def add_data(self, data: Any) -> bool:
         """At last. False: it cannot be sent, and nothing of it is in the files."""
-        size, memory_size = self._file.tell(), self._memory.size
         self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
         self._pickler.sends_functions = False  # whoever iterates at the caller has them as they are
+        return self.may_add(data)
+
+    def may_add(self, value: Any) -> bool:
+        """False: it cannot be sent, and nothing of it is in the files."""
+        size, memory_size, memo = self._file.tell(), self._memory.size, self._pickler.memo.copy()
         try:
-            self._pickler.dump(data)
+            self._pickler.dump(value)
         except errors.PipelineError:
             raise
         except Exception:  # whatever a user's object raises
             self._file.truncate(size)
             self._file.seek(size)
             self._memory.cut(memory_size)
+            self._pickler.memo = memo
             return False
         return True
 
@@ -182,14 +190,30 @@ def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
             graph.add(name, getattr(without_secret, name), of_functions)
 
 
-def write_validation_data(graph: GraphWriter, validation: Validation | None) -> None:
-    """Raises ValueError for data that cannot be sent: only the training's are forwarded."""
+def write_validation_data(graph: GraphWriter, folder: Path, validation: Validation | None) -> bool:
+    """Writes the data, or what stands for them where they cannot be sent. True: the caller forwards them."""
     data = () if validation is None else without_processes(validation.data)
-    graph.add(_VALIDATION_DATA, data, "give a list, or a DataLoader of a dataset that can be pickled")
+    if graph.may_add(data):
+        return False
+    assert validation is not None
+    with generators_kept():
+        first = parts_of(first_of(validation.data), 0)
+    graph.add(_VALIDATION_DATA, ForwardedValidation(folder, first), "give tensors that can be pickled")
+    return True
 
 
-def read_validation_data(graph: GraphReader) -> Any:
-    return graph.read(_VALIDATION_DATA)
+def read_validation_data(graph: GraphReader, rank: int) -> Any:
+    data = graph.read(_VALIDATION_DATA)
+    return replace(data, rank=rank) if isinstance(data, ForwardedValidation) else data
+
+
+def write_batch(path: Path, batch: Any) -> None:
+    """For read_batch() of another process, which finds the file when it is whole."""
+    content = io.BytesIO()
+    HostPickler(content, None).dump(batch)
+    part = path.with_suffix(".part")
+    part.write_bytes(content.getvalue())
+    part.rename(path)
 
 
 def write_data(
