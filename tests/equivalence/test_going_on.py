@@ -49,7 +49,7 @@ def _train_in_parts(
         versions = [before + more for before, more in zip(versions, result.microbatch_versions, strict=True)]
     assert state is not None
     snapshots = state.of_rank(int(os.environ.get("RANK", "0"))).snapshots
-    return losses, versions, model.state_dict(), [snapshot._flat()[0] for snapshot in snapshots]
+    return losses, versions, model.state_dict(), [snapshot.tensors() for snapshot in snapshots]
 
 
 def _assert_parts_equal_the_whole(farm: Farm, training: Training, *epochs: int, **options: Any) -> None:

@@ -161,8 +161,10 @@ def write_whole(
     *,
     version: int | None = None,
     owner: int | None = None,
+    lasts: bool = True,
 ) -> PartFile:
-    """Has `write` fill a file, which gets its name once it is on the disk. Where that fails none is left."""
+    """Has `write` fill a file, which gets its name once it is whole. Where that fails none is left. lasts:
+    once it is on the disk, as a machine may fail."""
     # A name of its own: two workers may find the last part at once, and write the same manifest.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
@@ -170,7 +172,8 @@ def write_whole(
             checked = _Checksummed(file)
             write(checked)
             file.flush()
-            os.fsync(file.fileno())
+            if lasts:
+                os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -183,9 +186,11 @@ def part_name(stage_index: int, replica_index: int) -> str:
     return f"stage-{stage_index}" + (f"-replica-{replica_index}" if replica_index > 0 else "")
 
 
-def write_part(folder: Path, header: Header, part: Part, state: Mapping[str, Any]) -> None:
+def write_part(
+    folder: Path, header: Header, part: Part, state: Mapping[str, Any], *, lasts: bool = True
+) -> None:
     """Writes the part's JSON, when all its files are there. state: what is no tensor; floats in it may be
-    infinite or NaN."""
+    infinite or NaN. lasts: as write_whole's."""
     fields = {
         "format": f"pipedream.{_PART_KIND}/{_VERSION}",
         "stage": part.stage_index,
@@ -195,8 +200,9 @@ def write_part(folder: Path, header: Header, part: Part, state: Mapping[str, Any
         "state": _finite(state),
     }
     path = folder / f"{part_name(part.stage_index, part.replica_index)}.json"
-    write_whole(path, "state", lambda file: file.write(_to_bytes(fields)))
-    _sync_folder(folder)
+    write_whole(path, "state", lambda file: file.write(_to_bytes(fields)), lasts=lasts)
+    if lasts:
+        _sync_folder(folder)
 
 
 def write_manifest(folder: Path) -> Manifest | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.checkpoint.stage_files import read_snapshots, write_snapshot
 from pipedream.model.seeding import RngState, RngStream, data_seed, seed_all
 from pipedream.planning.shapes import Shapes, checked_shapes
 
@@ -47,22 +48,24 @@ class WorkerState:
         return sum(snapshot.num_bytes for snapshot in self.snapshots)
 
     def save(self, folder: Path, rank: int) -> None:
-        folder.mkdir(exist_ok=True)
+        own = _folder_of(folder, rank)
+        own.mkdir(parents=True, exist_ok=True)
         for snapshot in self.snapshots:
-            snapshot.save(folder / f"rank-{rank}-stage-{snapshot.stage_index}.safetensors")
+            write_snapshot(own, snapshot)
         generators = {"process": self.process, "data": self.data}
         _generators_of(folder, rank).write_text(json.dumps(generators), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> WorkerState:
-        snapshots = map(StageSnapshot.load, folder.glob(f"rank-{rank}-stage-*.safetensors"))
-        return cls(
-            sorted(snapshots, key=lambda snapshot: snapshot.stage_index), **_read_generators(folder, rank)
-        )
+        return cls(read_snapshots(_folder_of(folder, rank)), **_read_generators(folder, rank))
+
+
+def _folder_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
 
 
 def _generators_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}-generators.json"
+    return _folder_of(folder, rank) / "generators.json"
 
 
 def _read_generators(folder: Path, rank: int) -> dict[str, Any]:

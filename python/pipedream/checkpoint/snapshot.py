@@ -8,17 +8,13 @@ schedulers that JSON does not know.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from pipedream.checkpoint.state import saved_values, write_tensors
 
 __all__ = ["StageSnapshot", "decode", "encode", "on_host"]
 
@@ -61,64 +57,22 @@ class StageSnapshot:
         newest = [versions[max(versions)] for versions in (self.versions, *self.tied.values())]
         return {name: tensor for of_version in newest for name, tensor in of_version.items()}
 
-    def save(self, path: Path) -> None:
-        """Writes a safetensors file and one of JSON beside it; load() reads them."""
-        tensors, document = self._flat()
-        with path.open("wb") as file:
-            write_tensors(tensors, file)
-        path.with_suffix(".json").write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> StageSnapshot:
-        document = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return cls._of_flat(saved_values(path), document)
-
     @property
     def num_bytes(self) -> int:
-        tensors, _ = self._flat()
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def _flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by one name each, and the rest as JSON."""
-        tensors: dict[str, Tensor] = {}
-
-        def named(kind: str, values: Mapping[str, Tensor]) -> None:
-            tensors.update({f"{kind}: {name}": tensor for name, tensor in values.items()})
-
-        for version, values in self.versions.items():
-            named(f"version {version}", values)
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by one name each."""
+        kinds: dict[str, Mapping[str, Tensor]] = {kind: getattr(self, kind) for kind in _TENSOR_FIELDS}
+        kinds |= {f"version {version}": values for version, values in self.versions.items()}
         for owner, versions in self.tied.items():
-            for version, values in versions.items():
-                named(f"tied {owner} {version}", values)
-        for kind in _TENSOR_FIELDS:
-            named(kind, getattr(self, kind))
-        document = {name: getattr(self, name) for name in _PLAIN_FIELDS}
-        # A stage may train nothing, and have versions all the same.
-        document["versions"] = list(self.versions)
-        document["tied"] = {owner: list(versions) for owner, versions in self.tied.items()}
-        return tensors, document
-
-    @classmethod
-    def _of_flat(cls, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> StageSnapshot:
-        def of_kind(kind: str) -> dict[str, Tensor]:
-            mark = f"{kind}: "
-            return {n.removeprefix(mark): tensor for n, tensor in tensors.items() if n.startswith(mark)}
-
-        tensor_fields: dict[str, Any] = {kind: of_kind(kind) for kind in _TENSOR_FIELDS}
-        plain_fields: dict[str, Any] = {name: document[name] for name in _PLAIN_FIELDS}
-        return cls(
-            versions={version: of_kind(f"version {version}") for version in document["versions"]},
-            tied={
-                int(owner): {version: of_kind(f"tied {owner} {version}") for version in versions}
-                for owner, versions in document["tied"].items()
-            },
-            **tensor_fields,
-            **plain_fields,
-        )
+            kinds |= {f"tied {owner} {version}": values for version, values in versions.items()}
+        return {
+            f"{kind}: {name}": tensor for kind, values in kinds.items() for name, tensor in values.items()
+        }
 
 
 _TENSOR_FIELDS = ("buffers", "optimizer", "residuals", "document_tensors")
-_PLAIN_FIELDS = ("stage_index", "replica_index", "minibatch", "optimizer_document", "document")
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ __all__ = [
     "piece_of",
     "read_kind",
     "read_snapshot",
+    "read_snapshots",
     "state_of",
+    "write_snapshot",
     "write_stage",
 ]
 
@@ -143,27 +145,45 @@ def write_stage(
     place: tuple[int, int],
     contents: Sequence[Content],
     state: Mapping[str, Any],
+    *,
+    lasts: bool = True,
 ) -> Part:
-    """Writes a file for each content with tensors, and then the part's JSON. place: (stage, replica)."""
+    """Writes a file for each content with tensors, and then the part's JSON. place: (stage, replica). lasts:
+    as write_whole's."""
     prefix = part_name(*place)
     files = []
     strides: dict[str, list[int]] = {}
     for content in contents:
         if content.tensors:
-            files.append(_write_content(folder / f"{prefix}-{content.suffix}.safetensors", content))
+            files.append(_write_content(folder / f"{prefix}-{content.suffix}.safetensors", content, lasts))
         for name, tensor in content.tensors.items():
             if not tensor.is_contiguous():
                 strides[f"{content.kind}: {name}"] = list(tensor.stride())
     part = Part(*place, tuple(files))
-    write_part(folder, header, part, {**state, _STRIDES: strides})
+    write_part(folder, header, part, {**state, _STRIDES: strides}, lasts=lasts)
     return part
 
 
-def _write_content(path: Path, content: Content) -> PartFile:
+def write_snapshot(folder: Path, snapshot: StageSnapshot) -> None:
+    """Writes a snapshot by itself, for a process of this machine to read soon (read_snapshots)."""
+    place = (snapshot.stage_index, snapshot.replica_index)
+    header = Header("state", snapshot.minibatch, None, {}, "state", 1, 0, (place,))
+    write_stage(folder, header, place, contents_of(snapshot), state_of(snapshot), lasts=False)
+
+
+def read_snapshots(folder: Path) -> list[StageSnapshot]:
+    """All that write_snapshot() has written there, by stage."""
+    parts = [read_part(path)[1] for path in folder.glob("stage-*.json")]
+    parts.sort(key=lambda part: (part.stage_index, part.replica_index))
+    return [read_snapshot(folder, part) for part in parts]
+
+
+def _write_content(path: Path, content: Content, lasts: bool) -> PartFile:
     def write(file: Any) -> None:
         write_tensors(content.tensors, file)
 
-    return write_whole(path, content.kind, write, version=content.version, owner=content.owner)
+    how = {"version": content.version, "owner": content.owner}
+    return write_whole(path, content.kind, write, **how, lasts=lasts)
 
 
 def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:

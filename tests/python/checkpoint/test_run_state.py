@@ -10,6 +10,7 @@ import pytest
 import torch
 from pipedream.checkpoint.run_state import KeptState, RunState, WorkerState
 from pipedream.checkpoint.snapshot import StageSnapshot
+from pipedream.checkpoint.stage_files import state_of
 from pipedream.model.seeding import RngStream, generators_kept
 
 
@@ -116,8 +117,8 @@ def test_a_workers_part_comes_back_from_files(tmp_path: Path) -> None:
             assert (torch.rand(()).item(), torch.rand(()).item()) == wanted
     found, nothing = state.of_rank(3).snapshots
     assert nothing == empty
-    assert found._flat()[1] == snapshot._flat()[1]
-    tensors, expected = found._flat()[0], snapshot._flat()[0]
+    assert state_of(found) == state_of(snapshot)
+    tensors, expected = found.tensors(), snapshot.tensors()
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert found.newest_version == 12
