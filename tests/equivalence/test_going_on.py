@@ -73,17 +73,12 @@ def _assert_parts_equal_the_whole(farm: Farm, training: Training, *epochs: int, 
         ("cnn", 2, {"schedule": "gpipe", "microbatches": 2}),
         ("lstm", 4, {"schedule": "interleaved", "microbatches": 2}),
         ("dropout", 3, {"shuffled": True}),
-        ("cnn", 2, {"microbatches": 4, "shuffled": True, "optimizer": OPTIMIZERS["adamw"]}),
-        ("transformer", 2, {"optimizer": OPTIMIZERS["adamw"], "lr_scheduler": _falling}),
         ("frozen", 2, {"recompute": True, "in_flight": (4, 2)}),
         ("dropout", 1, {"shuffled": True, "seed": None}),
-        ("cnn", 3, {"schedule": "unstashed"}),
         ("cnn", 2, {"schedule": "unstashed", "recompute": True, "in_flight": (4, 2), "microbatches": 2}),
         ("tied_apart", 3, {}),
-        ("cnn", 2, {"replicas": (2, 1)}),
         ("cnn", 2, {"replicas": (1, 2), "schedule": "vertical_sync", "optimizer": OPTIMIZERS["adam"]}),
         ("dropout", 2, {"replicas": (2, 2), "schedule": "unstashed", "shuffled": True}),
-        ("cnn", 2, {"replicas": (2, 1), "schedule": "flush", "microbatches": 2}),
         ("cnn", 2, {"replicas": (2, 1), "sync": "ssp", "staleness": 2}),
         ("cnn", 2, {"replicas": (2, 1), "sync_every": 2, "optimizer": OPTIMIZERS["adam"]}),
         ("mlp", 2, {"replicas": (2, 1), "spares": (1, 0), "optimizer": OPTIMIZERS["adam"]}),
@@ -140,7 +135,7 @@ def test_the_loss_scale_and_what_has_overflowed_go_on(
 ) -> None:
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
     training = _Overflowing("mlp", len(replicas), num_minibatches=math.lcm(*replicas), **how)
-    _assert_parts_equal_the_whole(farm, training, *[1] * 6)
+    _assert_parts_equal_the_whole(farm, training, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _assert_equals_reference(
 @parametrize_pairs(
     name=tuple(_WRITTEN),
     case_name=("cnn", "transformer", "dropout", "lstm", "tied"),
-    how=({}, {"recompute": True}, {"recompute": (1,)}, {"max_grad_norm": 0.5}),
+    how=({"recompute": True}, {"recompute": (1,)}, {"max_grad_norm": 0.5}),
     num_minibatches=(1, 5, 12),
 )
 def test_a_written_program_gives_the_references_result(
@@ -62,15 +62,16 @@ def test_a_written_program_gives_the_references_result(
     _assert_equals_reference(farm, training)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_drawn_program_gives_the_references_result(farm: Farm, seed: int) -> None:
     program = drawn_program(seed)
     training = Training("mlp", program.num_stages, schedule=program, num_minibatches=9)
     _assert_equals_reference(farm, training)
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2), (2, 1, 2), (1, 3, 1)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "replicas"), [(0, (2, 1)), (1, (1, 2)), (1, (3, 2)), (0, (2, 1, 2)), (1, (1, 3, 1))]
+)
 def test_a_drawn_program_of_replicas_gives_the_references_result(
     farm: Farm, seed: int, replicas: tuple[int, ...]
 ) -> None:
@@ -98,8 +99,8 @@ def test_a_drawn_program_reads_shared_parameters_as_the_reference_does(farm: Far
 @parametrize_pairs(
     name=_NAMED,
     case_name=("cnn", "tied_apart"),
-    replicas=((1, 1, 1), (2, 1, 1), (1, 2, 2)),
-    how=({}, {"max_grad_norm": 0.1}, {"sync": "allreduce"}, {"recompute": True}),
+    replicas=((1, 1), (2, 1), (1, 2)),
+    how=({"max_grad_norm": 0.1}, {"sync": "allreduce"}, {"recompute": True}),
 )
 def test_the_program_of_a_name_trains_as_the_name_does(
     farm: Farm, name: str, case_name: str, replicas: tuple[int, ...], how: dict[str, Any]
@@ -107,10 +108,10 @@ def test_the_program_of_a_name_trains_as_the_name_does(
     m = 6 if name == "2bw" else 3
     program = Program.of(name, microbatches=m, replicas=replicas)
     assert Program(str(program)) == program
-    training = Training(case_name, 3, schedule=program, num_minibatches=5, replicas=replicas, **how)
+    training = Training(case_name, 2, schedule=program, num_minibatches=5, replicas=replicas, **how)
     result = _assert_equals_reference(farm, training)
     how = how | {"microbatches": m, "num_minibatches": 5, "replicas": replicas}
-    by_name, _ = train_by_reference(Training(case_name, 3, schedule=name, **how))
+    by_name, _ = train_by_reference(Training(case_name, 2, schedule=name, **how))
     assert result.losses == pytest.approx(by_name.losses, rel=1e-12)
     assert result.microbatch_versions == by_name.microbatch_versions
 
