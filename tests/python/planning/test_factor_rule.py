@@ -281,7 +281,7 @@ def test_a_plan_without_factors_says_how_much_faster_one_with_them_is() -> None:
         ),
         ({"codec": {"activations": "bf16", "pushes": "factors"}}, "plans are made for"),
         ({"codec": FACTOR_CODEC, "profile": _wide().without_factors()}, "the profile has none"),
-        ({"codec": FACTOR_CODEC, "spare_workers": 1}, "leave out spare_workers or codec"),
+        ({"codec": FACTOR_CODEC, "spare_workers": 1}, "spare_workers is 1, and codec is"),
     ],
 )
 def test_codecs_that_cannot_be_planned_for_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -132,7 +132,7 @@ def test_workers_stay_idle_where_using_them_is_slower() -> None:
         ({"cost_model": "simple"}, ValueError, "cost_model is 'simple': it is one of paper, calibrated"),
         ({"cost_model": "calibrated"}, ValueError, "the profile has no runtime figures: pipedream.calibrate"),
         ({"workers_per_host": 0}, ValueError, "workers_per_host is 0: give at least 1"),
-        ({"workers_per_host": 2}, ValueError, "workers_per_host is 2, which cost_model='calibrated' alone"),
+        ({"workers_per_host": 2}, ValueError, "workers_per_host is 2, and cost_model is 'paper'"),
         ({"profile": {"layers": []}}, TypeError, "profile is a dict: give a Profile"),
     ],
 )
