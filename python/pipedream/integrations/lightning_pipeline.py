@@ -13,9 +13,10 @@ import itertools
 import logging
 import math
 import os
+import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,6 @@ from pipedream.update.stage_optimizer import cut_out
 __all__ = ["Pipeline", "Settings", "shared"]
 
 _log = logging.getLogger("pipedream")
-
-_RECORDED = "recorded"
 
 
 @dataclass
@@ -158,7 +157,9 @@ class Pipeline:
         _wait_for_all()
         if rank != 0:
             return []
-        return [one for each in ranks for one in WorkerState.load(folder, each).snapshots]
+        found = [one for each in ranks for one in WorkerState.load(folder, each).snapshots]
+        shutil.rmtree(folder)
+        return found
 
     # Parts.
 
@@ -299,8 +300,7 @@ class Pipeline:
             scales={},
             convert=convert,
         )
-        metrics = {_RECORDED: self._recorder.take_outputs}
-        return data, pipedream.Validation(held_out, metrics, outputs=True)
+        return data, pipedream.Validation(held_out)
 
     def _learn(self, data: Batches, validation: Any) -> None:
         """Finds out by their first batches what the steps log."""
@@ -333,14 +333,15 @@ class Pipeline:
     def _choose_microbatches(self, data: Batches, first: Mapping[str, Any]) -> int:
         if data.accumulated > 1:
             return data.accumulated
+        if self.settings.schedule == "auto":
+            return 1  # the plan says how many
         if self.settings.microbatches is not None:
             return self.settings.microbatches
         plan = self.plan
         stages = self.settings.workers if plan is None else plan.num_stages
         if under_torchrun() and plan is None:
             stages = int(os.environ["WORLD_SIZE"])
-        samples = first["batch"]
-        size = next((t.size(0) for t in pipedream_tensors(samples) if t.dim()), 1)
+        size = int(first["total"])
         wanted = 1 if stages == 1 else 4 * stages
         return max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
 
@@ -359,7 +360,14 @@ class Pipeline:
                 seconds=10,
                 autocast=self.settings.autocast,
             )
-        plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True)
+        profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
+        schedule = self.settings.schedule
+        how: dict[str, Any] = {"schedule": schedule}
+        if schedule == "auto":
+            how["microbatches"] = "auto"
+        elif data.accumulated == 1:  # else a batch is a microbatch
+            how["microbatches"] = self._microbatches
+        plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True, **how)
         print(plan, flush=True)
         return plan
 
@@ -389,18 +397,12 @@ class Pipeline:
     def _take_rows(self, part: Part) -> None:
         recorder, steps = self._recorder, self.steps
         assert steps is not None
-        train, val = shared([list(recorder.batches().items()), recorder.val_rows.tolist()])
-        for _, pieces in train:
+        train, val = shared([recorder.trained(), recorder.held_out() if part.evaluates else []])
+        for pieces in train:
             rows = [Row.of(steps.layouts[True], row) for _, row in pieces]
             self._train_rows.append(Row.joined(rows, [samples for samples, _ in pieces]))
         self.num_batches = part.first + len(train)
-        self._val_rows = deque(Row.of(steps.layouts[False], row) for row in val if part.evaluates)
-
-
-def pipedream_tensors(value: Any) -> list[Tensor]:
-    from pipedream.model.boundary import tensors_of
-
-    return list(tensors_of(value))
+        self._val_rows = deque(Row.of(steps.layouts[False], row) for row in val)
 
 
 def _count_one(batch: Any) -> float:

@@ -166,7 +166,7 @@ class Steps(nn.Module):
         if self.training:
             assert isinstance(loss, Tensor)
             return {"loss": loss, "row": row.detach()}
-        return {"loss": row.sum(), "held_out": row}
+        return {"loss": logging.shown(loss), "held_out": row}
 
 
 def _takes(step: Step, position: int) -> bool:
@@ -252,6 +252,12 @@ class _Logging:
             flat += [getattr(metric, state).to(device, torch.float64).reshape(-1) for state, _, _ in states]
         self._around.close()
         return torch.cat(flat)
+
+    def shown(self, loss: Any) -> Tensor:
+        """The value that a validation shows as its loss: what the step returned, or else logged first."""
+        found = [loss, *(value for value, _ in self._values.values())]
+        numbers = [one for one in found if isinstance(one, Tensor) and one.numel() == 1]
+        return numbers[0].reshape(()) if numbers else torch.zeros(())
 
     def _as_column(self, value: Any, device: torch.device) -> Tensor:
         if not isinstance(value, Tensor):
@@ -345,54 +351,66 @@ class Row:
         )
 
 
-class Recorder:
-    """The loss of a run over Steps."""
+class _Rows(nn.Module):
+    """Rows of one width, in a tensor that grows."""
 
     def __init__(self) -> None:
-        self.train_rows = torch.zeros(0, 0, dtype=torch.float64)
-        self.num_train_rows = 0
-        self.val_rows = torch.zeros(0, 0, dtype=torch.float64)
+        super().__init__()
+        self.table = torch.zeros(0, 0, dtype=torch.float64)
+        self.count = 0
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
-        loss, row = outputs["loss"], outputs.get("row")
-        if row is not None:  # of a training step
-            samples = torch.tensor(_batch_size_of(batch["batch"]))
-            head = torch.stack([one.to(row) for one in (batch["number"], batch["total"], samples)])
-            self._keep(torch.cat([head, row]))
-            # The loss does not depend on what is logged, but what is logged has to come to its stage.
-            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
+    def add(self, head: Sequence[Any], row: Tensor) -> None:
+        row = torch.cat([torch.stack([torch.as_tensor(one).to(row) for one in head]), row.detach()])
+        if self.count == len(self.table):
+            larger = row.new_zeros(max(64, 2 * self.count), len(row))
+            larger[: self.count] = self.table.reshape(self.count, len(row)).to(row)
+            self.table = larger
+        self.table[self.count] = row
+        self.count += 1
+
+    def newest_first(self) -> Iterator[list[float]]:
+        rows: list[list[float]] = self.table[: self.count].tolist()
+        return reversed(rows)
+
+
+class Recorder(nn.Module):
+    """The loss of a run over Steps. Those that trace or rehearse a step add rows, too, but earlier ones. A
+    module, because tensors and numbers of modules come back from the worker of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trained, self._held_out = _Rows(), _Rows()
+
+    def forward(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+        loss = outputs["loss"]
+        if "held_out" in outputs:
+            self._held_out.add([batch["number"]], outputs["held_out"])
+            return loss
+        row = outputs["row"]
+        self._trained.add([batch["number"], batch["total"], _batch_size_of(batch["batch"])], row)
+        # The loss does not depend on what is logged, but what is logged has to come to its stage.
+        loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
         return loss * batch["scale"] if "scale" in batch else loss
-
-    def _keep(self, row: Tensor) -> None:
-        if self.num_train_rows == len(self.train_rows) or self.train_rows.size(1) != len(row):
-            larger = row.new_zeros(max(64, 2 * self.num_train_rows), len(row))
-            if self.num_train_rows:
-                larger[: self.num_train_rows] = self.train_rows
-            self.train_rows = larger
-        self.train_rows[self.num_train_rows] = row
-        self.num_train_rows += 1
-
-    def take_outputs(
-        self, outputs: Sequence[Mapping[str, Tensor]], targets: Sequence[Any]
-    ) -> tuple[float, int]:
-        """A metric of the validation: keeps the rows of all its steps."""
-        self.val_rows = torch.stack([output["held_out"] for output in outputs])
-        return 0.0, 1
-
-    def batches(self) -> dict[int, list[tuple[float, list[float]]]]:
-        """By batch, (samples, row) of its microbatches, as they were trained on last: a worker rehearses some
-        before."""
-        found: dict[int, list[tuple[float, list[float]]]] = {}
-        for number, total, samples, *row in reversed(self.train_rows[: self.num_train_rows].tolist()):
-            pieces = found.setdefault(int(number), [])
-            if sum(count for count, _ in pieces) < total:
-                pieces.insert(0, (samples, row))
-        return dict(sorted(found.items()))
 
     def begin(self) -> None:
         """Before a run, in the caller."""
-        self.train_rows, self.num_train_rows = torch.zeros(0, 0, dtype=torch.float64), 0
-        self.val_rows = torch.zeros(0, 0, dtype=torch.float64)
+        self._trained, self._held_out = _Rows(), _Rows()
+
+    def trained(self) -> list[list[tuple[float, list[float]]]]:
+        """Returns (samples, row) of the microbatches of each batch, in order."""
+        found: dict[int, list[tuple[float, list[float]]]] = {}
+        for number, total, samples, *row in self._trained.newest_first():
+            pieces = found.setdefault(int(number), [])
+            if sum(count for count, _ in pieces) < total:
+                pieces.insert(0, (samples, row))
+        return [found[number] for number in sorted(found)]
+
+    def held_out(self) -> list[list[float]]:
+        """Rows of the validation's batches in order."""
+        found: dict[int, list[float]] = {}
+        for number, *row in self._held_out.newest_first():
+            found.setdefault(int(number), row)
+        return [found[number] for number in sorted(found)]
 
 
 class Batches:
@@ -445,7 +463,7 @@ class Batches:
 
     def _item(self, number: int, batch: Any) -> dict[str, Any]:
         self.has_lists = isinstance(batch, list)
-        batch = _without_lists(batch)
+        batch = _for_stages(batch)
         if self._convert is not None:
             batch = map_tensors(self._convert, batch)
         item = {"batch": batch, "number": torch.tensor(number), "total": torch.tensor(_batch_size_of(batch))}
@@ -458,8 +476,17 @@ class Batches:
         return max(0, math.ceil((length - self.first) / self.accumulated))
 
 
-def _without_lists(batch: Any) -> Any:
-    """Lists of tensors, as torch collates them, as tuples: a list is one entry per sample to a run."""
-    if isinstance(batch, list) and all(isinstance(one, (Tensor, list, tuple, dict)) for one in batch):
-        return tuple(map(_without_lists, batch))
+def _for_stages(batch: Any) -> Any:
+    """The batch as stages take it: lists of tensors, as torch collates them, as tuples, because a list is one
+    entry per sample to a run; and None in the place of texts, which do not cross a cut."""
+    if isinstance(batch, str):
+        return None
+    if isinstance(batch, dict):
+        return {name: _for_stages(value) for name, value in batch.items()}
+    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
+        return batch
+    if batch and all(isinstance(one, str) for one in batch):
+        return None
+    if all(isinstance(one, (Tensor, list, tuple, dict)) for one in batch):
+        return tuple(map(_for_stages, batch))
     return batch
