@@ -201,16 +201,17 @@ def _train_watched(
     return result, watching
 
 
+_REPLICATED = replace(_TRAINING, replicas=(2, 1))
 _WATCHED = [
-    (replace(_TRAINING, schedule="flush", max_grad_norm=0.3), 0),
-    (_TRAINING, 2),
-    (replace(_TRAINING, replicas=(2, 1)), 4),
-    (replace(_TRAINING, num_stages=3, schedule="flush", replicas=(2, 1, 1), microbatches=2), 0),
+    (replace(_TRAINING, schedule="flush", max_grad_norm=0.3), 0, True),
+    (_TRAINING, 2, False),
+    (_REPLICATED, 4, True),
+    (_REPLICATED, 4, False),
+    (replace(_TRAINING, num_stages=3, schedule="flush", replicas=(2, 1, 1), microbatches=2), 0, False),
 ]
 
 
-@pytest.mark.parametrize(("training", "lead"), _WATCHED, ids=str)
-@pytest.mark.parametrize("is_local", [True, False], ids=["plain", "torchrun"])
+@pytest.mark.parametrize(("training", "lead", "is_local"), _WATCHED, ids=str)
 def test_callbacks_ask_for_evaluations_and_checkpoints_at_a_stated_minibatch(
     farm: Farm, tmp_path: Path, training: Training, lead: int, is_local: bool
 ) -> None:
@@ -347,11 +348,12 @@ def test_a_run_that_continues_tells_its_callbacks_of_all_before_and_decides_alik
     whole, seen, state = train(tmp_path / "whole", True)[0]
     saved = checkpoints_in(tmp_path / "whole")
     assert whole[2] is not None
-    for number in (1, 4, 7):  # the last where the run has stopped, or nearly
+    for number in (1, 4):
         found, seen_again, state_again = train(tmp_path / f"{number}", saved[number])[0]
         assert found == whole
         assert seen_again == seen
         assert_equal_state(dict(state_again), dict(state))
     assert train(tmp_path / "end", saved[-1])[0][0] == whole
-    found, seen_again, _ = _train_saved(training, tmp_path / "local", saved[4])
-    assert (found, seen_again[:15]) == (whole, seen[:15])
+    if training.replicas:
+        found, seen_again, _ = _train_saved(training, tmp_path / "local", saved[4])
+        assert (found, seen_again[:15]) == (whole, seen[:15])
