@@ -180,7 +180,8 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
         parts = [part for part in manifest.parts if part.stage_index == stage_index]
         first = min(parts, key=lambda part: part.replica_index)
         names = read_part(checkpoint / f"{part_name(stage_index, first.replica_index)}.json")[2][NAMES]
-        parameters |= _newest_of(checkpoint, parts, names)
+        newest = _newest_of(checkpoint, parts, names)
+        parameters |= {name: tensor for name, tensor in newest.items() if name not in names["tied"]}
         parameters |= read_kind(checkpoint, first.of_kind(FROZEN))
         left_out = names["not_saved"] if persistent else ()
         means = _mean_buffers(checkpoint, parts)
@@ -191,7 +192,8 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
 
 def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
     """By another name, the one under which its value is. names: of names_of_stage()."""
-    tied = {name: known for name, (_, known) in names["tied"].items()}
+    # In a module that was cut both stages have it under one name.
+    tied = {name: known for name, (_, known) in names["tied"].items() if known != name}
     aliases: dict[str, str] = names["aliases"]
     return tied | aliases
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pipedream
 import pytest
 import torch
+from farm import Farm
 from pipedream import Plan
 from pipedream.checkpoint.whole_model import export_checkpoint, load_checkpoint
 from safetensors.torch import load_file
@@ -55,6 +57,44 @@ def test_a_checkpoint_is_loaded_into_a_model_in_place(tmp_path: Path) -> None:
     assert fresh[0].weight is weight is fresh[3].weight
     assert torch.equal(fresh[1].cache, trained[1].cache)
     for name, value in trained.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+
+
+class _TiedByName(nn.Module):
+    """A module that is cut by its forward: both stages have the weight under the embedding's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.body(self.embedding(inputs)))
+        return outputs
+
+
+def _train_tied(folder: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = _TiedByName()
+    pipedream.run(
+        model,
+        Plan.straight(3, 2),
+        data=[(torch.arange(4), torch.arange(4))] * 3,
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        checkpoints=folder,
+        progress=False,
+    )
+    return model.state_dict()
+
+
+def test_a_weight_that_stages_tie_under_one_name_is_loaded(farm: Farm, tmp_path: Path) -> None:
+    state = farm.results(_train_tied, tmp_path, num_ranks=2)[0]
+    fresh = _TiedByName()
+    load_checkpoint(tmp_path, fresh)
+    for name, value in state.items():
         assert torch.equal(fresh.state_dict()[name], value), name
 
 
