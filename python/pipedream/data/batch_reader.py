@@ -119,11 +119,12 @@ class BatchReader:
     ) -> list[Microbatch]:
         m = self._num_microbatches
         cut = functools.partial(chunk, num_microbatches=m, minibatch=minibatch, num_samples=batch.num_samples)
-        cut_inputs = cut(inputs, name="the inputs")
-        cut_targets = cut(targets, name="the targets")
+        sizes = sizes_of(batch.inputs, batch.targets, batch.num_samples, m)
+        absent = [None] * len(sizes)  # what this stage does not read
+        cut_inputs = absent if inputs is None else cut(inputs, name="the inputs")
+        cut_targets = absent if targets is None else cut(targets, name="the targets")
         # At every stage that reads: others would find another fingerprint. Of what is forwarded the caller.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
-        sizes = sizes_of(batch.inputs, batch.targets, batch.num_samples, m)
         counts: list[float] = [*sizes]
         uneven: tuple[UnevenLabels, ...] = ()
         if self._is_last and self._weight_fn is not None:

@@ -39,7 +39,9 @@ def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
         first = Microbatches(each for each, _ in pairs)
         return first, first if targets is inputs else Microbatches(each for _, each in pairs)
     if type(inputs) is Keywords:
-        large = Keywords({key: maker.make(key, value) for key, value in inputs.items()})
+        # Beside targets of their own, shapes name them so; where the caller forwards both, by keys alone.
+        prefix = "inputs." if targets is not inputs and maker.knows("inputs.") else ""
+        large = Keywords({key: maker.make(prefix + key, value) for key, value in inputs.items()})
         return large, large if targets is inputs else maker.make("targets", targets)
     return maker.make("inputs", inputs), maker.make("targets", targets)
 
@@ -55,6 +57,10 @@ class _Maker:
         self._cuts = cuts
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         """With the original, so that no other tensor gets its id."""
+
+    def knows(self, prefix: str) -> bool:
+        """Whether the shapes of something inside are known."""
+        return any(name.startswith(prefix) for name in self._shapes)
 
     def make(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipedream import Microbatches
 from pipedream.data import minibatch_source
 from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.data.minibatch_source import MinibatchSource
@@ -46,6 +47,17 @@ def test_the_first_stage_gets_inputs_and_the_last_targets_with_their_share_of_th
     assert all(piece.inputs is None for piece in last)
     # torch.chunk makes 3 pieces of 5: the fourth microbatch has nothing.
     assert [piece.is_empty for piece in first] == [piece.is_empty for piece in last] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("place", [_FIRST, _LAST, _ALONE], ids=["first", "last", "alone"])
+def test_given_microbatches_are_read_whole_by_each_stage(place: dict[str, bool]) -> None:
+    sizes = [2, 2, 1, 1]  # torch.chunk would make 3 pieces of 6
+    pieces = _read_all(_reader([Microbatches(map(_pair, sizes))], 4, **place), 0, 4)
+    for read, part in ((place["is_first"], "inputs"), (place["is_last"], "targets")):
+        found = [getattr(piece, part) for piece in pieces]
+        assert [len(each) for each in found] == sizes if read else found == [None] * 4
+    assert [piece.weight for piece in pieces] == [size / 6 for size in sizes]
+    assert not any(piece.is_empty for piece in pieces)
 
 
 def test_both_ends_take_the_same_fingerprint_of_the_same_minibatch_and_another_of_another() -> None:
