@@ -13,7 +13,7 @@ __all__ = ["LOSS", "Metric", "Validation", "check_validation"]
 LOSS = "loss"
 """The figure that every evaluation has beside the metrics."""
 
-Metric = Callable[[Any, Any], tuple[Any, Any]]
+Metric = Callable[[Any, Any], tuple[Any, Any] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,17 @@ class Validation:
     count), called at the last stage for each validation minibatch; an evaluation's figure is the sum of all
     sums over the sum of all counts. The loss is always measured. every: "epoch", or a number of minibatches,
     which is rounded up to a place where all replicas have made their updates. outputs: True calls each metric
-    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most. ema:
-    True evaluates the averages of callbacks.EMA in the place of the weights. forward: (model, inputs) ->
-    outputs, in the place of the model's own forward in eval mode.
+    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most; a
+    function of outputs and targets says what is kept of a minibatch in the place of its outputs. Then a
+    metric may also return several figures by name, {"f1": 0.9}. ema: True evaluates the averages of
+    callbacks.EMA in the place of the weights. forward: (model, inputs) -> outputs, in the place of the
+    model's own forward in eval mode.
     """
 
     data: Iterable[Any]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     every: str | int = "epoch"
-    outputs: bool = False
+    outputs: bool | Callable[[Any, Any], Any] = False
     ema: bool = False
     forward: Callable[[Any, Any], Any] | None = None
 
@@ -58,16 +60,19 @@ class Validation:
             raise ValueError(f"validation: every is {self.every!r}: use 'epoch' or a number of minibatches")
         if self.forward is not None:
             check_function("validation: forward", self.forward)
+        if not isinstance(self.outputs, bool):
+            check_function("validation: outputs", self.outputs)
 
     def functions(self) -> list[Callable[..., Any]]:
         """The user's."""
-        return [*self.metrics.values(), *([] if self.forward is None else [self.forward])]
+        others = (self.forward, self.outputs)
+        return [*self.metrics.values(), *(each for each in others if callable(each))]
 
     def said(self) -> str:
         """Returns the text that all ranks compare."""
         names = ", ".join(sorted(self.metrics))
         given = (
-            f", outputs={self.outputs}" * self.outputs
+            f", outputs={self.outputs is True or 'function'}" * bool(self.outputs)
             + ", ema" * self.ema
             + ", forward" * (self.forward is not None)
         )

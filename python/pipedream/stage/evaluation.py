@@ -103,6 +103,7 @@ class Measures:
         self._weight_fn = weight_fn
         self._metrics: Mapping[str, Metric] = validation.metrics
         self._keeps_outputs = validation.outputs
+        """True, or what keeps something of them."""
         self._losses: list[tuple[Tensor, float]] = []
         self._sums: dict[str, list[tuple[Any, Any]]] = {}
         self._kept: list[tuple[Any, Any]] = []
@@ -128,6 +129,8 @@ class Measures:
             self._sums[name].append(_pair(name, metric(output, targets)))
 
     def _keep(self, output: Any, targets: Any) -> None:
+        if callable(self._keeps_outputs):
+            output = self._keeps_outputs(output, targets)
         on_host = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), (output, targets))
         self._num_kept_bytes += sum(tensor.nbytes for tensor in tensors_of(on_host))
         if self._num_kept_bytes > _OUTPUT_BYTES_MAX:
@@ -140,10 +143,15 @@ class Measures:
 
     def result(self) -> Figures:
         """Means over the evaluation; the loss by weights."""
+        several: Figures = {}
         if self._keeps_outputs:
             outputs, targets = ([pair[index] for pair in self._kept] for index in (0, 1))
             for name, metric in self._metrics.items():
-                self._sums[name] = [_pair(name, metric(outputs, targets))]
+                returned = metric(outputs, targets)
+                if isinstance(returned, Mapping):
+                    several |= {key: float(value) for key, value in returned.items()}
+                else:
+                    self._sums[name] = [_pair(name, returned)]
         losses = [(loss.item(), weight) for loss, weight in self._losses]
         total = sum(weight for _, weight in losses)
         figures = {LOSS: sum(loss * weight for loss, weight in losses) / (total or 1.0)}
@@ -151,7 +159,7 @@ class Measures:
             count = sum(float(count) for _, count in pairs)
             figures[name] = sum(float(value) for value, _ in pairs) / (count or 1.0)
         self.begin()
-        return figures
+        return figures | several
 
 
 def _pair(name: str, returned: Any) -> tuple[Any, Any]:
