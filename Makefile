@@ -78,7 +78,7 @@ demo: setup
 	echo "==> the same on three, the first stage on two of them"; \
 	$(PYTHON) examples/digits.py --plan 2-1 --epochs 3 --output-dir results/digits-2-1
 
-# What examples/hf_finetune.py and image_classifier.py need, beside the torch that is there: the newest torchvision
+# Libraries of the examples, but for digits.py and char_lm.py, beside the torch that is there: the newest torchvision
 # would bring another.
 examples: setup
 	@torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))'); \

@@ -12,22 +12,19 @@ of hf_finetune.py, beside this file. make examples brings the libraries.
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import os
 import sys
 from pathlib import Path
 
 import hf_finetune
-import pipedream
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 try:
     import peft
-except ModuleNotFoundError:
-    sys.exit("peft is not installed: make examples brings it")
+    from pipedream.integrations.transformers import PipelineTrainer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed: make examples brings it")
 
 
 def add_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
@@ -54,14 +51,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--blocks-adapted", type=int, help="the last so many; default: all")
     parser.add_argument("--dora", action="store_true", help="adapters with a trained magnitude")
     parser.add_argument("--bfloat16", action="store_true", help="keep the frozen weights in 2 bytes each")
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--context", type=int, default=96, help="bytes per example")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--minibatches", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=4, help="of a microbatch")
+    parser.add_argument("--accumulation", type=int, default=4, help="microbatches of an update")
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--schedule", default="flush", help="docs/schedules.md has all")
-    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, default=Path("results/lora"))
     return parser.parse_args()
@@ -69,59 +65,50 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
-    num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.workers))
     torch.manual_seed(options.seed)
     if options.pretrained is not None:
-        base = hf_finetune.transformers.AutoModelForCausalLM.from_pretrained(options.pretrained).train()
+        base = hf_finetune.transformers.AutoModelForCausalLM.from_pretrained(options.pretrained)
         options.blocks = base.config.num_hidden_layers
     else:
         base = hf_finetune.make_model("llama", options.width, options.blocks, options.context)
     # peft makes the adapters float32 beside bfloat16 weights.
     model = add_adapters(base.to(torch.bfloat16) if options.bfloat16 else base, options)
 
-    text = hf_finetune.read_text(options.text)
-    examples = hf_finetune.cut_into_examples(text, options.context)
+    examples = hf_finetune.cut_into_examples(hf_finetune.read_text(options.text), options.context)
     num_held_out = min(200, max(1, len(examples) // 10))
     order = torch.randperm(len(examples)).tolist()
-    train = [examples[i] for i in order[num_held_out:]][: options.minibatches * options.batch_size]
-    held_out = [examples[i] for i in order[:num_held_out]]
-    make_loader = functools.partial(DataLoader, batch_size=options.batch_size, collate_fn=hf_finetune.collate)
-    loader, held_out_loader = make_loader(train, shuffle=True), make_loader(held_out)
-
-    if is_main:
-        profile = pipedream.profile(model, loader, minibatches=20, seconds=10)
-        plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
-        plan = plan.fitting(hf_finetune.collate([max(train, key=len)] * options.batch_size))
-        print(plan, "\n", flush=True)
-        untrained = hf_finetune.evaluate(model, held_out_loader)
-    else:
-        plan = pipedream.Plan.straight(num_workers, num_workers)  # rank 0's plan is used everywhere
-
-    result = pipedream.run(
-        model,
-        plan,
-        data=loader,
-        optimizer=functools.partial(pipedream.optim.AdamW, lr=options.learning_rate),
-        weight_fn=hf_finetune.num_tokens,
-        schedule=options.schedule,
-        microbatches=options.microbatches,
-        epochs=math.ceil(options.minibatches / len(loader)),
-        seed=options.seed,
+    trainer = PipelineTrainer(
+        model=model,
+        args=hf_finetune.transformers.TrainingArguments(
+            output_dir=str(options.output_dir),
+            max_steps=options.updates,
+            per_device_train_batch_size=options.batch_size,
+            gradient_accumulation_steps=options.accumulation,
+            learning_rate=options.learning_rate,
+            lr_scheduler_type="constant",
+            remove_unused_columns=False,  # examples are lists of tokens
+            eval_strategy="steps",
+            eval_steps=max(1, options.updates // 4),
+            eval_on_start=True,
+            save_strategy="no",
+            logging_steps=max(1, options.updates // 10),
+            report_to="none",
+            seed=options.seed,
+        ),
+        train_dataset=[examples[index] for index in order[num_held_out:]],
+        eval_dataset=[examples[index] for index in order[:num_held_out]],
+        data_collator=hf_finetune.collate,
+        workers=options.workers,
     )
-    if not is_main:
-        return
-
-    model.save_pretrained(options.output_dir / "adapters")
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(result.summary())
-    print(result.describe_memory())
-    print(f"trained            {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
-    print(f"adapters           {options.output_dir}/adapters")
-    after = hf_finetune.evaluate(model, held_out_loader)
-    print(f"held-out loss      {untrained:.3f} -> {after:.3f} nats per byte on {num_held_out} examples")
+    trainer.train()
+    trainer.save_model(str(options.output_dir / "adapters"))
+    if trainer.is_world_process_zero():
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        print(f"trained            {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+        print(f"adapters           {options.output_dir}/adapters")
+        print(f"held-out loss      {losses[0]:.3f} -> {losses[-1]:.3f} on {num_held_out} examples")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,18 @@ import contextlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pipedream.common.errors import describe_error
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.stage.job import WorkerPlace
 
-__all__ = ["mistakes_told", "rendezvous_prefix", "this_rank"]
+__all__ = ["mistakes_told", "rendezvous_prefix", "shared_by_rank_0", "this_rank"]
 
 # Where no store answers, nobody waits in it: the mistake is raised here all the same.
 _TELL_TIMEOUT_S = 30.0
+_SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 
 
 @contextlib.contextmanager
@@ -63,6 +65,24 @@ def this_rank(prefix: str) -> Iterator[WorkerPlace]:
             rendezvous=rendezvous,
             board=None,
         )
+
+
+def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
+    """Returns a JSON value that rank 0 makes, at every rank, when all have called this. Raises PeerLost for a
+    rank that does not come, and what make() raises."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with torchrun_rendezvous(key, START_TIMEOUT_S) as rendezvous:
+        try:
+            if rank == 0:
+                rendezvous.publish("made", make())
+        except Exception as error:
+            rendezvous.fail(f"rank 0: {describe_error(error)}")
+            raise
+        (made,) = rendezvous.wait_for(["made"], _SHARING_TIMEOUT_S, lambda _: "rank 0 made nothing")
+        rendezvous.publish(f"read/{rank}", True)
+        readers = [f"read/{other}" for other in range(world_size)]
+        rendezvous.wait_for(readers, START_TIMEOUT_S, lambda missing: f"no {missing[0]}")
+        return made
 
 
 # Calls of this process so far, by torchrun's run id and restart count.

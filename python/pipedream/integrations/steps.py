@@ -1,0 +1,212 @@
+"""The minibatches of a transformers.Trainer: so many batches of its loader for each step, as microbatches.
+
+    loader               b0 b1 | b2 b3 | b4         gradient_accumulation_steps=2, an epoch of 5 batches
+    one minibatch each   b0 b1 | b2 b3 | b4         Microbatches, uncut
+    pieces_per_batch=2   b0' b0'' b1' b1'' | ...    each batch cut by torch.chunk, for a plan with m = 4
+
+The Trainer sums the losses of a step's batches: each divided by the tokens of all, where the loss takes
+num_items_in_batch, else by the number of batches. Each microbatch carries its share of that sum. Iterated by
+workers and by the caller; needs no transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pipedream.common.microbatches import Microbatches
+from pipedream.model.batches import Keywords
+from pipedream.model.microbatch import chunk, piece_sizes, samples_of
+
+__all__ = ["HeldOut", "LossForm", "Steps", "share_of_loss"]
+
+_LABELS, _NUM_ITEMS, _IGNORED = "labels", "num_items_in_batch", -100
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """How the Trainer's loss is made of a step's batches."""
+
+    takes_labels: bool = False
+    """The loss is computed of outputs and labels, which the model does not get."""
+    counts_items: bool = False
+    """The items of all of a step's batches are counted, for the loss or the model."""
+    gives_items: bool = False
+    """The model gets their number."""
+    divides_by_items: bool = False
+    """The loss is divided by it: the losses of pieces of a batch add up to that of the batch."""
+    is_sum: bool = False
+    """The losses of a step's batches are added up; else they are divided by the number of batches."""
+    shifts_labels: bool = False
+    items_dtype: torch.dtype = torch.float32
+    """The dtype of their number, which the Trainer divides by a number of devices."""
+    label_names: tuple[str, ...] = ()
+    """Entries of a batch that compute_metrics gets as labels."""
+    kept_input: str | None = None
+    """An input that compute_metrics wants to see."""
+
+    def items_of(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Items that the loss of a batch is a mean of; None where they cannot be told."""
+        labels = batch.get("shift_labels", batch.get(_LABELS))
+        if not isinstance(labels, Tensor) or labels.dim() == 0:
+            return None
+        if self.shifts_labels and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+    def items_of_all(self, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
+        """The number of items that the Trainer counts in these batches, if it does."""
+        if not self.counts_items:
+            return None
+        counts = [self.items_of(batch) for batch in batches]
+        known = [count for count in counts if count is not None]
+        return torch.stack(known).sum().to(self.items_dtype) if len(known) == len(counts) else None
+
+    def parts(
+        self, batch: Mapping[str, Any], weight: float, *, scale: float = 1.0, items: Tensor | None = None
+    ) -> tuple[Keywords, dict[str, Any]]:
+        """(inputs, targets) of a microbatch. weight: its share of the minibatch. scale: of its loss."""
+        inputs = Keywords(batch)
+        targets: dict[str, Any] = {
+            "labels": inputs.get(_LABELS),
+            "weight": torch.tensor(weight, dtype=torch.float64),
+            "scale": torch.tensor(scale, dtype=torch.float64),
+        }
+        if self.takes_labels:
+            inputs.pop(_LABELS, None)
+        if items is not None:
+            targets["items"] = items
+            if self.gives_items:
+                inputs[_NUM_ITEMS] = items
+        if self.label_names:
+            labels = [batch.get(name) for name in self.label_names]
+            targets["label_ids"] = labels[0] if len(labels) == 1 else tuple(labels)
+        if self.kept_input is not None:
+            targets["inputs"] = batch.get(self.kept_input)
+        return inputs, targets
+
+
+def share_of_loss(targets: Mapping[str, Any]) -> float:
+    """The weight_fn of a run."""
+    return float(targets["weight"])
+
+
+class Steps:
+    """All minibatches of a training, whatever the number of epochs, as one iteration."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        form: LossForm,
+        *,
+        num_steps: int,
+        batches_per_step: int,
+        pieces_per_batch: int = 1,
+    ) -> None:
+        """loader: iterated once per epoch."""
+        self._loader = loader
+        self._form = form
+        self._num_steps = num_steps
+        self._batches_per_step = batches_per_step
+        self._pieces_per_batch = pieces_per_batch
+        self._step, self._epoch, self._step_of_epoch = 0, 0, 0
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Microbatches]:
+        while self._step < self._num_steps:
+            _set_epoch(self._loader, self._epoch)
+            batches = itertools.islice(self._loader, self._step_of_epoch * self._batches_per_step, None)
+            while self._step < self._num_steps:
+                of_step = [*itertools.islice(batches, self._batches_per_step)]
+                if not of_step:
+                    break
+                self._step += 1
+                self._step_of_epoch += 1
+                yield self.minibatch(of_step)
+            else:
+                return
+            if self._step_of_epoch == 0:
+                return  # an epoch without a batch
+            self._epoch, self._step_of_epoch = self._epoch + 1, 0
+
+    # The place, for a run that goes on from a checkpoint.
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._step, "epoch": self._epoch, "step_of_epoch": self._step_of_epoch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._step, self._epoch = state["step"], state["epoch"]
+        self._step_of_epoch = state["step_of_epoch"]
+
+    # A minibatch.
+
+    def minibatch(self, batches: Sequence[Mapping[str, Any]]) -> Microbatches:
+        form = self._form
+        items = form.items_of_all(batches)
+        pieces = [self._pieces_of(dict(batch)) for batch in batches]
+        num_batches, num_pieces = len(batches), sum(map(len, pieces))
+        if items is not None and form.divides_by_items:
+            return Microbatches(
+                form.parts(piece, 1 / num_pieces, scale=num_pieces, items=items)
+                for piece, _ in itertools.chain(*pieces)
+            )
+        scale = num_batches if form.is_sum and items is not None else 1
+        return Microbatches(
+            form.parts(piece, share / num_batches, scale=scale, items=items)
+            for piece, share in itertools.chain(*pieces)
+        )
+
+    def _pieces_of(self, batch: dict[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
+        """(piece, its share of the batch's mean)."""
+        count = self._pieces_per_batch
+        if count == 1:
+            return [(batch, 1.0)]
+        num_samples = samples_of(batch, batch)
+        cut = chunk(batch, count, name="a batch", minibatch=self._step, num_samples=num_samples)
+        found = [self._form.items_of(piece) for piece in cut]
+        items = [float(each) for each in found if each is not None]
+        if len(items) < len(cut) or sum(items) == 0:
+            items = [float(size) for size in piece_sizes(num_samples, count)]
+        return [(piece, each / sum(items)) for piece, each in zip(cut, items, strict=True)]
+
+
+class HeldOut:
+    """The batches of an evaluation, each weighted by its samples."""
+
+    def __init__(self, loader: Iterable[Any], form: LossForm) -> None:
+        self._loader = loader
+        self._form = form
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            num_samples = samples_of(dict(batch), dict(batch)) or 1
+            yield self._form.parts(batch, num_samples, items=self._form.items_of_all([batch]))
+
+
+def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
+    """Minibatches of the loader, each collated of the samples of so many batches; its batches where samples
+    have no indices."""
+    sampler = loader.batch_sampler
+    if sampler is None or not hasattr(loader.dataset, "__getitem__"):
+        return [dict(batch) for batch in itertools.islice(loader, 2)]
+    indices = [*itertools.islice(sampler, 2 * num_batches)]
+    groups = [indices[i : i + num_batches] for i in range(0, len(indices), num_batches)]
+    collate: Callable[[list[Any]], Any] = loader.collate_fn
+    return [dict(collate([loader.dataset[index] for index in itertools.chain(*group)])) for group in groups]
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tells the samplers, as the Trainer does, so that shuffles follow from the epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    each: Any
+    for each in (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "dataset", None)):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)

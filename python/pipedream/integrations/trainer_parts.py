@@ -1,0 +1,132 @@
+"""The parts of a Trainer that workers get: its loss, its metrics, its loader. None holds the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import EvalLoopContainer
+from transformers.trainer_utils import EvalPrediction
+
+from pipedream.integrations.steps import HeldOut, LossForm
+from pipedream.model.boundary import tensors_of
+from pipedream.model.seeding import generators_kept
+
+if TYPE_CHECKING:
+    from pipedream.integrations.transformers import PipelineTrainer
+
+__all__ = ["Loss", "Predictions", "autocast_of", "in_memory", "loss_form", "loss_of_batch", "plain_loader"]
+
+_HELD_OUT_BYTES_MAX = 1 << 30
+
+
+class Loss:
+    """The loss of a microbatch, as Trainer.compute_loss computes it."""
+
+    def __init__(self, function: Any, smoother: Any, shifts: bool) -> None:
+        self._function = function
+        self._smoother = smoother
+        self._shifts = shifts
+
+    def __call__(self, outputs: Any, targets: Mapping[str, Any]) -> torch.Tensor:
+        labels, items = targets["labels"], targets.get("items")
+        if self._function is not None:
+            loss = self._function(outputs, labels, num_items_in_batch=items)
+        elif self._smoother is not None and labels is not None:
+            loss = self._smoother(outputs, labels, shift_labels=self._shifts, num_items_in_batch=items)
+        else:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        # Some models compute the loss in float32, whatever their own dtype; the Trainer adds up in float64.
+        scaled: torch.Tensor = loss.double() * targets["scale"]
+        return scaled
+
+
+def loss_of_batch(trainer: PipelineTrainer, form: LossForm) -> Loss:
+    model = trainer.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    shifts = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return Loss(trainer.compute_loss_func, trainer.label_smoother, shifts)
+
+
+def loss_form(trainer: PipelineTrainer) -> LossForm:
+    own = trainer.compute_loss_func is not None
+    accepts = bool(trainer.model_accepts_loss_kwargs)
+    includes = "inputs" in trainer.args.include_for_metrics
+    return LossForm(
+        takes_labels=own or trainer.label_smoother is not None,
+        counts_items=accepts or own,
+        gives_items=accepts,
+        is_sum=accepts or own,
+        shifts_labels=trainer._loss_shifts_labels,
+        items_dtype=torch.get_default_dtype(),
+        kept_input=getattr(trainer.model, "main_input_name", "input_ids") if includes else None,
+    )
+
+
+class Predictions:
+    """compute_metrics, at the last worker."""
+
+    def __init__(self, trainer: PipelineTrainer, ignored_keys: list[str] | None) -> None:
+        config = getattr(trainer.model, "config", None)
+        if ignored_keys is None:
+            ignored_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        self._ignored = {*ignored_keys, "loss"}
+        self._preprocess = trainer.preprocess_logits_for_metrics
+        self._compute = trainer.compute_metrics
+        self._concatenates = trainer.args.eval_do_concat_batches
+
+    def kept(self, outputs: Any, targets: Mapping[str, Any]) -> Any:
+        """Returns what is kept of a batch: logits, labels, and an input if it is wanted."""
+        if isinstance(outputs, Mapping):
+            logits: Any = tuple(value for key, value in outputs.items() if key not in self._ignored)
+        else:
+            logits = outputs[1:]
+        logits = logits[0] if len(logits) == 1 else logits
+        if self._preprocess is not None:
+            logits = self._preprocess(logits, targets["labels"])
+        return logits, targets["labels"], targets.get("inputs")
+
+    def measure(self, kept: list[Any], _: list[Any]) -> dict[str, float]:
+        arrays = []
+        for each in zip(*kept, strict=True):
+            container = EvalLoopContainer(self._concatenates, padding_index=-100)
+            for batch in each:
+                if batch is not None:
+                    container.add(batch)
+            arrays.append(container.get_arrays())
+        predictions, labels, inputs = arrays
+        given = {} if inputs is None else {"inputs": inputs}
+        computed = self._compute(EvalPrediction(predictions=predictions, label_ids=labels, **given))
+        return {key: float(value) for key, value in computed.items()}
+
+
+def plain_loader(loader: Any) -> DataLoader[Any]:
+    """The loader as torch has it: accelerate's moves minibatches to the caller's device."""
+    names = (
+        *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
+        *("multiprocessing_context", "persistent_workers", "in_order"),
+    )
+    given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    given["pin_memory"] = loader.pin_memory and torch.cuda.is_available()  # it warns where there is no GPU
+    if loader.batch_sampler is not None:
+        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **given)
+    return DataLoader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **given)
+
+
+def in_memory(held_out: HeldOut) -> Any:
+    """A list, of which the largest is known, where it is not too large."""
+    found, num_bytes = [], 0
+    with generators_kept():
+        for batch in held_out:
+            found.append(batch)
+            num_bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
+            if num_bytes > _HELD_OUT_BYTES_MAX:
+                return held_out
+    return found
+
+
+def autocast_of(args: Any) -> str | None:
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None

@@ -1,0 +1,472 @@
+"""One train() of a PipelineTrainer: its plan, its run, and what the Trainer and its callbacks are told of it.
+
+On the caller's thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+
+from pipedream import _core
+from pipedream.callbacks.callback import (
+    Callback,
+    CheckpointReport,
+    Decision,
+    EvaluationReport,
+    MinibatchReport,
+)
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoint
+from pipedream.checkpoint.checkpoints import Checkpoints
+from pipedream.checkpoint.whole_model import read_whole_state
+from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.integrations.steps import HeldOut, Steps, joined, share_of_loss
+from pipedream.integrations.trainer_parts import (
+    Predictions,
+    autocast_of,
+    in_memory,
+    loss_form,
+    loss_of_batch,
+    plain_loader,
+)
+from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedulers
+from pipedream.launch.profiling import profile
+from pipedream.launch.runner import run
+from pipedream.launch.torchrun import shared_by_rank_0
+from pipedream.model.boundary import map_tensors
+from pipedream.model.seeding import generators_kept
+from pipedream.model.validation import Validation
+from pipedream.planning.partition_arguments import AUTO
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import schedule_of
+
+if TYPE_CHECKING:
+    from pipedream.integrations.transformers import PipelineTrainer
+
+__all__ = ["Training"]
+
+_STATE_FOLDER = "pipedream"  # in checkpoint-N
+_UNFINISHED = ".pipedream"  # in output_dir, while a checkpoint is written
+_PROFILE_MINIBATCHES, _PROFILE_S = 20, 20.0
+_BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
+
+
+class Training:
+    """One call of train()."""
+
+    def __init__(
+        self, trainer: PipelineTrainer, trial: Any, ignored_keys: list[str] | None, resumed: str | None
+    ) -> None:
+        self._trainer = trainer
+        self._trial = trial
+        self._ignored_keys = ignored_keys
+        self._resumed = resumed
+        self._output_dir = Path(trainer.args.output_dir)
+        prepared = trainer.get_train_dataloader()
+        values = trainer.set_initial_training_values(trainer.args, prepared)
+        self._num_epochs, self._steps_per_epoch, _, self.num_train_samples = values[:4]
+        self._batches_per_epoch, steps = values[5:]
+        self._num_steps: int = steps
+        self._loader = plain_loader(prepared)
+        trainer._init_training_state(steps, self._steps_per_epoch, self._num_epochs, resumed, trial)
+        self._form = loss_form(trainer)
+        self._prepare_optimizer()
+        self._first_step = trainer.state.global_step
+        self._stop = False
+        self._factor = 1.0
+        self._metrics: dict[int, dict[str, float]] = {}
+        """By step, of evaluations that the Trainer has not been told of."""
+        self._step_evaluated: int | None = None
+        self._states: dict[int, Any] = {}
+        """By step, the state that goes into its checkpoint; None until that step is over."""
+        self._complete: dict[int, Path] = {}
+        """By step, checkpoints of the pipeline that have not become one of the Trainer's."""
+        self._validates = trainer.args.eval_strategy != "no"
+        self._saves = trainer.args.save_strategy != "no"
+        self.began_s = time.time()
+        self._check()
+
+    def _check(self) -> None:
+        if self._validates and isinstance(self._trainer.eval_dataset, dict):
+            raise ValueError(
+                "eval_dataset is a dict, and a training evaluates one dataset: give one, or"
+                " eval_strategy='no' and evaluate() after train()"
+            )
+        if self._resumed is not None and not (Path(self._resumed) / _STATE_FOLDER).is_dir():
+            raise ValueError(
+                f"{self._resumed} has no folder {_STATE_FOLDER!r}, the state of a pipeline: it was saved by"
+                " another Trainer, or with save_only_model; load its model and begin anew"
+            )
+
+    def _prepare_optimizer(self) -> None:
+        trainer = self._trainer
+        if trainer._created_lr_scheduler:
+            trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
+        trainer.create_optimizer()
+        trainer.create_scheduler(num_training_steps=self._num_steps)
+        self._optimizers = StageOptimizers(trainer.optimizer, trainer.model)
+        self._by_metric = type(trainer.lr_scheduler).__name__ in _BY_METRIC
+        self._schedulers = None if self._by_metric else StageSchedulers(trainer.lr_scheduler)
+        trainer.optimizer._opt_called = True  # torch would warn of a scheduler whose optimizer makes no step
+        for _ in range(0 if self._by_metric else trainer.state.global_step):
+            trainer.lr_scheduler.step()
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(trainer.callback_handler, name, getattr(trainer, name))
+        trainer.callback_handler.train_dataloader = self._loader
+
+    # The plan.
+
+    def agree_on_plan(self, prefix: str | None) -> Plan:
+        """Rank 0's, with the microbatches of the run."""
+        given = self._trainer._plan
+        if isinstance(given, (str, os.PathLike)):
+            given = Plan.load(given)
+        if given is not None:
+            plan = given
+        elif prefix is None:
+            plan = self._make_plan()
+        else:
+            made = shared_by_rank_0(f"{prefix}/plan", lambda: self._make_plan().to_dict())
+            plan = Plan.from_dict(made)
+        self._microbatches = self._microbatches_for(plan)
+        self._pieces_per_batch = self._microbatches // self._trainer.args.gradient_accumulation_steps
+        if self._pieces_per_batch > 1:
+            self._form = dataclasses.replace(self._form, divides_by_items=self._divides_by_items())
+        if given is None and is_rank_0():
+            print(plan, flush=True)
+        drains = _core.drains_every_minibatch(schedule_of(plan, self._schedule_of(plan), self._microbatches))
+        if self._trainer.args.save_strategy == SaveStrategy.BEST and not drains:
+            raise ValueError(
+                f"save_strategy is 'best', and schedule {self._schedule_of(plan)!r} saves some minibatches"
+                " after the evaluation: use one that drains, or save_strategy 'epoch' or 'steps'"
+            )
+        if self._microbatches < plan.num_stages and drains and is_rank_0():
+            bubble = (plan.num_stages - 1) / (self._microbatches + plan.num_stages - 1)
+            print(
+                f"{self._microbatches} microbatches on {plan.num_stages} stages: workers wait about"
+                f" {100 * bubble:.0f} % of the time; raise gradient_accumulation_steps or the batch size",
+                flush=True,
+            )
+        # Its shapes are of whole minibatches.
+        return dataclasses.replace(plan, microbatches=self._microbatches, max_shapes={}, shapes_apart=())
+
+    def _make_plan(self) -> Plan:
+        trainer, form = self._trainer, dataclasses.replace(self._form, gives_items=False)
+        workers = trainer._num_workers
+        assert workers is not None
+        with generators_kept():
+            batches = joined(copy.deepcopy(self._loader), trainer.args.gradient_accumulation_steps)
+        profiled = profile(
+            trainer.model.train(),
+            [form.parts(batch, 1.0) for batch in batches],
+            loss_of_batch(trainer, form),
+            minibatches=_PROFILE_MINIBATCHES,
+            seconds=_PROFILE_S,
+            autocast=autocast_of(trainer.args),
+        )
+        make = functools.partial(partition, profiled, workers, trainer._bandwidth, straight=True)
+        plan = make(schedule=trainer._schedule)
+        microbatches = self._microbatches_for(plan)
+        if microbatches == plan.microbatches:
+            return plan
+        return make(schedule=plan.schedule or trainer._schedule, microbatches=microbatches)
+
+    def _schedule_of(self, plan: Plan) -> str:
+        given: str = self._trainer._schedule
+        return plan.schedule or "pipedream" if given == AUTO else given
+
+    def _microbatches_for(self, plan: Plan) -> int:
+        """Returns a multiple of the batches of a step."""
+        accumulated: int = self._trainer.args.gradient_accumulation_steps
+        pieces = -(-(plan.microbatches or 1) // accumulated)
+        found: int = accumulated * min(pieces, self._trainer._train_batch_size)
+        return found
+
+    def _divides_by_items(self) -> bool:
+        """Whether the loss of a batch halves where twice as many items are counted."""
+        if not self._form.counts_items:
+            return False
+        trainer, model = self._trainer, self._trainer.model
+        loss_of, was_training = loss_of_batch(trainer, self._form), model.training
+        losses = []
+        with generators_kept(), torch.no_grad():
+            batch = dict(next(iter(copy.deepcopy(self._loader))))
+            if self._form.items_of(batch) is None:
+                return False
+            model.eval()
+            for count in (1, 2):
+                items = torch.tensor(count, dtype=self._form.items_dtype)
+                inputs, targets = self._form.parts(batch, 1.0, items=items)
+                inputs, targets = map_tensors(lambda tensor: tensor.to(model.device), (dict(inputs), targets))
+                losses.append(float(loss_of(model(**inputs), targets)))
+        model.train(was_training)
+        return abs(losses[0] - 2 * losses[1]) <= 1e-3 * abs(losses[0])
+
+    # The run.
+
+    def run(self, plan: Plan) -> None:
+        trainer, args = self._trainer, self._trainer.args
+        data = Steps(
+            self._loader,
+            self._form,
+            num_steps=self._num_steps,
+            batches_per_step=args.gradient_accumulation_steps,
+            pieces_per_batch=self._pieces_per_batch,
+        )
+        if is_rank_0() and self._saves:
+            shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
+        trainer.model.train()
+        result = run(
+            trainer.model,
+            plan,
+            data=data,
+            loss_fn=loss_of_batch(trainer, self._form),
+            optimizer=self._optimizers,
+            lr_scheduler=self._schedulers,
+            weight_fn=share_of_loss,
+            schedule=self._schedule_of(plan),
+            microbatches=self._microbatches,
+            recompute=True if trainer._recomputes else None,
+            autocast=autocast_of(args),
+            max_grad_norm=args.max_grad_norm or None,
+            validation=self._validation(),
+            checkpoints=self._checkpoints(),
+            callbacks=[Reporter(self)],
+            seed=args.seed,
+            on_nonfinite="continue" if args.logging_nan_inf_filter else "stop",
+            gather="all" if under_torchrun() else "rank0",
+            progress=False,
+        )
+        if is_rank_0():
+            shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
+        else:
+            trainer.state.global_step = len(result.losses)
+
+    def _validation(self) -> Validation | None:
+        trainer, args = self._trainer, self._trainer.args
+        if not self._validates:
+            return None
+        loader = plain_loader(trainer.get_eval_dataloader())
+        every = self._steps_per_epoch if args.eval_strategy == "epoch" else int(trainer.state.eval_steps)
+        held_out = in_memory(HeldOut(loader, self._form))
+        if trainer.compute_metrics is None or args.prediction_loss_only:
+            return Validation(held_out, every=every)
+        predictions = Predictions(trainer, self._ignored_keys)
+        return Validation(
+            held_out, {"compute_metrics": predictions.measure}, every=every, outputs=predictions.kept
+        )
+
+    def _checkpoints(self) -> Checkpoints | None:
+        """One at the end, and where the Trainer wants one."""
+        if not self._saves:
+            return None
+        resume: bool | str = False
+        if self._resumed is not None:
+            resume = str(checkpoints_in(Path(self._resumed) / _STATE_FOLDER)[-1])
+        return Checkpoints(self._output_dir / _UNFINISHED, every="epoch", resume=resume)
+
+    # Reports to the Trainer.
+
+    def begin(self) -> None:
+        trainer = self._trainer
+        trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
+        trainer._initial_global_step = trainer.state.global_step
+        trainer._tr_loss = torch.tensor(0.0, dtype=torch.float64)
+        trainer._total_loss_scalar = 0.0
+        trainer._globalstep_last_logged = trainer.state.global_step
+        if is_rank_0():
+            self.call("on_train_begin")
+        if trainer.args.eval_on_start:
+            trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
+
+    def end(self) -> None:
+        """The run is over; what can only be evaluated now is."""
+        if self._trainer.control.should_evaluate and is_rank_0():
+            self._evaluate()
+
+    def call(self, event: str, *given: Any) -> None:
+        """Tells the TrainerCallbacks."""
+        trainer = self._trainer
+        handler = getattr(trainer.callback_handler, event)
+        trainer.control = handler(trainer.args, trainer.state, trainer.control, *given)
+
+    def note_evaluation(self, report: EvaluationReport) -> None:
+        if report.minibatch <= self._first_step:
+            return
+        figures = dict(report.metrics)
+        metrics = {"eval_loss": figures.pop("loss")}
+        figures.pop("compute_metrics", None)
+        metrics |= {key if key.startswith("eval_") else f"eval_{key}": v for key, v in figures.items()}
+        self._metrics[report.minibatch] = metrics
+
+    def take_metrics(self) -> dict[str, float] | None:
+        """Those of this step's evaluation, or of one that was asked for before; None: there are none."""
+        steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
+        found = self._metrics[max(steps)] if steps else None
+        for step in steps:
+            del self._metrics[step]
+        return found
+
+    def tell(self, report: MinibatchReport) -> Decision:
+        """Goes through the steps since the report before. A run that continues from a checkpoint tells again of
+        the steps before that."""
+        if report.end <= self._first_step:
+            return Decision()
+        norms = [*report.gradient_norms]
+        for index, loss in enumerate(report.losses):
+            self._tell_step(loss, norms[index] if index < len(norms) else None)
+        control = self._trainer.control
+        decision = Decision(stop=self._stop or control.should_training_stop, rate_factor=self._factor)
+        self._factor = 1.0
+        takes_effect = report.takes_effect
+        if control.should_evaluate and self._validates and takes_effect is not None:
+            decision |= Decision(evaluate=True)
+        if control.should_save and self._saves:
+            step = self._trainer.state.global_step if takes_effect is None else takes_effect
+            self._states.setdefault(step, None)
+            decision |= Decision(checkpoint=takes_effect is not None)
+            control.should_save = False
+        self._note_state()
+        self.finish_checkpoints()
+        return decision
+
+    def _tell_step(self, loss: float, norm: float | None) -> None:
+        trainer, state, args = self._trainer, self._trainer.state, self._trainer.args
+        epoch, step_of_epoch = divmod(state.global_step, self._steps_per_epoch)
+        if step_of_epoch == 0:
+            self.call("on_epoch_begin")
+        accumulated = args.gradient_accumulation_steps
+        batches = min((step_of_epoch + 1) * accumulated, self._batches_per_epoch)
+        self.call("on_step_begin")
+        for _ in range(batches - step_of_epoch * accumulated - 1):
+            self.call("on_substep_end")
+        is_filtered = args.logging_nan_inf_filter and not abs(loss) < float("inf")
+        since = 1 + state.global_step - trainer._globalstep_last_logged
+        trainer._tr_loss += trainer._tr_loss / since if is_filtered else loss
+        self.call("on_pre_optimizer_step")
+        self.call("on_optimizer_step")
+        rate = trainer._get_learning_rate()
+        if not self._by_metric:
+            trainer.lr_scheduler.step()
+        state.global_step += 1
+        state.epoch = epoch + batches / self._batches_per_epoch
+        self.call("on_step_end")
+        self._log_and_evaluate(norm, rate)
+        if (step_of_epoch + 1) % self._steps_per_epoch == 0 or state.global_step == self._num_steps:
+            self.call("on_epoch_end")
+            self._log_and_evaluate(norm, rate)
+        self._stop |= trainer.control.should_training_stop
+        self._note_state()
+
+    def _log_and_evaluate(self, norm: float | None, rate: float) -> None:
+        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        num_steps = state.global_step - trainer._globalstep_last_logged
+        if control.should_log and num_steps > 0:
+            loss = trainer._tr_loss.item()
+            trainer._tr_loss.zero_()
+            logs = {"loss": loss / num_steps}
+            if norm is not None:
+                logs["grad_norm"] = norm
+            trainer._total_loss_scalar += loss
+            trainer._globalstep_last_logged = state.global_step
+            trainer.log(logs | {"learning_rate": rate}, self.began_s)
+        if control.should_evaluate and self._has_metrics():
+            self._evaluate()
+
+    def _has_metrics(self) -> bool:
+        return any(step <= self._trainer.state.global_step for step in self._metrics)
+
+    def _evaluate(self) -> None:
+        trainer = self._trainer
+        before = [group["lr"] for group in trainer.optimizer.param_groups]
+        metrics = trainer._evaluate(self._trial, self._ignored_keys)
+        trainer.control.should_evaluate = False
+        after = [group["lr"] for group in trainer.optimizer.param_groups]
+        if self._by_metric and before[0]:
+            self._factor *= after[0] / before[0]
+        is_best = trainer._determine_best_metric(metrics=metrics, trial=self._trial)
+        if trainer.args.save_strategy == SaveStrategy.BEST:
+            trainer.control.should_save = is_best
+
+    # Checkpoints.
+
+    def _note_state(self) -> None:
+        """Keeps the state of this step, if a checkpoint of it is wanted."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step not in self._states:
+            return
+        if trainer.state.best_global_step == step:
+            trainer.state.best_model_checkpoint = str(self._folder(step))
+        stateful = [*trainer.callback_handler.callbacks, trainer.control]
+        for each in stateful:
+            if isinstance(each, transformers.trainer_callback.ExportableState):
+                trainer.state.stateful_callbacks[type(each).__name__] = each.state()
+        self._states[step] = copy.deepcopy(trainer.state)
+
+    def _folder(self, step: int) -> Path:
+        return self._output_dir / f"checkpoint-{step}"
+
+    def note_checkpoint(self, report: CheckpointReport) -> None:
+        self._complete[report.minibatch] = report.path
+        self.finish_checkpoints()
+
+    def finish_checkpoints(self, *, is_over: bool = False) -> None:
+        """Makes checkpoint-N of those that the pipeline has completed, and whose state is known."""
+        for step, path in sorted(self._complete.items()):
+            state = self._states.get(step)
+            if state is not None:
+                self._write(self._folder(step), path, state)
+            elif not is_over and step >= self._trainer.state.global_step:
+                continue
+            self._complete.pop(step)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, folder: Path, path: Path, state: Any) -> None:
+        trainer, args = self._trainer, self._trainer.args
+        whole = read_whole_state(*find_checkpoint(path)[:2], persistent=True)
+        trainer._save(str(folder), state_dict=whole.parameters | whole.buffers)
+        if not args.save_only_model:
+            shutil.rmtree(folder / _STATE_FOLDER, ignore_errors=True)
+            (folder / _STATE_FOLDER).mkdir(parents=True)
+            shutil.move(path, folder / _STATE_FOLDER / path.name)
+        state.save_to_json(str(folder / "trainer_state.json"))
+        rotate_checkpoints(
+            output_dir=str(self._output_dir),
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        self.call("on_save")
+
+
+class Reporter(Callback):
+    """Tells a training of its run."""
+
+    every = 1
+    wants_gradient_norms = True
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        self._training.note_evaluation(report)
+
+    def on_minibatches(self, report: MinibatchReport) -> Decision:
+        return self._training.tell(report)
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        self._training.note_checkpoint(report)
+
+    def on_end(self, report: Any) -> None:
+        self._training.finish_checkpoints(is_over=True)

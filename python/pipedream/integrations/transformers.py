@@ -1,0 +1,182 @@
+"""transformers.Trainer whose train() runs a pipeline of workers.
+
+    from pipedream.integrations.transformers import PipelineTrainer
+    trainer = PipelineTrainer(model=model, args=args, train_dataset=..., workers=2)
+    trainer.train()
+
+    Trainer's own                                 here
+    loader, collator, optimizer, scheduler   ->   run(data=Steps, optimizer=StageOptimizers, ...)
+    a step's loss and gradient norm          <-   on_minibatches: states, logs, TrainerCallbacks
+    evaluate()                               <-   on_evaluation, measured in the pipeline
+    checkpoint-N                             <-   on_checkpoint: the model's files, and the pipeline's state
+
+On the caller's thread; under torchrun each rank has a trainer, of which rank 0's alone logs and saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+try:
+    import transformers
+    from accelerate.state import AcceleratorState
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed: pip install 'pipedream[transformers]' brings it", name=error.name
+    ) from None
+
+from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.integrations.trainer_run import Training
+from pipedream.integrations.training_arguments import check_training_arguments
+from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, shared_by_rank_0
+from pipedream.planning.plan import Plan
+
+__all__ = ["PipelineTrainer"]
+
+_NOT_CALLED = ("compute_loss", "training_step", "prediction_step", "get_batch_samples", "evaluation_loop")
+
+
+class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as Any
+    """A Trainer whose training is a pipeline of workers.
+
+    It takes the arguments of transformers.Trainer, and
+
+    plan: a pipedream.Plan, or the file of one; None profiles the model and plans for the workers, and prints
+        the plan. workers: how many; under torchrun its ranks. bandwidth: between two of them, to plan by.
+    schedule: of the run; "flush" gives the numbers of a Trainer on one device, "auto" the plan's choice.
+
+    gradient_accumulation_steps batches are the microbatches of a minibatch; each is cut further where the
+    plan was made for more. train() evaluates and saves without leaving the pipeline. Afterwards the model has
+    the trained weights, and evaluate(), predict() and save_model() are the Trainer's own. Raises ValueError
+    for arguments that it does not honour, before anything starts (docs/trainer.md).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        workers: int | None = None,
+        bandwidth: str | float = "10Gbit/s",
+        schedule: str = "flush",
+        **kwargs: Any,
+    ) -> None:
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None:
+            check_training_arguments(given)
+            if under_torchrun():
+                _stand_alone(given)
+        self._plan = plan
+        self._num_workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
+        self._bandwidth = bandwidth
+        self._schedule = schedule
+        self._in_run: Training | None = None
+        super().__init__(*args, **kwargs)
+        check_training_arguments(self.args)
+        self._check_own_methods()
+        if plan is None and self._num_workers is None:
+            raise ValueError("PipelineTrainer: give workers=, the number of worker processes, or plan=")
+
+    def _check_own_methods(self) -> None:
+        for name in _NOT_CALLED:
+            if getattr(type(self), name) is not getattr(transformers.Trainer, name):
+                raise ValueError(
+                    f"{type(self).__name__} has a {name} of its own, which a pipeline does not call: give"
+                    " compute_loss_func, compute_metrics or callbacks"
+                )
+
+    # Ranks of torchrun: each is a Trainer by itself, and rank 0's speaks.
+
+    def is_world_process_zero(self) -> bool:
+        return is_rank_0()
+
+    def is_local_process_zero(self) -> bool:
+        return is_rank_0()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if is_rank_0():
+            super().save_model(output_dir, _internal_call)
+
+    # Training.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        recomputes = bool(self.args.activation_checkpointing)
+        self.args.activation_checkpointing = False  # of the model's own kind, which hides the cuts
+        try:
+            with _on_host(self.args.use_cpu):
+                self._recomputes = recomputes
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.args.activation_checkpointing = recomputes
+            self._in_run = None
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        prefix = rendezvous_prefix() if under_torchrun() else None
+        with mistakes_told(prefix):
+            training = self._in_run = Training(self, trial, ignore_keys_for_eval, resume_from_checkpoint)
+            plan = training.agree_on_plan(prefix)
+        training.begin()
+        training.run(plan)
+        if prefix is not None:  # the other ranks have heard of no evaluation, and rank 0 has saved by now
+            best = shared_by_rank_0(
+                f"{prefix}/best", lambda: [self.state.best_model_checkpoint, self.state.best_metric]
+            )
+            self.state.best_model_checkpoint, self.state.best_metric = best
+        self._in_run = None
+        training.end()
+        return self._finalize_training(trial, training.num_train_samples, training.began_s)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        metrics = None if self._in_run is None else self._in_run.take_metrics()
+        if metrics is None:
+            evaluated: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return evaluated
+        self.log(metrics)
+        assert self._in_run is not None
+        self._in_run.call("on_evaluate", metrics)
+        return metrics
+
+
+@contextlib.contextmanager
+def _on_host(is_wanted: bool) -> Iterator[None]:
+    before = os.environ.get("PIPEDREAM_DEVICE")
+    if is_wanted:
+        os.environ["PIPEDREAM_DEVICE"] = "host"
+    try:
+        yield
+    finally:
+        if is_wanted:
+            os.environ.pop("PIPEDREAM_DEVICE")
+            if before is not None:
+                os.environ["PIPEDREAM_DEVICE"] = before
+
+
+def _stand_alone(args: Any) -> None:
+    """Makes the Trainer of this rank one by itself: accelerate would deal minibatches out to ranks."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        vars(args).pop("_setup_devices", None)
+        args.local_rank = -1
+        _ = args.device
+    finally:
+        os.environ.update(kept)

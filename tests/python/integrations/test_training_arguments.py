@@ -1,0 +1,38 @@
+"""training_arguments.py: each argument of TrainingArguments is honoured, without meaning, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from pipedream.integrations.training_arguments import (
+    HONOURED,
+    REFUSED,
+    WITHOUT_MEANING,
+    check_training_arguments,
+)
+
+
+def test_an_argument_is_in_one_of_the_three_tables() -> None:
+    assert not HONOURED & WITHOUT_MEANING.keys()
+    assert not HONOURED & REFUSED.keys()
+    assert not WITHOUT_MEANING.keys() & REFUSED.keys()
+
+
+def test_the_tables_have_all_arguments_of_the_installed_version() -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert fields - HONOURED - WITHOUT_MEANING.keys() - REFUSED.keys() == set()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_argument_is_named_with_its_value_and_the_remedy(name: str) -> None:
+    message = f"{name} of TrainingArguments is 'given', which a pipeline refuses: "
+    with pytest.raises(ValueError, match=message):
+        check_training_arguments(SimpleNamespace(**{name: "given"}))
+
+
+def test_what_stands_for_nothing_is_not_refused() -> None:
+    given = zip(REFUSED, [None, False, "", [], {}, SimpleNamespace(value="no")] * 4, strict=False)
+    check_training_arguments(SimpleNamespace(**dict(given)))

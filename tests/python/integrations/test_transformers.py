@@ -1,0 +1,231 @@
+"""integrations/transformers.py: one script with Trainer and with PipelineTrainer gives the same numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipedream import Plan
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
+
+pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
+
+_SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+_LAYERS = {"llama": 26, "classifier": 27, "masked": 28}  # where the models may be cut, and one more
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def _model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(vocab_size=50, max_position_embeddings=32, pad_token_id=0, **_SIZES)
+        return transformers.LlamaForCausalLM(config)
+    undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=50, num_labels=3, **undropped, **_SIZES)
+    if kind == "classifier":
+        return transformers.BertForSequenceClassification(config)
+    return transformers.BertForMaskedLM(config)
+
+
+def _samples(kind: str, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Texts of 3 to 11 tokens; labels of the first two are ignored in the longer ones."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(count):
+        length = int(torch.randint(3, 12, (1,), generator=generator))
+        tokens = torch.randint(1, 50, (length,), generator=generator)
+        labels = tokens.clone()
+        if length > 5:
+            labels[:2] = -100
+        samples.append({"input_ids": tokens, "labels": tokens.sum() % 3 if kind == "classifier" else labels})
+    return samples
+
+
+def _padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def pad(name: str, value: int) -> torch.Tensor:
+        entries = [sample[name] for sample in samples]
+        if entries[0].dim() == 0:
+            return torch.stack(entries)
+        return torch.nn.utils.rnn.pad_sequence(entries, batch_first=True, padding_value=value)
+
+    tokens = pad("input_ids", 0)
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": pad("labels", -100)}
+
+
+def _figures(predicted: Any) -> dict[str, float]:
+    return {"sum": float(predicted.predictions.argmax(-1).sum()), "labels": float(predicted.label_ids.size)}
+
+
+def _trainer(kind: str, folder: Path, plan: Plan | None, given: dict[str, Any], **options: Any) -> Any:
+    settings = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "logging_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    args = transformers.TrainingArguments(output_dir=str(folder), **settings | options)
+    make = transformers.Trainer if plan is None else PipelineTrainer
+    return make(
+        model=_model(kind),
+        args=args,
+        train_dataset=_samples(kind, 20, 1),
+        eval_dataset=_samples(kind, 9, 2),
+        data_collator=_padded,
+        **given if plan is None else given | {"plan": plan},
+    )
+
+
+def _log(trainer: Any) -> list[dict[str, float]]:
+    """Without times, and without the summary of the training."""
+    timed = ("runtime", "per_second")
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(timed)}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+
+
+def _assert_same(trainer: Any, expected: Any, relative: float = 1e-9) -> None:
+    assert len(_log(trainer)) == len(_log(expected)) > 0
+    for entry, wanted in zip(_log(trainer), _log(expected), strict=True):
+        assert entry == pytest.approx(wanted, rel=relative, abs=1e-12)
+    state, wanted_state = trainer.model.state_dict(), expected.model.state_dict()
+    for name, tensor in wanted_state.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def _both(kind: str, plan: Plan, tmp_path: Path, given: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    expected = _trainer(kind, tmp_path / "trainer", None, given, **options)
+    found = _trainer(kind, tmp_path / "pipeline", plan, given, **options)
+    outcomes = [each.train() for each in (expected, found)]
+    assert outcomes[0].global_step == outcomes[1].global_step
+    assert outcomes[0].training_loss == pytest.approx(outcomes[1].training_loss, rel=1e-7)
+    return found, expected
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("llama", 2), ("llama", 3), ("classifier", 2), ("masked", 3)])
+def test_training_evaluations_and_weights_are_those_of_the_trainer(
+    tmp_path: Path, kind: str, workers: int
+) -> None:
+    found, expected = _both(kind, Plan.straight(_LAYERS[kind], workers), tmp_path, {})
+    _assert_same(found, expected)
+    assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-9)
+    found.save_model(str(tmp_path / "saved"))
+    saved = type(found.model).from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_a_training_that_is_resumed_is_one_that_was_never_stopped(tmp_path: Path) -> None:
+    _, expected = _both("llama", Plan.straight(_LAYERS["llama"], 2), tmp_path, {}, num_train_epochs=3)
+    again = _trainer(
+        "llama", tmp_path / "pipeline", Plan.straight(_LAYERS["llama"], 3), {}, num_train_epochs=3
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "pipeline" / "checkpoint-4"))
+    _assert_same(again, expected)
+
+
+def test_steps_metrics_and_the_last_checkpoint_are_those_of_the_trainer(tmp_path: Path) -> None:
+    by_steps = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    plan = Plan.straight(_LAYERS["llama"], 2)
+    found, expected = _both("llama", plan, tmp_path, {"compute_metrics": _figures}, max_steps=7, **by_steps)
+    _assert_same(found, expected)
+    assert "eval_sum" in _log(found)[-1] or "eval_sum" in _log(found)[-2]
+    names = [
+        sorted(path.name for path in (tmp_path / side).glob("check*")) for side in ("trainer", "pipeline")
+    ]
+    assert names[0] == names[1] == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
+
+
+def test_the_best_model_and_an_early_stop_are_those_of_the_trainer(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 4, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    found, expected = _both(
+        "classifier",
+        Plan.straight(_LAYERS["classifier"], 2),
+        tmp_path,
+        {"callbacks": [transformers.EarlyStoppingCallback(1)]},
+        save_total_limit=2,
+        **options,
+    )
+    _assert_same(found, expected)
+    assert found.state.best_global_step == expected.state.best_global_step
+    assert Path(found.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
+
+
+def test_a_scheduler_by_metric_and_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
+    options = {
+        "label_smoothing_factor": 0.1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0},
+        "metric_for_best_model": "loss",
+        "optim": "sgd",
+        "save_strategy": "no",
+        "num_train_epochs": 3,
+    }
+    _assert_same(*_both("llama", Plan.straight(_LAYERS["llama"], 2), tmp_path, {}, **options))
+
+
+@pytest.mark.parametrize("kind", ["llama", "classifier"])
+def test_batches_are_cut_further_for_a_plan_with_more_microbatches(tmp_path: Path, kind: str) -> None:
+    plan = replace(Plan.straight(_LAYERS[kind], 2), microbatches=4)
+    # Llama's loss is computed in float32, whatever its weights are.
+    _assert_same(*_both(kind, plan, tmp_path, {}, save_strategy="no"), relative=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"torch_compile": True}, "torch_compile of TrainingArguments is True, which a pipeline refuses"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha of TrainingArguments is 5.0"),
+    ],
+)
+def test_arguments_that_a_pipeline_cannot_honour_are_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {}, **options)
+
+
+def test_a_loss_of_a_subclass_is_refused(tmp_path: Path) -> None:
+    class Own(PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="Own has a compute_loss of its own, which a pipeline does not call"):
+        Own(model=_model("llama"), args=args, workers=2)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    alone = _trainer("llama", tmp_path, None, {}, max_steps=4, eval_strategy="no")
+    alone.train()
+    trainer = _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {})
+    with pytest.raises(ValueError, match="checkpoint-4 has no folder 'pipedream', the state of a pipeline"):
+        trainer.train(resume_from_checkpoint=True)
