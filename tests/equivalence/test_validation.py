@@ -192,18 +192,31 @@ def sum_of_all(outputs: list[Tensor], targets: list[Tensor]) -> tuple[float, int
     return float(torch.cat(outputs).sum()), len(torch.cat(targets))
 
 
-def evaluate_with_all_outputs() -> list[float]:
+def rows_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum(1)
+
+
+def figures_of_rows(rows: list[Tensor], targets: list[Tensor]) -> dict[str, float]:
+    together = torch.cat(rows)
+    assert together.dim() == 1 and len(together) == len(torch.cat(targets))
+    return {"sum": float(together.mean()), "rows": float(len(together))}
+
+
+def evaluate_with_all_outputs(parts: bool) -> list[float]:
     data = _batches(3, 12, 1)
     validation = pipedream.Validation(data, {"sum": sum_of_all}, every=2, outputs=True)
+    if parts:
+        validation = pipedream.Validation(data, {"all": figures_of_rows}, every=2, outputs=rows_of)
     result = pipedream.run(
         _model(), _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS
     )
     return [each.metrics["sum"] for each in result.validation]
 
 
-def test_a_metric_may_have_all_outputs_at_once(farm: Farm) -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_metric_may_have_all_outputs_at_once_or_a_part_of_each(farm: Farm, parts: bool) -> None:
     figures, _ = farm.results(evaluate_module, num_ranks=2)[0]
-    sums = farm.results(evaluate_with_all_outputs, num_ranks=2)[0]
+    sums = farm.results(evaluate_with_all_outputs, parts, num_ranks=2)[0]
     assert sums == pytest.approx([of_each["sum"] for _, of_each in figures], rel=1e-6)
 
 

@@ -319,8 +319,8 @@ class Training:
         return found
 
     def tell(self, report: MinibatchReport) -> Decision:
-        """Goes through the steps since the report before. A run that continues from a checkpoint tells again of
-        the steps before that."""
+        """Goes through the steps since the report before. A run that continues from a checkpoint tells of the
+        steps before that again."""
         if report.end <= self._first_step:
             return Decision()
         norms = [*report.gradient_norms]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from pipedream import Microbatches
 from pipedream.data.enlarged import enlarged, shaped
-from pipedream.model.batches import parts_of
+from pipedream.model.batches import Keywords, parts_of
+from pipedream.planning.shapes import shapes_of_parts
 
 
 def test_values_repeat_along_every_dimension_that_grows() -> None:
@@ -21,6 +23,16 @@ def test_a_batch_of_keywords_stays_one_object_and_its_shared_tensors_one() -> No
     assert inputs is targets
     assert inputs["input_ids"] is inputs["labels"]
     assert inputs["input_ids"].shape == (2, 2)
+
+
+def test_inputs_by_name_beside_own_targets_are_enlarged_by_the_shapes_of_both() -> None:
+    batches = Microbatches((Keywords(x=torch.ones(2, length)), torch.ones(2)) for length in (3, 5))
+    given = parts_of(batches, 0)
+    for inputs, targets in (enlarged(*given, {}), enlarged(*given, shapes_of_parts(*given))):
+        assert [tuple(each["x"].shape) for each in inputs] == [(2, 5)] * 2
+        assert [len(each) for each in targets] == [2, 2]
+    forwarded, _ = enlarged(Keywords(x=torch.ones(2, 3)), Keywords(x=torch.ones(2, 3)), {"x": (2, 4)})
+    assert forwarded["x"].shape == (2, 4)
 
 
 def test_what_the_shapes_do_not_fit_stays_the_same_object() -> None:
