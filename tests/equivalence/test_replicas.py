@@ -585,7 +585,7 @@ def _train_by_sparse_adam(sync: str) -> str:
 @pytest.mark.parametrize("sync", ["bsp", "allreduce"])
 def test_an_optimizer_of_sparse_gradients_is_refused(farm: Farm, sync: str) -> None:
     message = (
-        "optimizer is SparseAdam, and stage 0 has 2 replicas, which exchange dense gradients: use Adam, or a"
-        " straight plan (partition(..., straight=True))"
+        "stage 0 has 2 replicas, and optimizer is SparseAdam: replicas exchange dense gradients; use Adam, or"
+        " a straight plan (partition(..., straight=True))"
     )
     assert farm.results(_train_by_sparse_adam, sync, num_ranks=2) == [message] * 2
