@@ -141,6 +141,36 @@ def test_other_depths_and_replicas_continue_too(
     _assert_continues(farm, tmp_path, Training(case_name, num_stages, num_minibatches=4, **how))
 
 
+class _Growing(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Minibatches, of which the third is larger than those before, and the sixth again."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = functools.partial(
+            torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(index)
+        )
+        count = 8 if index % 3 == 2 else 4
+        return draw(count, 8), draw(count, 4)
+
+
+def _train_growing(checkpoints: Checkpoints) -> list[float]:
+    training = Training("mlp", 2)
+    data: Any = torch.utils.data.DataLoader(_Growing(), batch_size=None)
+    how = {**training.options(), "progress": False, "checkpoints": checkpoints, "data": data}
+    return pipedream.run(training.model(), training.plan, **how).losses
+
+
+def test_a_run_that_has_met_larger_minibatches_does_not_drain_for_them_again(
+    farm: Farm, tmp_path: Path
+) -> None:
+    whole = farm.results(_train_growing, Checkpoints(tmp_path / "C", every=1, keep=99), num_ranks=2)[0]
+    for checkpoint in checkpoints_in(tmp_path / "C")[0:5:2]:
+        checkpoints = Checkpoints(tmp_path / checkpoint.name, resume=checkpoint)
+        assert farm.results(_train_growing, checkpoints, num_ranks=2)[0] == whole, checkpoint.name
+
+
 def _continue(training: Training, checkpoints: Checkpoints) -> tuple[list[float], State]:
     losses, state, _ = _train(training, checkpoints)
     return losses, state

@@ -39,7 +39,7 @@ from pipedream.planning.program import Program
 from pipedream.planning.shapes import Shapes, larger_of, largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.stage.job import Continued, JobOptions, MemoryOptions, OutputOptions
-from pipedream.worker.continuing import found_checkpoint
+from pipedream.worker.continuing import found_checkpoint, kinds_of
 from pipedream.worker.devices import choose_device_type
 from pipedream.worker.weight_files import check_room
 
@@ -130,6 +130,8 @@ def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Mode
     if is_rank_0():
         group_size = _core.minibatches_between_drains(options.schedule_options())
         continues = found_checkpoint(checkpoints, model, group_size)
+    if continues is not None:
+        options = replace(options, plan=_fitting_kinds(options.plan, kinds_of(continues)))
     return replace(options, checkpoints=checkpoints, continues=continues)
 
 

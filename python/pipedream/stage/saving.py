@@ -37,8 +37,10 @@ from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_state import HeldVersions
 
-__all__ = ["DATA", "EVALUATED", "PENDING", "PROCESS", "Record", "StageSaver"]
+__all__ = ["DATA", "EVALUATED", "KINDS", "PENDING", "PROCESS", "Record", "StageSaver"]
 
+KINDS = "kinds"
+"""The key of a part's state for the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
 """Keys of a part's state: the evaluations so far, as the last stage's first replica reports them, and whether
 one is due at the boundary that comes after the snapshot."""

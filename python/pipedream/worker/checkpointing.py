@@ -13,8 +13,9 @@ from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
+from pipedream.planning.shapes import Shapes, listed
 from pipedream.stage.decisions import Saving, stop_lead
-from pipedream.stage.saving import EVALUATED, StageSaver
+from pipedream.stage.saving import EVALUATED, KINDS, StageSaver
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.notices import SaveRequests, saves_on_notice
@@ -52,9 +53,10 @@ class Checkpointing:
         run: AgreedRun,
         source: MinibatchSource,
         keep_residuals: Callable[[], Residuals],
+        kinds: Sequence[Shapes],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """For a segment. run: as of the segment."""
+        """For a segment. run: as of the segment. kinds: of minibatches that its memory is planned for."""
         assert self.writer is not None
         record = self._record
         return StageSaver(
@@ -62,6 +64,7 @@ class Checkpointing:
             _header_of(run),
             {
                 "settings": run.options.settings_of_state(),
+                KINDS: [listed(kind) for kind in kinds],
                 "begun_at": run.first_minibatch if run.oldest_minibatch is None else run.oldest_minibatch,
             },
             replica=run.plan.replica_of(run.rank),

@@ -37,10 +37,11 @@ from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.seeding import RngState, base_seed, seed_data
+from pipedream.planning.shapes import Shapes, checked_shapes
 from pipedream.report.progress import skipping_shown
 from pipedream.report.status import losses_of
 from pipedream.stage.job import Continued, JobOptions
-from pipedream.stage.saving import DATA, EVALUATED, PENDING, PROCESS
+from pipedream.stage.saving import DATA, EVALUATED, KINDS, PENDING, PROCESS
 
 if TYPE_CHECKING:
     from pipedream.worker.agreed_run import AgreedRun
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "found_checkpoint",
     "go_to_position",
+    "kinds_of",
     "read_averages_of",
     "read_record",
     "take_newest",
@@ -96,6 +98,13 @@ def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
         return manifest.header.epoch
     epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
     return epochs[min(minibatch, len(epochs) - 1)]
+
+
+def kinds_of(continued: Continued) -> list[Shapes]:
+    """The shapes of minibatches that the run's memory was planned for, which were larger than the first."""
+    checkpoint = Path(continued.path)
+    facts = _facts_of(checkpoint, read_manifest(checkpoint))
+    return [checked_shapes(KINDS, kind) for kind in facts.get(KINDS, ())]
 
 
 class _CheckpointState(RunState):
