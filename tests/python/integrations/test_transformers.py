@@ -104,7 +104,7 @@ def _trainer(kind: str, folder: Path, plan: Plan | None, given: dict[str, Any], 
 
 def _log(trainer: Any) -> list[dict[str, float]]:
     """Without times, and without the summary of the training."""
-    timed = ("runtime", "per_second")
+    timed = ("time", "per_second")
     return [
         {name: value for name, value in entry.items() if not name.endswith(timed)}
         for entry in trainer.state.log_history
