@@ -362,11 +362,9 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         schedule = self.settings.schedule
-        how: dict[str, Any] = {"schedule": schedule}
-        if schedule == "auto":
-            how["microbatches"] = "auto"
-        elif data.accumulated == 1:  # else a batch is a microbatch
-            how["microbatches"] = self._microbatches
+        # Where gradients accumulate the profile is of one batch of many: the times differ, the balance not.
+        microbatches = "auto" if schedule == "auto" else self._microbatches
+        how: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
         plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True, **how)
         print(plan, flush=True)
         return plan
