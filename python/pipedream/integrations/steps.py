@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.common.microbatches import Microbatches
 from pipedream.model.batches import Keywords
@@ -195,7 +195,7 @@ def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
     """Minibatches of the loader, each collated of the samples of so many batches; its batches where samples
     have no indices."""
     sampler = loader.batch_sampler
-    if sampler is None or not hasattr(loader.dataset, "__getitem__"):
+    if sampler is None or isinstance(loader.dataset, IterableDataset):
         return [dict(batch) for batch in itertools.islice(loader, 2)]
     indices = [*itertools.islice(sampler, 2 * num_batches)]
     groups = [indices[i : i + num_batches] for i in range(0, len(indices), num_batches)]

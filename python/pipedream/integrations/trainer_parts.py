@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction
@@ -111,7 +111,7 @@ def plain_loader(loader: Any) -> DataLoader[Any]:
     )
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     given["pin_memory"] = loader.pin_memory and torch.cuda.is_available()  # it warns where there is no GPU
-    if loader.batch_sampler is not None:
+    if not isinstance(loader.dataset, IterableDataset):
         return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **given)
     return DataLoader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **given)
 

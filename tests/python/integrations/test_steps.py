@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream.integrations.steps import HeldOut, LossForm, Steps, joined, share_of_loss
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 _SIZES = ((2, 5), (2, 3), (2, 6), (2, 4), (1, 4))  # samples and lengths of an epoch's batches
 
@@ -109,6 +109,16 @@ def test_held_out_batches_count_by_their_samples() -> None:
 def test_a_profiled_minibatch_is_collated_of_the_samples_of_all_its_batches() -> None:
     loader = DataLoader([{"x": torch.tensor(index)} for index in range(8)], batch_size=2, collate_fn=_stacked)
     assert [batch["x"].tolist() for batch in joined(loader, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class _Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.tensor(index)} for index in range(8)])
+
+
+def test_samples_without_indices_are_profiled_in_the_batches_that_they_come_in() -> None:
+    loader: DataLoader[Any] = DataLoader(_Stream(), batch_size=2, collate_fn=_stacked)
+    assert [batch["x"].tolist() for batch in joined(loader, 2)] == [[0, 1], [2, 3]]
 
 
 def _stacked(samples: list[Any]) -> Any:
