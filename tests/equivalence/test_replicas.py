@@ -367,9 +367,16 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
     assert result.epoch_sizes == [3, 3, 3]
 
 
-@pytest.mark.parametrize("replicas", [(2, 2), (1, 1, 1), (1, 2, 1)], ids=["2-2", "1-1-1", "1-2-1"])
-def test_what_the_caller_iterates_goes_to_the_replica_that_has_it(replicas: tuple[int, ...]) -> None:
-    training = _training("mlp", replicas)
+@pytest.mark.parametrize(
+    ("replicas", "microbatches"),
+    # A reader holds a group of minibatches beside those in flight: with too few places the last run hung.
+    [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
+    ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
+)
+def test_what_the_caller_iterates_goes_to_the_replica_that_has_it(
+    replicas: tuple[int, ...], microbatches: int
+) -> None:
+    training = _training("mlp", replicas, microbatches=microbatches)
     expected, expected_state = train_in_pipeline(training)
     data = (batch for batch in training.data())
     result, state = train_in_pipeline(training, data=data)

@@ -487,11 +487,13 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
+    # A group is read before one of it is handed out (data/minibatch_source.py).
+    group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
         # A minibatch's slot is free when its last microbatch has been through.
         in_flight, replicas = schedule.in_flight[stage], plan.stages[stage].num_replicas
         minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // schedule.num_microbatches))
-        rank, slots = plan.placement.rank_of(stage, replica), minibatches + 1
+        rank, slots = plan.placement.rank_of(stage, replica), minibatches + group_size
         specs = [*boundaries[channel].tensors, counts]
         name = forwarded_name(channel, replica)
         found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)
