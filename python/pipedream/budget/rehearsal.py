@@ -124,7 +124,6 @@ class Rehearsal:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         autocast: torch.dtype | None = None,
         repeats: bool = False,
-        scales_loss: bool = False,
         for_offload: bool = False,
         for_factors: Collection[int] = (),
         for_recompute: Collection[int] = (),
@@ -132,7 +131,6 @@ class Rehearsal:
         """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
         rehearses forwards alone.
         repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
-        scales_loss: the backward is of a multiple of the loss.
         for_offload: also find out what of the stash could be offloaded, with one more forward.
         for_factors: of these stages also find out which weights' gradients are products of factors, with one
         more forward and backward.
@@ -148,7 +146,6 @@ class Rehearsal:
         self._loss_fn = spare_loss(loss_fn)
         self._autocast = autocast
         self._repeats = repeats
-        self._scales_loss = scales_loss
         self._for_offload = for_offload
         self._for_factors = for_factors
         self._for_recompute = for_recompute
@@ -198,7 +195,6 @@ class Rehearsal:
             loss_fn=self._loss_fn,
             autocast=self._autocast,
             repeats=self._repeats,
-            scales_loss=self._scales_loss,
         )
         before = RngState.capture()
         if is_last:
@@ -253,11 +249,9 @@ class _StageRehearsal:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         autocast: torch.dtype | None,
         repeats: bool,
-        scales_loss: bool,
     ) -> None:
         self._stage = stage
         self._repeats = repeats
-        self._scales_loss = scales_loss
         self._statistics = MinibatchStatistics(stage) if repeats else None
         self._value = value
         self._leaves: list[Tensor] = []  # of the microbatch
@@ -400,7 +394,7 @@ class _StageRehearsal:
             if not self._is_last:
                 backward(roots, seeds)
             elif roots:
-                backward_of_loss(roots.pop(), 0.5 if self._scales_loss else 1.0)
+                backward_of_loss(roots.pop())
             del roots, seeds
         self.draws |= SeenDraws(in_backward=before.has_moved_on(self._device))
         self._leaves = []  # with their gradients, but for what the model holds

@@ -306,7 +306,6 @@ def _rehearse(
         loss_fn=options.loss_fn,
         autocast=options.autocast,
         repeats=options.microbatches > 1 or _adds_minibatches(run),
-        scales_loss=_scales_loss(run),
         for_offload=options.memory.limit_bytes is not None or forced_offload().activations,
         for_factors=_stages_with_factors(run),
         for_recompute=_stages_that_may_recompute(run),
@@ -326,14 +325,6 @@ def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
     if recompute is None:
         return list(range(run.plan.num_stages)) if run.options.memory.limit_bytes is not None else []
     return [stage for stage in range(run.plan.num_stages) if recompute[stage]]
-
-
-def _scales_loss(run: AgreedRun) -> bool:
-    """Whether every backward is of a share of the minibatch's loss, or of a multiple. By the user's weights
-    one microbatch may have all of it."""
-    options = run.options
-    has_shares = options.microbatches > 1 and options.weight_fn is None
-    return has_shares or options.autocast is torch.float16
 
 
 def _adds_minibatches(run: AgreedRun) -> bool:
