@@ -177,6 +177,8 @@ def test_a_killed_worker_ends_the_run_though_the_callers_data_never_yield_again(
     _error_of(WorkerLost, lambda: run(model, data=batches()))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
+    # The thread that waits for them holds nothing that another run needs.
+    assert run(model_with(None, stages=2), data=iter(minibatches(3))).losses == [0.0, 1.0, 4.0]
 
 
 def test_a_model_that_a_worker_cannot_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

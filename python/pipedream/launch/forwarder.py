@@ -42,8 +42,6 @@ __all__ = ["forwarding", "forwarding_validation"]
 
 _LOOK_S = 0.01  # for evaluations that begin
 _NUM_AHEAD_MAX = 4  # validation minibatches that no reader has taken
-_ITERATING = threading.Lock()
-"""Held by a thread while the user's data draw from the generators of this process."""
 _PATIENCE_S = 3.0  # with the caller's data, when the run is over
 
 
@@ -54,12 +52,15 @@ def forwarding(
     options: JobOptions,
     task: WorkerTask,
     rendezvous: Rendezvous,
+    iterating: threading.Lock,
 ) -> Iterator[Callable[[], RngState | None]]:
-    """Gives what the generators are when all has been forwarded, so that another run goes on from there."""
+    """Gives what the generators are when all has been forwarded, so that another run goes on from there.
+    iterating: held while the user's data draw from the generators of this process; one for each run, as data
+    that never yield again hold it for ever."""
     if forwarded is None:
         yield lambda: None
         return
-    forwarder = _Forwarder(forwarded, data, options, task, rendezvous)
+    forwarder = _Forwarder(forwarded, data, options, task, rendezvous, iterating)
     forwarder.start()
     try:
         yield lambda: forwarder.rng_at_end
@@ -73,13 +74,15 @@ def forwarding(
 
 
 @contextlib.contextmanager
-def forwarding_validation(options: JobOptions | None, folder: Path) -> Iterator[Callable[[], None] | None]:
+def forwarding_validation(
+    options: JobOptions | None, folder: Path, iterating: threading.Lock
+) -> Iterator[Callable[[], None] | None]:
     """options: None, nothing is forwarded, and gives None. Else gives what raises an error of the data, to be
-    called now and then."""
+    called now and then. iterating: as of forwarding()."""
     if options is None:
         yield None
         return
-    forwarder = _ValidationForwarder(options, folder)
+    forwarder = _ValidationForwarder(options, folder, iterating)
     forwarder.start()
     try:
         yield forwarder.check
@@ -91,8 +94,9 @@ class _ValidationForwarder(threading.Thread):
     """Iterates the caller's validation data when an evaluation begins, and hands them to its readers, as
     ForwardedValidation says."""
 
-    def __init__(self, options: JobOptions, folder: Path) -> None:
+    def __init__(self, options: JobOptions, folder: Path, iterating: threading.Lock) -> None:
         super().__init__(name="pipedream-validation", daemon=True)
+        self._iterating = iterating
         assert options.validation is not None
         placement, last = options.plan.placement, options.plan.num_stages - 1
         self._reader = ValidationReader(options.validation.data, evaluation_seed(base_seed(options.seed)))
@@ -122,7 +126,7 @@ class _ValidationForwarder(threading.Thread):
     def _hand_over(self, boundary: int) -> None:
         self._reader.begin(boundary)
         for number in itertools.count():
-            with _ITERATING:
+            with self._iterating:
                 batch = self._reader.next()
             for rank in self._readers:
                 not_taken = self._files.file(boundary, rank, number - _NUM_AHEAD_MAX)
@@ -144,8 +148,10 @@ class _Forwarder(threading.Thread):
         options: JobOptions,
         task: WorkerTask,
         rendezvous: Rendezvous,
+        iterating: threading.Lock,
     ) -> None:
         super().__init__(name="pipedream-forwarder", daemon=True)
+        self._iterating = iterating
         self._forwarded = forwarded  # of the segment
         self._segment_index = 0
         self._data = data
@@ -212,7 +218,7 @@ class _Forwarder(threading.Thread):
         size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
         while True:
-            with _ITERATING:
+            with self._iterating:
                 group = dict(itertools.islice(minibatches, size))
             if not group:
                 return

@@ -28,6 +28,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def run_locally(
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         noticed = noticed_checkpoints(options, under_torchrun=False)
+        iterating = threading.Lock()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
             errors.position_kept(
@@ -140,8 +142,10 @@ def run_locally(
                 lambda: None if board.newest() < 0 else board.newest(),
             ),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
-            forwarding(forwarded, data, options, task, rendezvous) as rng_of_forwarded,
-            forwarding_validation(options if forwards_validation else None, folder) as check_validation,
+            forwarding(forwarded, data, options, task, rendezvous, iterating) as rng_of_forwarded,
+            forwarding_validation(
+                options if forwards_validation else None, folder, iterating
+            ) as check_validation,
             _trained_weights_told(stages, options, folder, expected),
             _interrupts_told(options, board),
             notices_save(noticed, has_begun=lambda: board.newest() >= 0),
