@@ -18,6 +18,7 @@ import importlib
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,21 @@ _HOOKS = {
 }
 """Hooks that would not be called where they belong."""
 
+_HOOKS_OF_MODULES = dict.fromkeys(
+    (f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")),
+    "workers take their steps before it: do its work in the step",
+)
+"""Hooks that a callback may have and a module not: its steps would not see what they do."""
+
+_BETWEEN_BATCHES = "works on weights or gradients between batches: leave it out"
 _CALLBACKS = {
-    *("BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler", "LearningRateFinder"),
-    *("ModelPruning", "StochasticWeightAveraging", "WeightAveraging"),
+    **dict.fromkeys(("BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler"), _BETWEEN_BATCHES),
+    **dict.fromkeys(("LearningRateFinder", "ModelPruning"), _BETWEEN_BATCHES),
+    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _BETWEEN_BATCHES),
+    "ProgressBar": "shows batches late. Leave it out: pipedream shows epoch, loss and samples/s",
+    "Timer": "stops between batches, when the workers are ahead: give max_epochs or max_steps",
 }
-"""Callbacks of Lightning that work on weights or gradients between batches."""
+"""By their class, callbacks of Lightning that are refused, and the remedy."""
 
 
 def fit(
@@ -135,6 +146,7 @@ def fit(
     library = _library_of(module)
     _check_module(module, library)
     _check_arguments(trainer_arguments)
+    _check_callbacks(trainer_arguments.get("callbacks"), library)
     if plan is not None and plan.stages[-1].num_replicas > 1:
         raise ValueError(
             "the last stage of plan has replicas, of which none knows all that is logged: give one with a"
@@ -167,8 +179,8 @@ def fit(
         enable_progress_bar=False,
         **{"num_sanity_val_steps": 0} | trainer_arguments,
     )
-    _check_callbacks(trainer, library)
     trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
+    strategy.warn_of_a_late_stop()
     trainer.pipeline_result = pipeline.result
     return trainer
 
@@ -190,7 +202,7 @@ def _check_module(module: Any, library: Any) -> None:
         raise ValueError(
             f"{name} has automatic_optimization = False: pipedream makes the steps of its optimizer"
         )
-    for hook, remedy in _HOOKS.items():
+    for hook, remedy in (_HOOKS | _HOOKS_OF_MODULES).items():
         if getattr(type(module), hook) is not getattr(base, hook):
             raise ValueError(f"{name}.{hook} would not be called in a pipeline: {remedy}")
 
@@ -210,13 +222,14 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"val_check_interval is {every!r}: use a share of the epoch or a number of batches")
 
 
-def _check_callbacks(trainer: Any, library: Any) -> None:
-    for callback in trainer.callbacks:
+def _check_callbacks(given: Any, library: Any) -> None:
+    if given is None:
+        return
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
         kind = type(callback)
-        if _CALLBACKS & {one.__name__ for one in kind.__mro__}:
-            raise ValueError(
-                f"the callback {kind.__name__} works on weights or gradients between batches: leave it out"
-            )
+        for base in kind.__mro__:
+            if base.__name__ in _CALLBACKS:
+                raise ValueError(f"the callback {kind.__name__} {_CALLBACKS[base.__name__]}")
         for hook in _HOOKS.keys() & vars(library.Callback).keys():
             if getattr(kind, hook) is not getattr(library.Callback, hook):
                 raise ValueError(
@@ -272,6 +285,7 @@ class _PipelineStrategy:
         rank_zero = importlib.import_module("lightning_utilities.core.rank_zero")
         rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # loggers write at rank 0 alone
         self.pipeline = pipeline
+        self._has_warned = False
         self._val_batches: Any = None
 
     @property
@@ -365,8 +379,27 @@ class _PipelineStrategy:
         return self._base.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if num_ahead := self.pipeline.num_batches_ahead:
+            trainer = self.lightning_module.trainer
+            if not (trainer.should_stop and trainer.fit_loop._can_stop_early):
+                raise ValueError(
+                    f"a checkpoint was asked for at step {trainer.global_step}, whose weights are gone: the"
+                    f" workers are {num_ahead} batches ahead: use ModelCheckpoint(every_n_train_steps=...)"
+                )
+            self.warn_of_a_late_stop()
         if self.is_global_zero:
             self._base.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def warn_of_a_late_stop(self) -> None:
+        """Tells once of batches that workers have trained on after a callback stopped the training."""
+        num_ahead = self.pipeline.num_batches_ahead
+        if num_ahead and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"trainer.should_stop was set between batches: the weights are those of {num_ahead} batches"
+                " past the stop: set it at the end of an epoch or a validation, or give max_steps",
+                stacklevel=2,
+            )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

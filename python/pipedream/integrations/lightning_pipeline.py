@@ -125,6 +125,11 @@ class Pipeline:
         if not self._train_rows:
             self._run(trainer, self._next_part(trainer, batch))
 
+    @property
+    def num_batches_ahead(self) -> int:
+        """Batches that workers have trained on and Lightning has not yet come to."""
+        return len(self._train_rows)
+
     def val_row(self) -> Row | None:
         """None: nothing was evaluated here."""
         return self._val_rows.popleft() if self._val_rows else None
@@ -321,9 +326,10 @@ class Pipeline:
                 self.steps.list_batches[is_training] = batches.has_lists
                 if not is_training:
                     around.enter_context(in_eval_mode([self.steps]))
-                self.steps.learns = True
-                around.callback(setattr, self.steps, "learns", False)
-                self.steps(**first)
+                with _no_attribute_changed(self.steps, is_training=is_training):
+                    self.steps.learns = True
+                    around.callback(setattr, self.steps, "learns", False)
+                    self.steps(**first)
                 if is_training:
                     self._microbatches = self._choose_microbatches(data, first)
             if self.steps.trainer.asked_for_step:
@@ -440,6 +446,29 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _no_attribute_changed(steps: Steps, *, is_training: bool) -> Iterator[None]:
+    """Raises ValueError if a step adds to a list or dict of the module, of which the caller's stays empty."""
+    attributes = vars(vars(steps)["lightning_module"])
+    before = {name: _size(value) for name, value in attributes.items()}
+    yield
+    for name, size in before.items():
+        if _size(attributes.get(name)) != size:
+            step = "training_step" if is_training else "validation_step"
+            raise ValueError(
+                f"{step} changes self.{name}, which stays in the workers: use self.log(..., on_epoch=True)"
+            )
+
+
+def _size(value: Any) -> int | None:
+    """Entries of a list or dict and of those inside; None for anything else."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if not isinstance(value, (list, set, deque)):
+        return None
+    return len(value) + sum(_size(one) or 0 for one in value)
 
 
 def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from pipedream.integrations import lightning as front  # noqa: E402
 
@@ -127,17 +134,18 @@ def figures(module: Net, trainer: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def callbacks_of(kinds: tuple[str, ...]) -> list[Any]:
+def callbacks_of(kinds: tuple[Any, ...]) -> list[Any]:
     made = {
         "best": lambda: ModelCheckpoint(
             monitor="val_loss", filename="{epoch}-{val_loss:.6f}", save_last=True
         ),
+        "steps": lambda: ModelCheckpoint(every_n_train_steps=3, save_top_k=-1),
         "stopping": lambda: EarlyStopping("val_loss", min_delta=0.5, patience=1),
     }
-    return [made[kind]() for kind in kinds]
+    return [made[kind]() if isinstance(kind, str) else kind for kind in kinds]
 
 
-def by_trainer(folder: Path, scheduler: str, kinds: tuple[str, ...], ckpt: Any = None, **given: Any) -> Any:
+def by_trainer(folder: Path, scheduler: str, kinds: tuple[Any, ...], ckpt: Any = None, **given: Any) -> Any:
     module, (train, val) = net(scheduler), loaders()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -149,7 +157,7 @@ def by_trainer(folder: Path, scheduler: str, kinds: tuple[str, ...], ckpt: Any =
 
 
 def by_pipeline(
-    folder: Path, scheduler: str, kinds: tuple[str, ...], workers: int, ckpt: Any = None, **given: Any
+    folder: Path, scheduler: str, kinds: tuple[Any, ...], workers: int, ckpt: Any = None, **given: Any
 ) -> Any:
     module, (train, val) = net(scheduler), loaders()
     trainer = front.fit(
@@ -188,7 +196,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         (),
         {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
     ),
-    "a limit of steps": ("step", (), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
+    "a limit of steps": ("step", ("steps",), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
 }
 
 
@@ -265,6 +273,8 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
         ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm is 'value': use 'norm'"),
         ({"val_check_interval": "00:00:10:00"}, "val_check_interval is"),
         ({"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+        ({"callbacks": Timer("00:00:01:00")}, "Timer stops between batches.*give max_epochs or max_steps"),
+        ({"callbacks": [TQDMProgressBar()]}, "TQDMProgressBar shows batches late. Leave it out: pipedream"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], message: str) -> None:
@@ -276,11 +286,18 @@ def test_hooks_that_would_not_be_called_are_refused_by_name() -> None:
     class Own(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 
+    class Between(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
+
     class Manual(Net):
         automatic_optimization = False
 
     with pytest.raises(ValueError, match=r"Own\.on_before_optimizer_step would not be called"):
         front.fit(Own(), *loaders())
+    with pytest.raises(
+        ValueError, match=r"Between\.on_train_batch_start would not be called in a pipeline: w"
+    ):
+        front.fit(Between(), *loaders())
     with pytest.raises(ValueError, match="automatic_optimization"):
         front.fit(Manual(), *loaders())
 
@@ -294,3 +311,66 @@ def test_a_plan_whose_last_stage_has_replicas_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="the last stage of plan has replicas"):
         front.fit(net(), *loaders(), plan=plan)
+
+
+class Between(L.Callback):  # type: ignore[misc]
+    """Stops, or saves, after the second batch."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        if self.path is None:
+            trainer.should_stop = True
+        else:
+            trainer.save_checkpoint(self.path)
+
+
+def what_happens(folder: Path, *, saves: bool) -> str:
+    callback = Between(folder / "early.ckpt" if saves else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            by_pipeline(folder, "step", (callback,), 2, max_epochs=1, limit_train_batches=5)
+        except ValueError as error:
+            return str(error)
+    return " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize(
+    ("saves", "message"),
+    [
+        (True, "at step 2, whose weights are gone: the workers are 3 batches ahead: use ModelCheckpoint("),
+        (False, "the weights are those of 3 batches past the stop"),
+    ],
+)
+def test_a_callback_that_acts_between_batches_hears_of_it(
+    farm: Any, tmp_path: Path, saves: bool, message: str
+) -> None:
+    for heard in farm.results(what_happens, tmp_path, saves=saves, num_ranks=2):
+        assert message in heard
+    assert not (tmp_path / "early.ckpt").exists()
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_that_collects_what_stays_in_the_workers_is_refused(tmp_path: Path, step: str) -> None:
+    class Collecting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outs: dict[str, list[Any]] = {"kept": []}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if step == "training_step":
+                self.outs["kept"].append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if step == "validation_step":
+                self.outs["kept"].append(batch_idx)
+            super().validation_step(batch, batch_idx)
+
+    plan = pipedream.Plan.straight(NUM_LAYERS, 2)
+    with pytest.raises(ValueError, match=rf"{step} changes self\.outs, which stays in the workers: use self"):
+        front.fit(Collecting().double(), *loaders(), plan=plan, **arguments(tmp_path))
