@@ -248,9 +248,7 @@ class Training:
             gather="all" if under_torchrun() else "rank0",
             progress=False,
         )
-        if is_rank_0():
-            shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
-        else:
+        if not is_rank_0():
             trainer.state.global_step = len(result.losses)
 
     def _validation(self) -> Validation | None:
@@ -291,9 +289,21 @@ class Training:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
     def end(self) -> None:
-        """The run is over; what can only be evaluated now is."""
-        if self._trainer.control.should_evaluate and is_rank_0():
+        """Evaluates where a last step still waits for it, and completes the checkpoint of that step."""
+        if not is_rank_0():
+            return
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if trainer.control.should_evaluate:
             self._evaluate()
+            if trainer.control.should_save:  # save_strategy 'best' decides by this evaluation
+                self._states.setdefault(step, None)
+                trainer.control.should_save = False
+            self._note_state()
+            if self._folder(step).is_dir() and step in self._states:
+                self._states[step].save_to_json(str(self._folder(step) / "trainer_state.json"))
+        self.finish_checkpoints(is_over=True)
+        shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
 
     def call(self, event: str, *given: Any) -> None:
         """Tells the TrainerCallbacks."""
@@ -467,6 +477,3 @@ class Reporter(Callback):
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         self._training.note_checkpoint(report)
-
-    def on_end(self, report: Any) -> None:
-        self._training.finish_checkpoints(is_over=True)

@@ -128,13 +128,13 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
             plan = training.agree_on_plan(prefix)
         training.begin()
         training.run(plan)
+        self._in_run = None
+        training.end()
         if prefix is not None:  # the other ranks have heard of no evaluation, and rank 0 has saved by now
             best = shared_by_rank_0(
                 f"{prefix}/best", lambda: [self.state.best_model_checkpoint, self.state.best_metric]
             )
             self.state.best_model_checkpoint, self.state.best_metric = best
-        self._in_run = None
-        training.end()
         return self._finalize_training(trial, training.num_train_samples, training.began_s)
 
     def evaluate(

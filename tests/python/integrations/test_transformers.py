@@ -179,6 +179,29 @@ def test_the_best_model_and_an_early_stop_are_those_of_the_trainer(tmp_path: Pat
     assert Path(found.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
 
 
+@pytest.mark.parametrize("save_strategy", ["epoch", "best"])
+def test_a_last_step_between_two_evaluations_may_be_the_best(tmp_path: Path, save_strategy: str) -> None:
+    found, expected = _both(
+        "classifier",
+        Plan.straight(_LAYERS["classifier"], 2),
+        tmp_path,
+        {},
+        num_train_epochs=1.5,
+        save_strategy=save_strategy,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        learning_rate=1e-3,
+    )
+    assert expected.state.best_global_step == expected.state.global_step == 6
+    assert Path(found.state.best_model_checkpoint).name == "checkpoint-6"
+    _assert_same(found, expected)
+    saved = transformers.TrainerState.load_from_json(
+        str(tmp_path / "pipeline" / "checkpoint-6" / "trainer_state.json")
+    )
+    assert saved.best_global_step == 6
+
+
 def test_a_scheduler_by_metric_and_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
     options = {
         "label_smoothing_factor": 0.1,
