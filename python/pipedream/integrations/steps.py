@@ -41,13 +41,14 @@ class LossForm:
     """The model gets their number."""
     divides_by_items: bool = False
     """The loss is divided by it: the losses of pieces of a batch add up to that of the batch."""
-    is_sum: bool = False
-    """The losses of a step's batches are added up; else they are divided by the number of batches."""
+    is_sum: bool | None = False
+    """The losses of a step's batches are added up; else they are divided by the number of batches. None: they
+    are added up where items were counted."""
     shifts_labels: bool = False
     items_dtype: torch.dtype = torch.float32
     """The dtype of their number, which the Trainer divides by a number of devices."""
     label_names: tuple[str, ...] = ()
-    """Entries of a batch that compute_metrics gets as labels."""
+    """Entries of a batch that compute_metrics gets as labels, if these are others than "labels"."""
     kept_input: str | None = None
     """An input that compute_metrics wants to see."""
 
@@ -86,7 +87,8 @@ class LossForm:
                 inputs[_NUM_ITEMS] = items
         if self.label_names:
             labels = [batch.get(name) for name in self.label_names]
-            targets["label_ids"] = labels[0] if len(labels) == 1 else tuple(labels)
+            label_ids = labels[0] if len(labels) == 1 else tuple(labels)
+            targets["label_ids"] = None if any(each is None for each in labels) else label_ids
         if self.kept_input is not None:
             targets["inputs"] = batch.get(self.kept_input)
         return inputs, targets
@@ -153,12 +155,14 @@ class Steps:
         items = form.items_of_all(batches)
         pieces = [self._pieces_of(dict(batch)) for batch in batches]
         num_batches, num_pieces = len(batches), sum(map(len, pieces))
+        is_sum = items is not None if form.is_sum is None else form.is_sum
         if items is not None and form.divides_by_items:
+            scale = num_pieces if is_sum else num_pieces / num_batches
             return Microbatches(
-                form.parts(piece, 1 / num_pieces, scale=num_pieces, items=items)
+                form.parts(piece, 1 / num_pieces, scale=scale, items=items)
                 for piece, _ in itertools.chain(*pieces)
             )
-        scale = num_batches if form.is_sum and items is not None else 1
+        scale = num_batches if is_sum else 1
         return Microbatches(
             form.parts(piece, share / num_batches, scale=scale, items=items)
             for piece, share in itertools.chain(*pieces)

@@ -55,13 +55,19 @@ def loss_form(trainer: PipelineTrainer) -> LossForm:
     own = trainer.compute_loss_func is not None
     accepts = bool(trainer.model_accepts_loss_kwargs)
     includes = "inputs" in trainer.args.include_for_metrics
+    is_sum: bool | None = trainer.loss_is_scaled_for_ga
+    if is_sum is None:
+        is_sum = True if own else None if accepts else False
+    names = tuple(trainer.label_names)
+    others = trainer.compute_metrics is not None and names != ("labels",)
     return LossForm(
         takes_labels=own or trainer.label_smoother is not None,
         counts_items=accepts or own,
         gives_items=accepts,
-        is_sum=accepts or own,
+        is_sum=is_sum,
         shifts_labels=trainer._loss_shifts_labels,
         items_dtype=torch.get_default_dtype(),
+        label_names=names if others else (),
         kept_input=getattr(trainer.model, "main_input_name", "input_ids") if includes else None,
     )
 
@@ -85,9 +91,10 @@ class Predictions:
         else:
             logits = outputs[1:]
         logits = logits[0] if len(logits) == 1 else logits
+        labels = targets["label_ids"] if "label_ids" in targets else targets["labels"]
         if self._preprocess is not None:
-            logits = self._preprocess(logits, targets["labels"])
-        return logits, targets["labels"], targets.get("inputs")
+            logits = self._preprocess(logits, labels)
+        return logits, labels, targets.get("inputs")
 
     def measure(self, kept: list[Any], _: list[Any]) -> dict[str, float]:
         arrays = []

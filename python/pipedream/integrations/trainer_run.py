@@ -103,6 +103,12 @@ class Training:
                 "eval_dataset is a dict, and a training evaluates one dataset: give one, or"
                 " eval_strategy='no' and evaluate() after train()"
             )
+        includes_loss = "loss" in self._trainer.args.include_for_metrics
+        if self._validates and includes_loss and self._trainer.compute_metrics is not None:
+            raise ValueError(
+                "include_for_metrics has 'loss', and the losses of single batches are not kept in a pipeline:"
+                " leave it out, or use eval_strategy='no' and evaluate() after train()"
+            )
         if self._resumed is not None and not (Path(self._resumed) / _STATE_FOLDER).is_dir():
             raise ValueError(
                 f"{self._resumed} has no folder {_STATE_FOLDER!r}, the state of a pipeline: it was saved by"

@@ -89,11 +89,21 @@ REFUSED = {
 }
 """With the remedy. Each may have the value that stands for nothing."""
 
+_REFUSED_OPTIM = ("8bit", "4bit", "paged", "schedule_free", "lomo")
+"""In names of optimizers whose constructor arguments, or calls of their own, stages do not have."""
+
 _NOTHING = (None, False, "", "no", 0)
 
 
 def check_training_arguments(args: Any) -> None:
     """Raises ValueError for a TrainingArguments with an argument that PipelineTrainer does not honour."""
+    optim = getattr(args, "optim", None)
+    optim = getattr(optim, "value", optim)
+    if any(part in str(optim) for part in _REFUSED_OPTIM):
+        raise ValueError(
+            f"optim of TrainingArguments is {optim!r}, which a pipeline refuses: stages do not make it as the"
+            " Trainer does; use 'adamw_torch', 'adafactor' or 'sgd'"
+        )
     for name, remedy in REFUSED.items():
         value = getattr(args, name, None)
         value = getattr(value, "value", value)  # of an enumeration

@@ -70,6 +70,18 @@ def test_the_losses_of_a_step_add_up_as_a_trainers_do(pieces: int, divides: bool
         assert total == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("is_sum", [True, False, None])
+@pytest.mark.parametrize("counts", [True, False])
+def test_losses_are_added_up_where_the_form_says_so(counts: bool, is_sum: bool | None, divides: bool) -> None:
+    form = LossForm(counts_items=counts, is_sum=is_sum, divides_by_items=divides)
+    (step, *_) = _steps(form, pieces=2)
+    scale = sum(share_of_loss(targets) * float(targets["scale"]) for _, targets in step)
+    adds_up = counts if is_sum is None else is_sum
+    pieces_of_batch = 2 if counts and divides else 1  # divided by all items, pieces add up
+    assert scale == pytest.approx(pieces_of_batch * (2 if adds_up else 1))
+
+
 def test_a_training_goes_on_in_the_middle_of_an_epoch() -> None:
     whole = [*_steps(LossForm())]
     begun = _steps(LossForm())

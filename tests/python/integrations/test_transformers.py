@@ -21,7 +21,12 @@ from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
 pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
-_LAYERS = {"llama": 26, "classifier": 27, "masked": 28}  # where the models may be cut, and one more
+_LAYERS = {
+    "llama": 26,
+    "classifier": 27,
+    "masked": 28,
+    "answers": 25,
+}  # where the models may be cut, and one more
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +43,12 @@ def _model(kind: str) -> Any:
         config = transformers.LlamaConfig(vocab_size=50, max_position_embeddings=32, pad_token_id=0, **_SIZES)
         return transformers.LlamaForCausalLM(config)
     undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(vocab_size=50, num_labels=3, **undropped, **_SIZES)
+    num_labels = 2 if kind == "answers" else 3
+    config = transformers.BertConfig(vocab_size=50, num_labels=num_labels, **undropped, **_SIZES)
     if kind == "classifier":
         return transformers.BertForSequenceClassification(config)
+    if kind == "answers":
+        return transformers.BertForQuestionAnswering(config)
     return transformers.BertForMaskedLM(config)
 
 
@@ -54,6 +62,10 @@ def _samples(kind: str, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
         labels = tokens.clone()
         if length > 5:
             labels[:2] = -100
+        if kind == "answers":
+            places = {"start_positions": torch.tensor(0), "end_positions": tokens[0] % length}
+            samples.append({"input_ids": tokens, **places})
+            continue
         samples.append({"input_ids": tokens, "labels": tokens.sum() % 3 if kind == "classifier" else labels})
     return samples
 
@@ -66,11 +78,22 @@ def _padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return torch.nn.utils.rnn.pad_sequence(entries, batch_first=True, padding_value=value)
 
     tokens = pad("input_ids", 0)
-    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": pad("labels", -100)}
+    labels = {name: pad(name, -100) for name in samples[0] if name != "input_ids"}
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), **labels}
 
 
 def _figures(predicted: Any) -> dict[str, float]:
     return {"sum": float(predicted.predictions.argmax(-1).sum()), "labels": float(predicted.label_ids.size)}
+
+
+def _figures_of_answers(predicted: Any) -> dict[str, float]:
+    starts, ends = predicted.label_ids
+    return {"starts": float(starts.sum()), "ends": float(ends.sum())}
+
+
+def _loss_of_answers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    assert labels is None and num_items_in_batch is None
+    return outputs["start_logits"].pow(2).mean() + (outputs["end_logits"].mean() - 1) ** 2
 
 
 def _trainer(kind: str, folder: Path, plan: Plan | None, given: dict[str, Any], **options: Any) -> Any:
@@ -200,6 +223,27 @@ def test_a_last_step_between_two_evaluations_may_be_the_best(tmp_path: Path, sav
         str(tmp_path / "pipeline" / "checkpoint-6" / "trainer_state.json")
     )
     assert saved.best_global_step == 6
+
+
+def test_labels_of_other_names_are_those_of_the_trainer(tmp_path: Path) -> None:
+    plan = Plan.straight(_LAYERS["answers"], 2)
+    given = {"compute_metrics": _figures_of_answers}
+    found, expected = _both("answers", plan, tmp_path, given, save_strategy="no")
+    _assert_same(found, expected)
+
+
+def test_a_loss_function_without_labels_is_added_up_as_by_the_trainer(tmp_path: Path) -> None:
+    given = {"compute_loss_func": _loss_of_answers}
+    off = {"save_strategy": "no", "eval_strategy": "no"}
+    _assert_same(*_both("answers", Plan.straight(_LAYERS["answers"], 2), tmp_path, given, **off))
+
+
+def test_losses_of_single_batches_for_metrics_are_refused(tmp_path: Path) -> None:
+    plan = Plan.straight(_LAYERS["llama"], 2)
+    given = {"compute_metrics": _figures}
+    trainer = _trainer("llama", tmp_path, plan, given, include_for_metrics=["loss"])
+    with pytest.raises(ValueError, match="include_for_metrics has 'loss', and the losses of single batches"):
+        trainer.train()
 
 
 def test_a_scheduler_by_metric_and_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
