@@ -191,6 +191,13 @@ def test_averages_that_nobody_has_are_refused(
         train_in_pipeline(training, validation=_held_out(training), callbacks=callbacks, **options)
 
 
+def test_averages_of_ties_are_not_evaluated_with_a_loss_scale() -> None:
+    training = replace(_FLUSH, case_name="tied_apart", num_stages=3, dtype=torch.float32)
+    held_out = _held_out(training)
+    with pytest.raises(ValueError, match=r"stages 0 and 2 share a parameter: .* an overflow skips"):
+        train_in_pipeline(training, validation=held_out, callbacks=[EMA()], autocast="float16")
+
+
 def test_a_decay_is_between_0_and_1() -> None:
     with pytest.raises(ValueError, match=r"decay of EMA is 1.0: use a number between 0 and 1"):
         EMA(1.0)

@@ -210,6 +210,8 @@ def evaluate_with_all_outputs(parts: bool) -> list[float]:
     result = pipedream.run(
         _model(), _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS
     )
+    if parts:
+        assert all(each.metrics.keys() == {"sum", "rows"} for each in result.validation)
     return [each.metrics["sum"] for each in result.validation]
 
 
@@ -225,6 +227,10 @@ def refused(what: str) -> None:
     if what == "larger":
         unknown_sizes = torch.utils.data.DataLoader(_batches(1, 4, 1) + _batches(1, 5, 1), batch_size=None)  # type: ignore[arg-type]
         validation = pipedream.Validation(unknown_sizes)
+    if what == "figure":
+        validation = pipedream.Validation(
+            _batches(2, 4, 1), {"all": lambda outputs, targets: {"loss": 1.0}}, outputs=True
+        )
     if what == "metric":
         validation = pipedream.Validation(_batches(2, 4, 1), {"wrong": lambda outputs, targets: 1.0})
     pipedream.run(model, _CUT, data=_batches(5, 4, 0), validation=validation, progress=False, **_OPTIONS)
@@ -236,6 +242,7 @@ def refused(what: str) -> None:
         ("cut", "validation: in eval mode the model cannot be cut after 'middle'"),
         ("larger", "put the largest first"),
         ("metric", "metric 'wrong' returned a float: return (sum, count)"),
+        ("figure", "metric 'all' returned 'loss', which is another figure: give it a name of its own"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told(farm: Farm, what: str, text: str) -> None:

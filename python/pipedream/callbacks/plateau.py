@@ -34,6 +34,14 @@ class _Watch(Callback):
 
     def _is_over(self, report: EpochReport) -> bool:
         """Whether more epochs than `patience` have been no better."""
+        known = report.metrics.values()
+        if (
+            self.metric != "loss"
+            and self.metric not in report.metrics
+            and known
+            and all(map(math.isnan, known))
+        ):
+            return False  # one of several figures that a metric returns, not evaluated yet
         value = report.value_of(self.metric)
         if self.metric in report.metrics and math.isnan(value):
             return False  # not evaluated yet

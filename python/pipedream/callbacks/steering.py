@@ -191,7 +191,8 @@ class Steering:
                 if boundary + lead > end or (boundary + lead == end and decision.stop):
                     later.append((boundary + lead, decision))
             elif evaluations:
-                self._metrics, self._num_evaluations = evaluations[-1].figures, len(before.evaluations)
+                self._metrics = evaluations[-1].figures
+                self._num_evaluations += len(evaluations)
         self._is_past = False
         return later
 

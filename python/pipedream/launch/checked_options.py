@@ -129,7 +129,8 @@ def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Mode
     continues: Continued | None = None
     if is_rank_0():
         group_size = _core.minibatches_between_drains(options.schedule_options())
-        continues = found_checkpoint(checkpoints, model, group_size)
+        every = None if options.validation is None else options.validation.every
+        continues = found_checkpoint(checkpoints, model, group_size, every)
     if continues is not None:
         options = replace(options, plan=_fitting_kinds(options.plan, kinds_of(continues)))
     return replace(options, checkpoints=checkpoints, continues=continues)

@@ -124,10 +124,17 @@ class _ValidationForwarder(threading.Thread):
             self._error = error
 
     def _hand_over(self, boundary: int) -> None:
-        self._reader.begin(boundary)
         for number in itertools.count():
-            with self._iterating:
+            # Training data that wait for something are not waited for once the run is over.
+            while not self._iterating.acquire(timeout=_LOOK_S):
+                if self._stopping.is_set():
+                    return
+            try:
+                if number == 0:
+                    self._reader.begin(boundary)
                 batch = self._reader.next()
+            finally:
+                self._iterating.release()
             for rank in self._readers:
                 not_taken = self._files.file(boundary, rank, number - _NUM_AHEAD_MAX)
                 while not_taken.exists():
@@ -210,7 +217,6 @@ class _Forwarder(threading.Thread):
                 core = self._open()
             for minibatch, batch in group.items():
                 self._forward(core, minibatch, batch)
-        self.rng_at_end = RngState.capture()
         self._send_ends(core)
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:
@@ -220,8 +226,9 @@ class _Forwarder(threading.Thread):
         while True:
             with self._iterating:
                 group = dict(itertools.islice(minibatches, size))
-            if not group:
-                return
+                if not group:
+                    self.rng_at_end = RngState.capture()
+                    return
             yield group
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:

@@ -149,7 +149,14 @@ class Measures:
             for name, metric in self._metrics.items():
                 returned = metric(outputs, targets)
                 if isinstance(returned, Mapping):
+                    clash = returned.keys() & ({LOSS, *several} | self._metrics.keys() - {name})
+                    if clash:
+                        raise ValueError(
+                            f"validation: metric {name!r} returned {min(clash)!r}, which is another figure:"
+                            " give it a name of its own"
+                        )
                     several |= {key: float(value) for key, value in returned.items()}
+                    del self._sums[name]  # begin() makes it again
                 else:
                     self._sums[name] = [_pair(name, returned)]
         losses = [(loss.item(), weight) for loss, weight in self._losses]

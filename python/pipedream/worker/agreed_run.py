@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipedream import _core
@@ -175,6 +176,14 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
     elif options.continues is not None:
         run = replace(run, first_minibatch=options.first_minibatch)
     check_together(options.job(tie_pairs(run.ties)).traits())
+    validation = options.validation
+    if run.ties and options.autocast is torch.float16 and validation is not None and validation.ema:
+        owner, user = tie_pairs(run.ties)[0]
+        raise ValueError(
+            "validation: ema is True, autocast is 'float16', and stages"
+            f" {owner} and {user} share a parameter: stage {user} does not hear of updates that an overflow"
+            " skips; use autocast='bfloat16', or leave ema out"
+        )
     options.seed_data(base)
     if agreed is None:
         agreed = {

@@ -61,10 +61,13 @@ _log = logging.getLogger("pipedream")
 _Versions = dict[int, dict[str, Tensor]]
 
 
-def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) -> Continued | None:
+def found_checkpoint(
+    checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
+) -> Continued | None:
     """The checkpoint to continue from, which fits the model; None to start from the beginning. Makes the
     folder, removes from it what an earlier run left incomplete, and sets aside what this one would write
-    over. group_size: minibatches after which all replicas of the plan have made their updates."""
+    over. group_size: minibatches after which all replicas of the plan have made their updates.
+    evaluates_every: Validation's `every`; None without one."""
     found = checkpoints.find()
     checkpoints.folder.mkdir(parents=True, exist_ok=True)
     remove_incomplete(checkpoints.folder)
@@ -86,10 +89,27 @@ def found_checkpoint(checkpoints: Checkpoints, model: Model, group_size: int) ->
             minibatch,
         )
     _log.info("continuing from %s, at minibatch %d", found.checkpoint, minibatch)
-    evaluates = _state_of_last(found.checkpoint, found.manifest).get(PENDING, False) and minibatch == reached
     epoch = _epoch_at(found.checkpoint, found.manifest, minibatch)
+    evaluates = False
+    if minibatch == reached:
+        last = _state_of_last(found.checkpoint, found.manifest)
+        # A run that Ctrl-C ended has left out what was planned there.
+        is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
+        is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
+        evaluates = last.get(PENDING, False) or (is_due and not is_done)
     place = go_on_after(found.checkpoint, minibatch, checkpoints.folder)
     return Continued(str(place), minibatch, epoch, evaluates)
+
+
+def _is_due(
+    checkpoint: Path, manifest: Manifest, every: int | str | None, group_size: int, epoch: int
+) -> bool:
+    """Whether an evaluation is planned at the checkpoint's minibatch, of this epoch."""
+    minibatch = manifest.header.minibatch
+    if isinstance(every, int):
+        return (minibatch - group_size) // every != minibatch // every
+    epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
+    return every == "epoch" and 0 < minibatch <= len(epochs) and epochs[minibatch - 1] != epoch
 
 
 def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:

@@ -210,6 +210,9 @@ class LocalSteering:
         if question.takes_effect is None:
             self._steering.note_last(question)
             return True
+        paths = [self._folder / f"{evaluation_name(each)}.json" for each in question.evaluations]
+        if not all(path.exists() for path in paths):
+            return False
         losses = self._board.losses(self._plan.stages[-1].num_replicas, self._num_microbatches)
         if len(losses) < question.boundary - self._first_minibatch:
             return False
@@ -217,9 +220,6 @@ class LocalSteering:
             self._steering.norms = self._board.norms()
             if len(self._steering.norms) < self._steering.updates_before(question.boundary):
                 return False
-        paths = [self._folder / f"{evaluation_name(each)}.json" for each in question.evaluations]
-        if not all(path.exists() for path in paths):
-            return False
         evaluations = [Evaluated(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
         decision = self._steering.tell(question, losses, evaluations)
         write_record(_answer_path(self._folder, question.takes_effect), _answer_of(decision))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pipedream.callbacks import Callback, Decision, EarlyStopping, EpochReport, ReduceLROnPlateau, StartReport
 from pipedream.callbacks.callback import decision_of
-from pipedream.callbacks.steering import CallPoints, Question, Steering
+from pipedream.callbacks.steering import CallPoints, Evaluated, History, Question, Steering
 
 
 def _decisions(callback: Callback, values: Sequence[float], metric: str = "loss") -> list[Decision]:
@@ -41,6 +43,36 @@ def test_a_plateau_reduces_the_rate_each_time_its_patience_is_over_up_to_a_numbe
 def test_a_metric_that_no_evaluation_has_is_named() -> None:
     with pytest.raises(ValueError, match=r"'f1'.*it has 'loss', 'accuracy'"):
         _decisions(EarlyStopping("f1"), [1.0], "accuracy")
+
+
+def test_a_figure_that_a_metric_returns_beside_others_is_not_known_before_an_evaluation() -> None:
+    callback = EarlyStopping("f1", patience=0)
+    callback.on_start(StartReport(None, 1, 2, "flush", 0))
+    unknown = {"loss": math.nan, "all": math.nan}
+    report = EpochReport(0, [1.0], [1], [0.1], 1, 1.0, epoch=0, metrics=unknown)
+    assert callback.on_epoch(report) is None
+
+
+def test_a_continued_run_ends_with_its_newest_evaluation() -> None:
+    told: dict[int, float] = {}
+
+    class Watching(Callback):
+        def on_epoch(self, report: EpochReport) -> None:
+            told[report.epoch] = report.metrics["loss"]
+
+    steering = Steering([Watching()], ["loss"])
+    figures = {minibatch: {"loss": float(minibatch)} for minibatch in (3, 6, 9, 12, 15)}
+    before = [Evaluated(minibatch, 1, figures[minibatch]) for minibatch in (3, 6, 9, 12)]
+    epochs = [minibatch // 4 for minibatch in range(13)]
+    history = History([0.0] * 12, [1] * 12, epochs, before, False, 1)
+    steering.start(StartReport(16, 4, 1, "flush", 0), first_minibatch=12, before=history)
+    results = [
+        SimpleNamespace(minibatch=minibatch, samples=1, loss=each["loss"], metrics={})
+        for minibatch, each in figures.items()
+    ]
+    steering.end_with(SimpleNamespace(losses=[0.0] * 16, epoch_sizes=[4] * 4, validation=results))
+    assert steering.error is None
+    assert told[3] == 15.0
 
 
 def test_what_is_no_decision_is_refused() -> None:
