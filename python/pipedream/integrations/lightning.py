@@ -64,6 +64,20 @@ REFUSED = {
 }
 """Arguments that are refused where they are given, with the remedy."""
 
+_OF_FIT = {
+    "autocast": "precision",
+    "data": "train_dataloaders",
+    "loss_fn": "training_step",
+    "lr_scheduler": "configure_optimizers",
+    "max_grad_norm": "gradient_clip_val",
+    "microbatches": "fit(microbatches=...)",
+    "optimizer": "configure_optimizers",
+    "schedule": "fit(schedule=...)",
+    "state": "ckpt_path",
+    "validation": "val_dataloaders",
+}
+"""Arguments of pipedream.run that fit gives, and where it has them from."""
+
 _PRECISIONS = {
     None: (None, "32-true"),
     32: (None, "32-true"),
@@ -135,9 +149,11 @@ def fit(
     plan: how the module is cut; None profiles it and plans for `workers` on links of `bandwidth`, and prints
         the plan. Under torchrun its ranks are the workers.
     schedule: "flush" trains as Lightning does; docs/schedules.md has those that keep every worker busy.
-    microbatches: pieces of a batch; None takes up to four for each stage, that divide the batch. With
-        accumulate_grad_batches each batch is a piece.
-    run: further arguments of pipedream.run by name, as {"codec": "bf16"}.
+    microbatches: pieces of a batch; None takes up to four for each stage, that divide the batch, or one if
+        the loss of the first batch is no mean over its pieces. With accumulate_grad_batches each batch is a
+        piece.
+    run: further arguments of pipedream.run by name, as {"codec": "bf16"}. A weight_fn gets dicts with the
+        piece as "batch".
     trainer_arguments: of Trainer. docs/lightning.md lists those that are honoured, mean nothing here, and are
         refused.
 
@@ -147,6 +163,8 @@ def fit(
     _check_module(module, library)
     _check_arguments(trainer_arguments)
     _check_callbacks(trainer_arguments.get("callbacks"), library)
+    for name in _OF_FIT.keys() & (run or {}).keys():
+        raise ValueError(f"run has {name!r}, which fit gives itself: use {_OF_FIT[name]}")
     if plan is not None and plan.stages[-1].num_replicas > 1:
         raise ValueError(
             "the last stage of plan has replicas, of which none knows all that is logged: give one with a"

@@ -36,6 +36,7 @@ from pipedream.integrations.lightning_steps import Batches, Recorder, Row, Stand
 from pipedream.launch.torchrun import rendezvous_prefix
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.data_copies import generator_states, set_generators
+from pipedream.model.microbatch import chunk, counts_of
 from pipedream.model.seeding import generators_kept
 from pipedream.splitting.evaluation_cut import in_eval_mode
 from pipedream.update.stage_optimizer import cut_out
@@ -43,6 +44,9 @@ from pipedream.update.stage_optimizer import cut_out
 __all__ = ["Pipeline", "Settings", "shared"]
 
 _log = logging.getLogger("pipedream")
+
+_LOSS_TOLERANCE = 1e-3  # of the loss, by which a mean over pieces may differ from the whole
+_NOISE_FACTOR = 20  # the same for a random loss, in differences between two tries of the whole
 
 
 @dataclass
@@ -238,18 +242,21 @@ class Pipeline:
                 lr_scheduler=functools.partial(Rates, rows),
                 schedule=self.settings.schedule,
                 microbatches=self._microbatches,
-                weight_fn=_count_one if accumulated > 1 else None,
                 max_grad_norm=self.settings.max_grad_norm,
                 autocast=self.settings.autocast,
                 validation=validation,
                 state=self._state,
-                progress=self.settings.progress,
-                **self.settings.run,
+                **self._run_arguments(accumulated),
             )
         self._state = self.result.state
         self._optimizer.state = {}
         self._optimizer_is_newest = False
         self._take_rows(part)
+
+    def _run_arguments(self, accumulated: int) -> dict[str, Any]:
+        """Arguments of a run where the user's go before those of a fit."""
+        weight_fn = _count_one if accumulated > 1 else None
+        return {"weight_fn": weight_fn, "progress": self.settings.progress, **self.settings.run}
 
     def _check(self, trainer: Any) -> None:
         """Raises ValueError for what configure_optimizers and the loaders show, before a worker starts."""
@@ -320,6 +327,8 @@ class Pipeline:
                 torch.no_grad(),
                 contextlib.ExitStack() as around,
             ):
+                attributes = vars(vars(self.steps)["lightning_module"])
+                around.callback(attributes.update, dict(attributes))  # a step may count
                 kept = generator_states(batches.loader)
                 around.callback(set_generators, batches.loader, kept)
                 first = next(iter(batches.one_by_one()))
@@ -331,7 +340,8 @@ class Pipeline:
                     around.callback(setattr, self.steps, "learns", False)
                     self.steps(**first)
                 if is_training:
-                    self._microbatches = self._choose_microbatches(data, first)
+                    self.steps.learns = False
+                    self._microbatches = shared(self._choose_microbatches(data, first))
             if self.steps.trainer.asked_for_step:
                 self.steps.reads_number[is_training] = True
             layout.is_known = True
@@ -349,7 +359,37 @@ class Pipeline:
             stages = int(os.environ["WORLD_SIZE"])
         size = int(first["total"])
         wanted = 1 if stages == 1 else 4 * stages
-        return max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
+        chosen = max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
+        why = self._why_not_cut(first, chosen) if chosen > 1 else None
+        if why is None:
+            return chosen
+        if is_rank_0():
+            print(f"batches are trained on whole: {why}; microbatches={chosen} cuts them", flush=True)
+        return 1
+
+    def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int) -> str | None:
+        """Tells why the loss of the first batch is no mean over its pieces; None: it is one. In eval mode."""
+        assert self.steps is not None
+        weight_fn = self.settings.run.get("weight_fn", _count_one)
+        try:
+            with self.steps.in_eval_mode():
+                pieces = chunk(first, num_pieces, name="a batch", minibatch=0)
+                counts = counts_of(weight_fn, pieces, 0)
+                counted = [(one, count) for one, count in zip(pieces, counts, strict=True) if count]
+                total = sum(counts)
+                cut = sum(float(self.steps(**one)["loss"]) * count / total for one, count in counted)
+                whole = float(self.steps(**first)["loss"])
+                if abs(cut - whole) <= _LOSS_TOLERANCE * abs(whole):
+                    return None
+                noise = abs(float(self.steps(**first)["loss"]) - whole)  # of a loss with random numbers
+        except Exception as error:  # whatever a step raises that was not written for pieces or eval mode
+            return f"their pieces cannot be tried ({type(error).__name__}: {error})"
+        if abs(cut - whole) < _NOISE_FACTOR * noise:
+            return None
+        return (
+            f"the loss of the first is {whole:.4g} whole and {cut:.4g} as the mean of {num_pieces} pieces,"
+            ' which run={"weight_fn": ...} can weigh'
+        )
 
     def _make_plan(self, data: Batches) -> pipedream.Plan:
         workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else self.settings.workers
@@ -404,7 +444,8 @@ class Pipeline:
         train, val = shared([recorder.trained(), recorder.held_out() if part.evaluates else []])
         for pieces in train:
             rows = [Row.of(steps.layouts[True], row) for _, row in pieces]
-            self._train_rows.append(Row.joined(rows, [samples for samples, _ in pieces]))
+            samples = [count for count, _ in pieces]
+            self._train_rows.append(Row.joined(rows, samples, steps.layouts[True]))
         self.num_batches = part.first + len(train)
         self._val_rows = deque(Row.of(steps.layouts[False], row) for row in val)
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from pipedream.common.microbatches import Microbatches
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.seeding import seed_all
+from pipedream.splitting.evaluation_cut import in_eval_mode
 
 __all__ = ["Batches", "Layout", "LoggedCall", "Recorder", "Row", "StandInTrainer", "Steps", "metrics_of"]
 
@@ -43,6 +44,11 @@ class LoggedCall:
     dtype: torch.dtype
     metric: str | None
     """The name of the metric that is logged, as an attribute of the module; None: a number or tensor."""
+
+    @property
+    def reduction(self) -> str:
+        given = self.options.get("reduce_fx", "mean")
+        return str(getattr(given, "__name__", given)).lower()
 
 
 @dataclass
@@ -137,6 +143,8 @@ class Steps(nn.Module):
         """By whether it is training."""
         self.learns = False
         """Whether the next step shows what rows have."""
+        self.calls_eval = False
+        """Whether a training_step, too, runs in eval mode, for a comparison of losses."""
         self.list_batches = {True: False, False: False}
         """Whether batches are lists, which travel as tuples."""
         self.reads_number = {
@@ -145,6 +153,16 @@ class Steps(nn.Module):
         }
         """Whether the step reads its batch_idx, which then crosses every cut."""
         self.training = module.training
+
+    @contextlib.contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Inside a training_step finds the module in eval mode."""
+        with in_eval_mode([self]):
+            self.training, self.calls_eval = True, True
+            try:
+                yield
+            finally:
+                self.calls_eval = False
 
     def forward(self, batch: Any, number: Any, total: Any = None, scale: Any = None) -> dict[str, Tensor]:
         module: Any = vars(self)["lightning_module"]
@@ -194,7 +212,10 @@ class _Logging:
         around = self._around
         around.callback(attributes.__setitem__, "_trainer", attributes.get("_trainer"))
         around.callback(attributes.__setitem__, "training", module.training)
-        attributes["_trainer"], attributes["training"] = self._steps.trainer, self._steps.training
+        attributes["_trainer"], attributes["training"] = (
+            self._steps.trainer,
+            self._steps.training and not self._steps.calls_eval,
+        )
         around.callback(attributes.pop, "log")
         attributes["log"] = self._log
         for metric in self._metrics.values():
@@ -300,6 +321,18 @@ def _batch_size_of(batch: Any) -> int:
     return next((tensor.size(0) if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
 
 
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    return sum(value * share for value, share in zip(values, shares, strict=True))
+
+
+_JOINS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "sum": lambda values, shares: sum(values),
+    "min": lambda values, shares: min(values),
+    "max": lambda values, shares: max(values),
+}
+"""By reduce_fx, how the values of a batch's pieces join."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A step as its row tells of it, with its layout."""
@@ -331,19 +364,18 @@ class Row:
         return cls(numbers[0], values, [states])
 
     @classmethod
-    def joined(cls, rows: Sequence[Row], samples: Sequence[float]) -> Row:
-        """Returns the row of a batch from those of its microbatches: means by samples."""
+    def joined(cls, rows: Sequence[Row], samples: Sequence[float], layout: Layout) -> Row:
+        """Returns the row of a batch from those of its microbatches: means by samples, and for a reduce_fx
+        of sum, min or max that."""
         if len(rows) == 1:
             return rows[0]
         total = sum(samples)
         shares = [each / total for each in samples]
-        values = {
-            name: (
-                sum(row.values[name][0] * share for row, share in zip(rows, shares, strict=True)),
-                sum(row.values[name][1] for row in rows),
-            )
-            for name in rows[0].values
-        }
+        values = {}
+        for name in rows[0].values:
+            found = [row.values[name] for row in rows]
+            join = _JOINS.get(layout.calls[name].reduction, _mean)
+            values[name] = (join([value for value, _ in found], shares), sum(size for _, size in found))
         return cls(
             sum(row.loss * share for row, share in zip(rows, shares, strict=True)),
             values,

@@ -59,8 +59,10 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         outputs = self(x)
-        loss = F.cross_entropy(outputs, y)
+        loss = F.cross_entropy(outputs, y, reduction="sum" if self.scheduler == "sum" else "mean")
         self.log("train_loss", loss, prog_bar=True)
+        self.log("num_right", (outputs.argmax(1) == y).double().sum(), reduce_fx="sum")
+        self.log("largest", outputs.max(), reduce_fx=torch.max, on_step=True, on_epoch=True)
         self.log_dict({"correct": (outputs.argmax(1) == y).double().mean()}, on_step=False, on_epoch=True)
         self.train_accuracy(outputs.detach().abs().mean())
         self.log("train_size", self.train_accuracy, on_step=True, on_epoch=True)
@@ -79,7 +81,7 @@ class Net(L.LightningModule):
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
         schedulers = torch.optim.lr_scheduler
-        if self.scheduler == "step":
+        if self.scheduler in ("step", "sum"):
             one = schedulers.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=100)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
         if self.scheduler == "epoch":
@@ -196,6 +198,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         (),
         {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
     ),
+    "a loss that is a sum": ("sum", (), {"max_epochs": 1, "limit_val_batches": 1}),
     "a limit of steps": ("step", ("steps",), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
 }
 
@@ -208,6 +211,69 @@ def test_fit_logs_and_trains_as_the_trainer_does(farm: Any, tmp_path: Path, case
     mine = farm.results(by_pipeline, tmp_path / "mine", scheduler, kinds, workers, num_ranks=workers, **given)
     assert_alike(mine[0], theirs)
     assert all(one["metrics"] == mine[0]["metrics"] for one in mine)
+
+
+class Ignoring(Net):
+    """Its loss is a mean over some of the samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), torch.where(y == 0, -100, y))
+        self.log("train_loss", loss)
+        return loss
+
+
+def count_labels(item: Any) -> Any:
+    return (item["batch"][1] > 0).sum()
+
+
+def weights_of_ignoring(folder: Path, run: dict[str, Any] | None) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    module, given = Ignoring().double(), arguments(folder, max_epochs=1)
+    if run is None:
+        L.Trainer(accelerator="cpu", **given).fit(module, loaders()[0])
+    else:
+        front.fit(module, loaders()[0], plan=pipedream.Plan.straight(NUM_LAYERS, 2), run=run, **given)
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+@pytest.mark.parametrize("run", [{}, {"weight_fn": count_labels}], ids=["whole", "weighed"])
+def test_a_loss_that_ignores_samples_trains_as_in_the_trainer(
+    farm: Any, tmp_path: Path, run: dict[str, Any]
+) -> None:
+    theirs = weights_of_ignoring(tmp_path / "theirs", None)
+    mine = farm.results(weights_of_ignoring, tmp_path / "mine", run, num_ranks=2)[0]
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name], weight, rtol=0.0, atol=1e-9)
+
+
+def test_batches_are_cut_unless_that_changes_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Random(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (0.9 + torch.rand(()) / 5)
+
+    cut: list[int] = []
+
+    def run(*_: Any, microbatches: int, **__: Any) -> None:
+        cut.append(microbatches)
+        raise InterruptedError
+
+    monkeypatch.setattr(pipedream, "run", run)
+    plan = pipedream.Plan.straight(NUM_LAYERS, 2)
+    for module, given in [
+        (Net(), {}),
+        (Random(), {}),
+        (Net("sum"), {}),
+        (Ignoring(), {}),
+        (Ignoring(), {"run": {"weight_fn": count_labels}}),
+        (Net("sum"), {"microbatches": 4}),
+    ]:
+        with pytest.raises(InterruptedError):
+            front.fit(module.double(), *loaders(), plan=plan, **arguments(tmp_path), **given)
+    assert cut == [8, 8, 1, 1, 8, 4]
+    assert "batches are trained on whole: the loss of the first is" in capsys.readouterr().out
 
 
 def test_a_stopped_fit_goes_on_as_the_trainer_does(farm: Any, tmp_path: Path) -> None:
@@ -273,6 +339,7 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
         ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm is 'value': use 'norm'"),
         ({"val_check_interval": "00:00:10:00"}, "val_check_interval is"),
         ({"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+        ({"run": {"autocast": "bfloat16"}}, "run has 'autocast', which fit gives itself: use precision"),
         ({"callbacks": Timer("00:00:01:00")}, "Timer stops between batches.*give max_epochs or max_steps"),
         ({"callbacks": [TQDMProgressBar()]}, "TQDMProgressBar shows batches late. Leave it out: pipedream"),
     ],
