@@ -109,6 +109,12 @@ class Training:
                 "include_for_metrics has 'loss', and the losses of single batches are not kept in a pipeline:"
                 " leave it out, or use eval_strategy='no' and evaluate() after train()"
             )
+        if self._resumed is not None and self._by_metric:
+            raise ValueError(
+                f"resume_from_checkpoint with a {type(self._trainer.lr_scheduler).__name__}: a checkpoint has"
+                " neither its state nor its rates; use a scheduler that counts steps, or load the model and"
+                " begin anew"
+            )
         if self._resumed is not None and not (Path(self._resumed) / _STATE_FOLDER).is_dir():
             raise ValueError(
                 f"{self._resumed} has no folder {_STATE_FOLDER!r}, the state of a pipeline: it was saved by"
@@ -289,8 +295,7 @@ class Training:
         trainer._tr_loss = torch.tensor(0.0, dtype=torch.float64)
         trainer._total_loss_scalar = 0.0
         trainer._globalstep_last_logged = trainer.state.global_step
-        if is_rank_0():
-            self.call("on_train_begin")
+        self.call("on_train_begin")
         if trainer.args.eval_on_start:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
@@ -346,9 +351,19 @@ class Training:
         decision = Decision(stop=self._stop or control.should_training_stop, rate_factor=self._factor)
         self._factor = 1.0
         takes_effect = report.takes_effect
-        if control.should_evaluate and self._validates and takes_effect is not None:
+        if control.should_evaluate and takes_effect is not None:
+            if not self._validates:
+                raise ValueError(
+                    "a callback set should_evaluate, and eval_strategy is 'no': set eval_strategy='steps',"
+                    " with eval_steps as large as you want"
+                )
             decision |= Decision(evaluate=True)
-        if control.should_save and self._saves:
+        if control.should_save:
+            if not self._saves:
+                raise ValueError(
+                    "a callback set should_save, and save_strategy is 'no': set save_strategy='steps',"
+                    " with save_steps as large as you want"
+                )
             step = self._trainer.state.global_step if takes_effect is None else takes_effect
             self._states.setdefault(step, None)
             decision |= Decision(checkpoint=takes_effect is not None)
@@ -378,8 +393,14 @@ class Training:
         state.global_step += 1
         state.epoch = epoch + batches / self._batches_per_epoch
         self.call("on_step_end")
+        is_end_of_epoch = (step_of_epoch + 1) % self._steps_per_epoch == 0
+        if trainer.control.should_epoch_stop and not is_end_of_epoch:
+            raise ValueError(
+                "a callback set should_epoch_stop, and the data of an epoch are on their way: set"
+                " should_training_stop, or shorten the dataset"
+            )
         self._log_and_evaluate(norm, rate)
-        if (step_of_epoch + 1) % self._steps_per_epoch == 0 or state.global_step == self._num_steps:
+        if is_end_of_epoch or state.global_step == self._num_steps:
             self.call("on_epoch_end")
             self._log_and_evaluate(norm, rate)
         self._stop |= trainer.control.should_training_stop

@@ -106,12 +106,16 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         recomputes = bool(self.args.activation_checkpointing)
         self.args.activation_checkpointing = False  # of the model's own kind, which hides the cuts
+        callbacks = self.callback_handler.callbacks
+        if not is_rank_0():
+            self.callback_handler.callbacks = []
         try:
             with _on_host(self.args.use_cpu):
                 self._recomputes = recomputes
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = recomputes
+            self.callback_handler.callbacks = callbacks
             self._in_run = None
 
     def _inner_training_loop(

@@ -290,6 +290,40 @@ def test_a_loss_of_a_subclass_is_refused(tmp_path: Path) -> None:
         Own(model=_model("llama"), args=args, workers=2)
 
 
+@pytest.mark.parametrize(
+    ("request_name", "message"),
+    [
+        ("should_save", "a callback set should_save, and save_strategy is 'no': set save_strategy='steps'"),
+        ("should_evaluate", "a callback set should_evaluate, and eval_strategy is 'no'"),
+        ("should_epoch_stop", "a callback set should_epoch_stop, and the data of an epoch"),
+    ],
+)
+def test_a_request_of_a_callback_that_cannot_be_met_is_refused(
+    tmp_path: Path, request_name: str, message: str
+) -> None:
+    class Asks(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            setattr(control, request_name, state.global_step == 2)
+
+    off = {"save_strategy": "no", "eval_strategy": "no"}
+    plan = Plan.straight(_LAYERS["classifier"], 2)
+    trainer = _trainer("classifier", tmp_path, plan, {"callbacks": [Asks()]}, **off)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_resumed_training_with_a_scheduler_by_metric_is_refused(tmp_path: Path) -> None:
+    by_metric = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
+    trainer = _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {}, **by_metric)
+    saved = tmp_path / "checkpoint-4"
+    trainer.save_model(str(saved))
+    transformers.TrainerState(global_step=4, train_batch_size=3).save_to_json(
+        str(saved / "trainer_state.json")
+    )
+    with pytest.raises(ValueError, match="resume_from_checkpoint with a ReduceLROnPlateau"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
     alone = _trainer("llama", tmp_path, None, {}, max_steps=4, eval_strategy="no")
     alone.train()
