@@ -505,7 +505,7 @@ def _no_attribute_changed(steps: Steps, *, is_training: bool) -> Iterator[None]:
 
 def _size(value: Any) -> int | None:
     """Entries of a list or dict and of those inside; None for anything else."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = [*value.values()]
     if not isinstance(value, (list, set, deque)):
         return None
