@@ -66,10 +66,17 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         **kwargs: Any,
     ) -> None:
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
-            check_training_arguments(given)
-            if under_torchrun():
-                _stand_alone(given)
+        if given is None:  # as a Trainer makes them
+            given = transformers.TrainingArguments("tmp_trainer")
+            if len(args) > 1:
+                args = (args[0], given, *args[2:])
+            else:
+                kwargs["args"] = given
+        check_training_arguments(given)
+        if under_torchrun():
+            _stand_alone(given)
+        _ = given.device  # counts the GPUs, by which a batch would be multiplied
+        given._n_gpu = min(1, given._n_gpu)
         self._plan = plan
         self._num_workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
         self._bandwidth = bandwidth
@@ -100,6 +107,19 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if is_rank_0():
             super().save_model(output_dir, _internal_call)
+
+    # The model stays where it is until it evaluates here.
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        pass
+
+    def _place_model(self) -> None:
+        if self.place_model_on_device and getattr(self.model, "quantization_method", None) is None:
+            super()._move_model_to_device(self.model, self.args.device)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self._place_model()
+        return super().predict(*args, **kwargs)
 
     # Training.
 
@@ -149,6 +169,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
     ) -> dict[str, float]:
         metrics = None if self._in_run is None else self._in_run.take_metrics()
         if metrics is None:
+            self._place_model()
             evaluated: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             return evaluated
         self.log(metrics)

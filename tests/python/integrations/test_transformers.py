@@ -280,6 +280,40 @@ def test_arguments_that_a_pipeline_cannot_honour_are_refused(
         _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {}, **options)
 
 
+def test_a_batch_is_as_large_on_several_gpus(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=3, use_cpu=True, report_to="none"
+    )
+    assert args.device == torch.device("cpu")
+    args._n_gpu = 4  # as torch counts them
+    trainer = PipelineTrainer(model=_model("llama"), args=args, workers=2)
+    assert trainer._train_batch_size == 3
+
+
+def test_the_callers_model_stays_until_it_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[Any] = []
+    monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda *given: moves.append(given))
+    trainer = _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {})
+    assert not moves
+    trainer.evaluate()
+    assert len(moves) == 1
+    trainer.predict(trainer.eval_dataset)
+    assert len(moves) == 2
+
+
+def test_a_rank_without_arguments_is_a_trainer_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone: list[Any] = []
+    monkeypatch.setattr("pipedream.integrations.transformers._stand_alone", alone.append)
+    monkeypatch.setattr("pipedream.integrations.transformers.under_torchrun", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = PipelineTrainer(_model("llama"), None)
+    assert alone == [trainer.args]
+    assert trainer.args.output_dir == "tmp_trainer"
+
+
 def test_a_loss_of_a_subclass_is_refused(tmp_path: Path) -> None:
     class Own(PipelineTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
