@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision_import  # noqa: F401  # beside this file; before Lightning, at the workers too
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
