@@ -61,11 +61,17 @@ def needed(name: str) -> Network:
     return network
 
 
-def _library(name: str) -> Any:
+def make_torchvision_importable() -> bool:
+    """Libraries import torchvision where there is one, also one that was compiled for another torch. Returns
+    whether it imports as it is, and so in workers that import no test, too."""
     examples = str(Path(__file__).resolve().parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
-    importlib.import_module("torchvision_import")  # transformers imports torchvision where there is one
+    return not importlib.import_module("torchvision_import").DECLARED
+
+
+def _library(name: str) -> Any:
+    make_torchvision_importable()
     return importlib.import_module(name)
 
 

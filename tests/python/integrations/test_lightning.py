@@ -13,9 +13,11 @@ import pipedream
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import make_torchvision_importable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+make_torchvision_importable()
 L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from networks import make_torchvision_importable
 from pipedream.integrations.training_arguments import (
     HONOURED,
     REFUSED,
@@ -21,6 +22,7 @@ def test_an_argument_is_in_one_of_the_three_tables() -> None:
 
 
 def test_the_tables_have_all_arguments_of_the_installed_version() -> None:
+    make_torchvision_importable()
     transformers = pytest.importorskip("transformers")
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert fields - HONOURED - WITHOUT_MEANING.keys() - REFUSED.keys() == set()
