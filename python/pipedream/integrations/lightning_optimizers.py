@@ -1,77 +1,19 @@
-"""The optimizer and the rates of a Lightning module at the stages of a pipeline.
-
-    OptimizerOfStages   makes each stage's optimizer as configure_optimizers made the whole one
-    Rates               a scheduler that sets what Lightning's schedulers will have set before each step
-
-Any thread.
-"""
+"""Rates is a scheduler that sets what Lightning's schedulers will have set before each step. Any thread."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
+from pipedream.integrations.whole_optimizer import Options, options_of
 from pipedream.update.stage_optimizer import joined_states
 
-__all__ = ["OptimizerOfStages", "Options", "Rates", "options_of", "planned_options", "state_by_name"]
-
-Options = list[dict[str, Any]]
-"""The options of each parameter group, without its parameters."""
-
-_GROUP = "group_of_the_module"  # an option of a stage's group: its index in the module's optimizer
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    return [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
-
-
-class OptimizerOfStages:
-    """A factory for run(optimizer=): the same class, with those parameters of each group that a stage has."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        self._class = type(optimizer)
-        known = inspect.signature(self._class.__init__).parameters
-        self._arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
-        self._options = [
-            {name: value for name, value in options.items() if name != "initial_lr"}
-            for options in copy.deepcopy(options_of(optimizer))
-        ]
-        group_of = {
-            id(parameter): index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._group_of: dict[str, int] = {}
-        self.state: dict[str, dict[str, Any]] = {}
-        """By parameter, the state to begin with; empty: none."""
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in group_of:
-                self._group_of[name] = group_of[id(parameter)]
-            if parameter in optimizer.state:
-                self.state[name] = dict(optimizer.state[parameter])
-
-    def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        named = [(name, parameter) for name, parameter in named_parameters if name in self._group_of]
-        groups = []
-        for index, options in enumerate(self._options):
-            parameters = [parameter for name, parameter in named if self._group_of[name] == index]
-            if parameters:
-                groups.append({"params": parameters, **options, _GROUP: index})
-        optimizer = self._class(groups, **self._arguments)
-        for name, parameter in named:
-            if name in self.state:
-                optimizer.state[parameter] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in self.state[name].items()
-                }
-        return optimizer
+__all__ = ["Rates", "planned_options", "state_by_name"]
 
 
 class Rates:
@@ -85,8 +27,8 @@ class Rates:
     def step(self) -> None:
         row = self._rows[min(self._next, len(self._rows) - 1)]
         self._next += 1
-        for group in self._optimizer.param_groups:
-            group.update(row[group[_GROUP]])
+        for group, options in zip(self._optimizer.param_groups, row, strict=True):
+            group.update(options)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the next run brings rows of its own."""

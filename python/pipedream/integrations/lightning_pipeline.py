@@ -27,13 +27,13 @@ import pipedream
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.integrations.lightning_optimizers import (
-    OptimizerOfStages,
     Rates,
     planned_options,
     state_by_name,
 )
 from pipedream.integrations.lightning_steps import Batches, Recorder, Row, StandInTrainer, Steps
-from pipedream.launch.torchrun import rendezvous_prefix
+from pipedream.integrations.whole_optimizer import StageOptimizers
+from pipedream.launch.torchrun import rendezvous_prefix, shared_by_rank_0
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import chunk, counts_of
@@ -69,12 +69,7 @@ def shared(value: Any) -> Any:
     """Rank 0's value at all ranks, as JSON; in a plain script the value itself."""
     if not under_torchrun():
         return value
-    with torchrun_rendezvous(rendezvous_prefix(), START_TIMEOUT_S) as rendezvous:
-        if is_rank_0():
-            rendezvous.publish("value", value)
-            return value
-        (found,) = rendezvous.wait_for(["value"], math.inf, lambda missing: "no value of rank 0")
-        return found
+    return shared_by_rank_0(rendezvous_prefix(), lambda: value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Pipeline:
         """Batches of this epoch, where the loader has no length: known once they are trained on."""
         self._recorder = Recorder()
         self._state: RunState | None = None
-        self._optimizer: OptimizerOfStages | None = None
+        self._optimizer: StageOptimizers | None = None
         self._optimizer_is_newest = True
         """Whether the optimizer of the caller has the state of the stages."""
         self._train_rows: deque[Row] = deque()
@@ -220,7 +215,7 @@ class Pipeline:
         if self.steps is None:
             self._check(trainer)
             self.steps = Steps(module, stand_in)
-            self._optimizer = OptimizerOfStages(optimizer, self.steps)
+            self._optimizer = StageOptimizers(optimizer, self.steps, keeps_class=True)
         steps = self.steps
         steps.trainer = stand_in
         assert self._optimizer is not None

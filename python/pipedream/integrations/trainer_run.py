@@ -87,7 +87,6 @@ class Training:
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
         """By step, of evaluations that the Trainer has not been told of."""
-        self._step_evaluated: int | None = None
         self._states: dict[int, Any] = {}
         """By step, the state that goes into its checkpoint; None until that step is over."""
         self._complete: dict[int, Path] = {}

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipedream import optim
 
-__all__ = ["StageOptimizers", "StageSchedulers"]
+__all__ = ["Options", "StageOptimizers", "StageSchedulers", "options_of"]
 
 _NATIVE: dict[type[torch.optim.Optimizer], Any] = {
     torch.optim.AdamW: optim.AdamW,
@@ -21,39 +21,58 @@ _NATIVE: dict[type[torch.optim.Optimizer], Any] = {
 }
 _OF_KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 """Options by which torch chooses its own kernels."""
+_NOT_OPTIONS = {"param_names", "initial_lr"}
+"""Entries of a group that its optimizer and its scheduler make themselves."""
+
+Options = list[dict[str, Any]]
+"""The options of each parameter group, without its parameters."""
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> Options:
+    return [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
 
 
 class StageOptimizers:
     """Makes the optimizer of a stage: of the class of the whole one, with its parameter groups, of which some
     are empty there. Torch's AdamW, Adam and SGD become those of pipedream.optim, which compute the same."""
 
-    def __init__(self, whole: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Raises ValueError for an optimizer of other parameters than the model's."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._groups: list[tuple[frozenset[str], dict[str, Any]]] = []
-        for group in whole.param_groups:
-            if any(id(p) not in names for p in group["params"]):
-                raise ValueError("the optimizer has parameters that are not the model's: make it of these")
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self._groups.append((frozenset(names[id(p)] for p in group["params"]), options))
+    def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:
+        """keeps_class: stages have torch's own optimizers, which begin with the state of the whole one.
+
+        Raises ValueError for an optimizer of other parameters than the model's."""
+        named = [*model.named_parameters(remove_duplicate=False)]
+        group_of = {id(p): index for index, group in enumerate(whole.param_groups) for p in group["params"]}
+        if group_of.keys() - {id(p) for _, p in named}:
+            raise ValueError("the optimizer has parameters that are not the model's: make it of these")
+        self._group_of = {name: group_of[id(p)] for name, p in named if id(p) in group_of}
+        self._options = [
+            {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            for group in copy.deepcopy(options_of(whole))
+        ]
+        self.state = {name: dict(whole.state[p]) for name, p in named if keeps_class and p in whole.state}
+        """By parameter, the state to begin with."""
         self._class: Any = type(whole)
-        has_tensors = any(
-            isinstance(v, torch.Tensor) for _, options in self._groups for v in options.values()
-        )
-        if type(whole) in _NATIVE and not has_tensors:
-            self._class = _NATIVE[type(whole)]
-            self._groups = [
-                (named, {key: value for key, value in options.items() if key not in _OF_KERNELS})
-                for named, options in self._groups
+        has_tensors = any(isinstance(v, Tensor) for options in self._options for v in options.values())
+        if self._class in _NATIVE and not keeps_class and not has_tensors:
+            self._class = _NATIVE[self._class]
+            self._options = [
+                {key: value for key, value in options.items() if key not in _OF_KERNELS}
+                for options in self._options
             ]
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        own = dict(named_parameters)
-        groups = [
-            {"params": [p for name, p in own.items() if name in names], **options}
-            for names, options in self._groups
-        ]
-        made: torch.optim.Optimizer = self._class(groups)
+        own = {name: p for name, p in named_parameters if name in self._group_of}
+        made: torch.optim.Optimizer = self._class(
+            [
+                {"params": [p for name, p in own.items() if self._group_of[name] == index], **options}
+                for index, options in enumerate(self._options)
+            ]
+        )
+        for name in own.keys() & self.state.keys():
+            made.state[own[name]] = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in self.state[name].items()
+            }
         return made
 
 

@@ -199,9 +199,6 @@ class TiedParameters:
         """It has the version that the latest backward read."""
         return 0 if self._owned is None else self._owned.gradient_slot
 
-    def owned_slot_of(self, version: int) -> int:
-        return 0 if self._owned is None else self._owned.slot_of(version)
-
     def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
         """By owner."""
         return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}

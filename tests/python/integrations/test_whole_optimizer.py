@@ -71,3 +71,23 @@ def test_a_scheduler_that_is_made_of_others_is_refused() -> None:
     parts = [LambdaLR(whole, _warm_up), LambdaLR(whole, _warm_up)]
     with pytest.raises(ValueError, match="the scheduler is a SequentialLR, made of others: give a LambdaLR"):
         StageSchedulers(SequentialLR(whole, parts, [2]))
+
+
+def test_stages_that_keep_the_class_begin_with_the_state_of_the_whole() -> None:
+    whole_model, cut_model = _model(), _model()
+    whole = torch.optim.AdamW(_groups(whole_model), lr=0.1)
+    for p in whole_model.parameters():
+        p.grad = torch.full_like(p, 0.3)
+    whole.step()
+    cut_model.load_state_dict(whole_model.state_dict())
+    make = StageOptimizers(whole, whole_model, keeps_class=True)
+    named = [*cut_model.named_parameters()]
+    stages = [make(named[:3]), make(named[3:])]
+    assert all(type(stage) is torch.optim.AdamW for stage in stages)
+    for model in (whole_model, cut_model):
+        for index, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, 0.2 - index)
+    for each in (whole, *stages):
+        each.step()
+    for found, expected in zip(cut_model.parameters(), whole_model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
