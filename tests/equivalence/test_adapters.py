@@ -93,7 +93,7 @@ def _train_plainly(first_block: int) -> tuple[list[float], State]:
 
 
 def _trained_bytes(first_block: int, of_stage: str) -> int:
-    """Of the adapters in the blocks whose numbers are in of_stage."""
+    """Bytes of the adapters in the blocks whose numbers are in of_stage."""
     return sum(
         parameter.nbytes
         for name, parameter in _adapted(first_block).named_parameters()

@@ -38,10 +38,10 @@ _CREATES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 @dataclass(frozen=True)
 class Injection:
-    """What goes wrong, and at which step."""
+    """A fault, and the step at which it comes."""
 
     folder: str
-    """Of notes."""
+    """The folder of notes."""
     checkpoints: str
     kind: str = ""
     """One of KINDS, or "" to list the steps."""
@@ -215,7 +215,7 @@ class Ended:
     continued_at: int | None
     state: dict[str, Tensor]
     threads: Sequence[str]
-    """Of those that the run should have ended."""
+    """Threads that are left, of those that the run should have ended."""
 
     def is_same(self, other: Ended) -> bool:
         """Bit for bit."""

@@ -157,9 +157,9 @@ def minibatch_of(checkpoint: Path) -> int:
 
 
 def _remove(checkpoint: Path, *, unless_pinned: bool = False) -> None:
-    """Under another name, at once: nobody finds half a checkpoint, nor completes one that is being removed.
-    What cannot be removed stays until the next time. unless_pinned: so does one that was pinned at the last
-    moment."""
+    """Renames it at once: nobody finds half a checkpoint, nor completes one that is being removed. Files that
+    cannot be removed stay until the next time. unless_pinned: so does a checkpoint that was pinned at the
+    last moment."""
     removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
     with contextlib.suppress(OSError):
         checkpoint.rename(removed)

@@ -403,7 +403,7 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         schedule = self.settings.schedule
-        # Where gradients accumulate the profile is of one batch of many: the times differ, the balance not.
+        # With accumulated gradients the profile is of one batch of many: other times, the same balance.
         microbatches = "auto" if schedule == "auto" else self._microbatches
         how: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
         plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True, **how)

@@ -393,8 +393,8 @@ class _Checkpoint:
 
 _log = logging.getLogger("pipedream")
 
-# Of parameters and buffers: the values, gradients of the whole model and of the cut one, what both are
-# compared by, and as much again for activations.
+# A check holds this many copies of parameters and buffers: the values, gradients of the whole model and of
+# the cut one, the figures by which both are compared, and as much again for activations.
 _NUM_COPIES = 8
 _SEED = 0
 

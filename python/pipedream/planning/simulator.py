@@ -227,9 +227,9 @@ class StageTimes:
     chunks is pushed, and the last one; none: all are after it. `updates_whole`: an update waits for all
     chunks, as where norms are measured.
 
-    Of a stage with spares, who count on from its num_replicas, `spare_push_ms` is how long a push to a spare
-    is on its way, and `spare_shard_ms` what of a pull from it is left when all pushes have come: its chunks
-    leave while others come.
+    A stage's spares count on from its num_replicas. `spare_push_ms` is the time that a push to a spare is on
+    its way, and `spare_shard_ms` the rest of a pull from it when all pushes have come: its chunks leave while
+    others come.
 
     Raises ValueError naming the field for what is negative or not finite.
     """

@@ -166,7 +166,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> No
 
 
 def test_a_run_that_continues_writes_over_no_checkpoint(tmp_path: Path) -> None:
-    """Of two runs' files in one folder nothing could be made."""
+    """A folder with the files of two runs would be no checkpoint."""
     _, second, third, fourth = _write(tmp_path, 6, 12, 13, 18)
     assert go_on_after(third, 13, tmp_path) == third
     names = {path.name.rpartition("-")[2] for path in tmp_path.glob("damaged-*")}

@@ -141,7 +141,7 @@ def test_parametrized_modules_reach_the_workers(tmp_path: Path) -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files are, meanwhile."""
+    """The folder of temporary files, meanwhile."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -164,7 +164,7 @@ with run_folder() as folder:
 
 
 def _leave_one(temporary: Path, kept: Path) -> Path:
-    """What a caller leaves that is killed in the middle of a run."""
+    """Leaves what a caller leaves that is killed in the middle of a run."""
     paths = os.pathsep.join(path for path in sys.path if path)
     ended = subprocess.run(
         [sys.executable, "-c", _KILLED, str(temporary), str(kept)],

@@ -20,7 +20,7 @@ _KINDS = ("push_to", "push_from", "factors_to", "factors_from", "pull_to", "pull
 
 
 class ReplicaLinks:
-    """What has been sent and not received, by channel; one for all replicas."""
+    """Items that were sent and not received, by channel; one object for all replicas."""
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Any]] = {}
