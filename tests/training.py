@@ -123,6 +123,29 @@ class Training:
         }
 
 
+@dataclass(frozen=True)
+class Overflowing(Training):
+    """Its loss is so large that its first minibatches overflow float16 at the initial loss scale."""
+
+    loss_factor: float = 30.0
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"loss_fn": functools.partial(_large_loss, self.loss_factor)}
+
+
+def _large_loss(factor: float, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return factor * nn.functional.mse_loss(outputs.float(), targets)
+
+
+class CountingSGD(torch.optim.SGD):
+    num_steps = 0
+    """Steps that this process has taken: updates that were not skipped."""
+
+    def step(self, closure: Any = None) -> Any:
+        CountingSGD.num_steps += 1
+        return super().step(closure)
+
+
 def train_in_pipeline(training: Training, **options: Any) -> tuple[RunResult, State]:
     """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
     model = training.model()

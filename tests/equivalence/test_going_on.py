@@ -14,9 +14,10 @@ import pytest
 import torch
 from farm import Farm
 from models import Batch
-from torch import Tensor, nn
+from torch import Tensor
 from training import (
     OPTIMIZERS,
+    Overflowing,
     State,
     Training,
     assert_equal_state,
@@ -108,17 +109,6 @@ def test_optimizers_and_rates_go_on(farm: Farm, optimizer: Any) -> None:
     _assert_parts_equal_the_whole(farm, training, 1, 1)
 
 
-def _huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 30 * nn.functional.mse_loss(outputs.float(), targets)
-
-
-class _Overflowing(Training):
-    """Its first minibatches overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
 @pytest.mark.parametrize(
     ("replicas", "how"),
     [
@@ -134,7 +124,7 @@ def test_the_loss_scale_and_what_has_overflowed_go_on(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
-    training = _Overflowing("mlp", len(replicas), num_minibatches=math.lcm(*replicas), **how)
+    training = Overflowing("mlp", len(replicas), num_minibatches=math.lcm(*replicas), **how)
     _assert_parts_equal_the_whole(farm, training, 1, 2, 3)
 
 

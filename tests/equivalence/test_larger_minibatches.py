@@ -28,6 +28,8 @@ from pipedream.update import weights
 from torch import nn
 from training import (
     OPTIMIZERS,
+    CountingSGD,
+    Overflowing,
     State,
     Training,
     assert_close_losses,
@@ -193,28 +195,6 @@ def test_replicas_finish_their_rounds_before(
     _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 3, 6, 5], drained_at=drained_at)
 
 
-def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return 30 * nn.functional.mse_loss(outputs.float(), targets)
-
-
-class _CountingSGD(torch.optim.SGD):
-    num_steps = 0
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=1e-3)
-
-    def step(self, closure: Any = None) -> Any:
-        _CountingSGD.num_steps += 1
-        return super().step(closure)
-
-
-class _Overflowing(Training):
-    """Its first minibatches overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
 @pytest.mark.parametrize(
     ("replicas", "how"),
     [
@@ -234,15 +214,15 @@ def test_the_loss_scale_of_float16_goes_on(
 ) -> None:
     """And with it what has overflowed and not been told of."""
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
-    training = _Overflowing("mlp", len(replicas), optimizer=_CountingSGD, **how)
+    training = Overflowing("mlp", len(replicas), optimizer=functools.partial(CountingSGD, lr=1e-3), **how)
     multiple = math.lcm(*replicas)
     drained_at = [multiple, 2 * multiple, 5 * multiple]
     sizes = [3 + sum(boundary <= i for boundary in drained_at) for i in range(12 * multiple)]
-    _CountingSGD.num_steps = 0
+    CountingSGD.num_steps = 0
     data = _Growing(training.case, sizes, dtype=training.dtype)
     _train_by_reference(training, data, drained_at)
     num_rounds = sum(len(sizes) // count for count in replicas)
-    assert 0 < _CountingSGD.num_steps < num_rounds, "no update was skipped, or all were"
+    assert 0 < CountingSGD.num_steps < num_rounds, "no update was skipped, or all were"
     _assert_equals_reference(farm, training, sizes, drained_at=drained_at)
 
 

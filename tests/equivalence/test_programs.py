@@ -6,7 +6,6 @@ import functools
 import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from pipedream.reference.versions import WrittenVersions
 from programs import BY_PAIRS, DRAINS_AFTER_THREE, drawn_program
 from torch import nn
 from training import (
+    CountingSGD,
+    Overflowing,
     Training,
     model_of_oracle,
     state_of,
@@ -139,19 +140,19 @@ def test_the_program_of_interleaved_stages_trains_as_it_does(farm: Farm, how: di
 )
 def test_a_program_scales_losses_of_float16_as_the_reference_does(farm: Farm, program: Program) -> None:
     """Stages learn of what overflowed when their lists let them."""
-    training = _Overflowing(
+    training = Overflowing(
         "mlp",
         program.num_stages,
         torch.float32,
-        functools.partial(_CountingSGD, lr=1e-3),
+        functools.partial(CountingSGD, lr=1e-3),
         schedule=program,
         autocast="float16",
         num_minibatches=24,
     )
-    _CountingSGD.num_steps = 0
+    CountingSGD.num_steps = 0
     train_by_reference(training)
     updates = sum(-(-24 // rounds) for rounds in _rounds_of(program))
-    assert 0 < _CountingSGD.num_steps < updates, "no update was skipped, or all were"
+    assert 0 < CountingSGD.num_steps < updates, "no update was skipped, or all were"
     _assert_equals_reference(farm, training, relative=1e-5)
 
 
@@ -160,26 +161,6 @@ def _rounds_of(program: Program) -> list[int]:
         "program", program.in_flight, program.microbatches, program.listed.placement, program=program.listed
     )
     return [_core.rounds_of(options, stage).minibatches_per_round for stage in range(program.num_stages)]
-
-
-class _CountingSGD(torch.optim.SGD):
-    num_steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        _CountingSGD.num_steps += 1
-        return super().step(closure)
-
-
-@dataclass(frozen=True)
-class _Overflowing(Training):
-    """Its first minibatches overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
-def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return 30 * nn.functional.mse_loss(outputs.float(), targets)
 
 
 class _Growing:

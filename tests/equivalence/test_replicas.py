@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -19,6 +19,8 @@ from pipedream.update.shards import ShardLayout
 from torch import nn
 from training import (
     OPTIMIZERS,
+    CountingSGD,
+    Overflowing,
     Training,
     assert_close_losses,
     assert_close_state,
@@ -231,45 +233,22 @@ def test_data_parallel_clips_the_mean_however_short_the_last_round_is(
     assert_equals_reference(farm, training, data=_Unsized(training.data()))
 
 
-def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return 30 * nn.functional.mse_loss(outputs, targets)
-
-
-class _CountingSGD(torch.optim.SGD):
-    num_steps = 0
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=1e-3)
-
-    def step(self, closure: Any = None) -> Any:
-        _CountingSGD.num_steps += 1
-        return super().step(closure)
-
-
-@dataclass(frozen=True)
-class _Overflowing(Training):
-    """Its first minibatches overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
 @pytest.mark.parametrize("schedule", ["flush", "gpipe", "pipedream", "vertical_sync", "naive"])
 def test_rounds_that_overflow_float16_are_skipped_at_all_replicas(
     farm: Farm, schedule: str, replicas: tuple[int, ...]
 ) -> None:
     how: dict[str, Any] = {"autocast": "float16", "max_grad_norm": 20.0, "num_minibatches": 31}
-    training = _Overflowing(
-        "mlp", len(replicas), torch.float32, _CountingSGD, replicas=replicas, schedule=schedule, **how
+    sgd = functools.partial(CountingSGD, lr=1e-3)
+    training = Overflowing(
+        "mlp", len(replicas), torch.float32, sgd, replicas=replicas, schedule=schedule, **how
     )
-    _CountingSGD.num_steps = 0
+    CountingSGD.num_steps = 0
     reference.run(training.model(), training.plan, **training.options())
     drains = schedule in ("flush", "gpipe")
     rounds = [-(-31 // (math.lcm(*replicas) if drains else count)) for count in replicas]
-    assert 0 < _CountingSGD.num_steps < sum(rounds), "no update was skipped, or all were"
-    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
-    assert_equals_reference(farm, replace(training, optimizer=sgd), relative=_FLOAT16)
+    assert 0 < CountingSGD.num_steps < sum(rounds), "no update was skipped, or all were"
+    assert_equals_reference(farm, training, relative=_FLOAT16)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "allreduce"])
@@ -511,7 +490,7 @@ def test_what_else_is_reduced_together_gives_the_references_result(farm: Farm, h
 def test_rounds_that_overflow_are_skipped_where_replicas_reduce_together(farm: Farm) -> None:
     how: dict[str, Any] = {"autocast": "float16", "max_grad_norm": 20.0, "num_minibatches": 31}
     sgd = functools.partial(torch.optim.SGD, lr=1e-3)
-    training = _Overflowing(
+    training = Overflowing(
         "mlp", 1, torch.float32, sgd, replicas=(2,), schedule="data_parallel", sync="allreduce", **how
     )
     assert_equals_reference(farm, training, relative=_FLOAT16)

@@ -29,6 +29,8 @@ from pipedream.model.boundary import tensors_of
 from torch import nn
 from training import (
     OPTIMIZERS,
+    CountingSGD,
+    Overflowing,
     State,
     Training,
     assert_close_losses,
@@ -281,44 +283,17 @@ def test_two_stages_of_one_worker_may_share_parameters(farm: Farm, how: str, opt
 # Options.
 
 
-_HUGE = 16.0
-
-
-def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return _HUGE * F.mse_loss(outputs.float(), targets)
-
-
-class _CountingSGD(torch.optim.SGD):
-    """A rate that makes up for the huge loss, and the number of steps that were taken in this process."""
-
-    num_steps = 0
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.05 / _HUGE, momentum=0.9)
-
-    def step(self, closure: Any = None) -> Any:
-        _CountingSGD.num_steps += 1
-        return super().step(closure)
-
-
-@dataclass(frozen=True)
-class _Overflowing(Training):
-    """Its first minibatches overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
     farm: Farm, num_stages: int, schedule: str
 ) -> None:
-    training = _Overflowing(
+    training = Overflowing(
         "mlp",
         num_stages,
         torch.float32,
-        _CountingSGD,
+        functools.partial(CountingSGD, lr=0.05 / 16, momentum=0.9),  # makes up for the factor of the loss
+        loss_factor=16.0,
         num_minibatches=12,
         schedule=schedule,
         microbatches=2,
@@ -326,9 +301,9 @@ def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
         lr_scheduler=_STEP_LR,
         max_grad_norm=20.0,
     )
-    _CountingSGD.num_steps = 0
+    CountingSGD.num_steps = 0
     reference.run(training.model(), training.plan, **training.options())
-    assert 0 < _CountingSGD.num_steps < 12 * num_stages, "no update was skipped, or all were"
+    assert 0 < CountingSGD.num_steps < 12 * num_stages, "no update was skipped, or all were"
     assert_equals_reference(farm, training, relative=_SAME_BITS)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pipedream.splitting.splitter import split
 from ports import free_ports
 from rehearsing import boundaries_of
 from training import (
+    Overflowing,
     State,
     Training,
     assert_equal_state,
@@ -398,18 +399,6 @@ def test_16_bits_are_not_rounded_to_16_bits(farm: Farm, autocast: str, codec: st
 _HUGE = 64.0
 
 
-def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return _HUGE * torch.nn.functional.mse_loss(outputs.float(), targets)
-
-
-@dataclass(frozen=True)
-class _Overflowing(Training):
-    """Its first gradients overflow float16 at the initial loss scale."""
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"loss_fn": _huge_loss}
-
-
 class _OverflowOracle(CodecOracle):
     """Keeps whether each gradient that arrived was finite."""
 
@@ -427,7 +416,9 @@ class _OverflowOracle(CodecOracle):
 
 def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(farm: Farm) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.05 / _HUGE)
-    training = _Overflowing("mlp", 2, torch.float32, sgd, num_minibatches=12, autocast="float16")
+    training = Overflowing(
+        "mlp", 2, torch.float32, sgd, num_minibatches=12, autocast="float16", loss_factor=_HUGE
+    )
     result, state = _train(farm, training, codec={"gradients": "int8"})
     oracle = _OverflowOracle({"gradients": "int8"})
     model = training.model()
