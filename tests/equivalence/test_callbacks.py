@@ -357,3 +357,29 @@ def test_a_run_that_continues_tells_its_callbacks_of_all_before_and_decides_alik
     if training.replicas:
         found, seen_again, _ = _train_saved(training, tmp_path / "local", saved[4])
         assert (found, seen_again[:15]) == (whole, seen[:15])
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        replace(_TRAINING, epochs=4, num_minibatches=4),
+        replace(_TRAINING, epochs=4, num_minibatches=4, schedule="flush"),
+        replace(_TRAINING, epochs=4, num_minibatches=4, schedule="flush", replicas=(2, 1), microbatches=2),
+    ],
+    ids=["pipedream", "flush", "flush 2-1"],
+)
+def test_a_finished_run_of_more_epochs_decides_by_the_evaluation_of_the_last_one(
+    farm: Farm, tmp_path: Path, training: Training
+) -> None:
+    """The weights at its end are evaluated, and the answer to that changes the rate of the next epoch."""
+    num_ranks = training.num_workers
+    whole, seen, state = farm.results(_train_saved, training, tmp_path / "whole", True, num_ranks=num_ranks)[
+        0
+    ]
+    farm.results(_train_saved, replace(training, epochs=2), tmp_path / "more", True, num_ranks=num_ranks)
+    found, seen_again, state_again = farm.results(
+        _train_saved, training, tmp_path / "more", True, num_ranks=num_ranks
+    )[0]
+    assert found == whole
+    assert seen_again == seen
+    assert_equal_state(dict(state_again), dict(state))

@@ -180,7 +180,7 @@ class Steering:
                 for last in range(begin + 1, boundary + 1)
                 if before.epochs[last - 1] != before.epochs[last]
             ]
-            if boundary == end and before.is_evaluated_next and lead > 0:
+            if boundary == end and before.is_evaluated_next:
                 self._held_epochs = epochs
                 break
             evaluations = [each for each in left if each.minibatch <= boundary]

@@ -117,8 +117,7 @@ class StageZeroGate:
         if self._asking is not None:
             epochs, evaluates = self._epochs_ended_in(group), is_whole and bool(events & EVALUATE)
             is_held = self._asking.holds_at(group, epochs, evaluates=evaluates)
-            if is_held and evaluates and self._evaluates and self._evaluated != group:
-                self._evaluated, self._group, self.evaluates_first = group, -1, True
+            if is_held and evaluates and self._puts_off(group):
                 return False
             events |= self._asking.events_at(group, epochs, self._source, evaluates=evaluates)
             if is_held and evaluates:
@@ -142,7 +141,20 @@ class StageZeroGate:
             return True
         self.events = self._begins_with
         if self.events & EVALUATE and self._asking is not None:
-            self._asking.ask_again(group, self._source)
+            if self._asking.answers_at_once:
+                if self._puts_off(group):
+                    return False
+                self.events &= ~EVALUATE  # it is done
+            self.events |= self._asking.ask_again(group, self._source)
+            if self.events & STOP:
+                return self._end(group, self.events | self._saved_at_stop())
+        return True
+
+    def _puts_off(self, group: int) -> bool:
+        """Whether the group's first forward has to wait for the evaluation of the weights before it."""
+        if not self._evaluates or self._evaluated == group:
+            return False
+        self._evaluated, self._group, self.evaluates_first = group, -1, True
         return True
 
     def note_loss(self, minibatch: int, part: float) -> None:

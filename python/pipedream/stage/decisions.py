@@ -173,8 +173,12 @@ class Asking:
     def holds_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
         """Whether no minibatch from this group on is admitted before the answer to a question there.
         evaluates: the weights before it are evaluated."""
-        is_asked = self._asks_at(group, ended_epochs, evaluates=evaluates)
-        return is_asked and self._lead == 0 and self._waits
+        return self.answers_at_once and self._asks_at(group, ended_epochs, evaluates=evaluates)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether an answer takes effect at the boundary of its question."""
+        return self._lead == 0 and self._waits
 
     def events_at(
         self,
@@ -190,23 +194,29 @@ class Asking:
             self._evaluations.append(group)
         if self._asks_at(group, ended_epochs, evaluates=evaluates):
             self._ask(group, ended_epochs, source)
-        events = self._answered.get(group, 0)
+        events = self._answered.get(group, 0) | self._due_events(group)
+        if events & EVALUATE and not evaluates:
+            self._evaluations.append(group)
+        return events
+
+    def ask_again(self, group: int, source: MinibatchSource) -> int:
+        """At the first group of a run that continues, before which an evaluation is still due: what was asked
+        there is asked again. Returns the events of an answer that is due at once; such an evaluation is
+        over."""
+        self._evaluations.append(group)
+        self._ask(group, (), source)
+        return self._due_events(group)
+
+    def _due_events(self, group: int) -> int:
+        """Waits for the answers that are due before this group."""
+        events = 0
         while self._due and self._due[0][0] <= group:
             due, asked = self._due.pop(0)
             asked_of = range(self._waited_to, asked)
             self._waited_to = asked
             losses = [self._losses.pop(minibatch, 0.0) for minibatch in asked_of]
             events |= self._way.wait(due, losses, self.check)
-        if events & EVALUATE and not evaluates:
-            self._evaluations.append(group)
         return events
-
-    def ask_again(self, group: int, source: MinibatchSource) -> None:
-        """At the first group of a run that continues, before which an evaluation is still due: what was asked
-        there is asked again. An answer that would be due at once is not asked for."""
-        self._evaluations.append(group)
-        if self._lead > 0:
-            self._ask(group, (), source)
 
     def _ask(self, group: int, ended_epochs: Sequence[tuple[int, int]], source: MinibatchSource) -> None:
         takes_effect = group + self._lead
