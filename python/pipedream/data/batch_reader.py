@@ -141,16 +141,18 @@ class BatchReader:
 @dataclass(frozen=True)
 class ForwardedValidation:
     """Validation data that cannot be sent to local workers: the caller iterates them and hands them over in
-    files of the run's folder, a few at a time (launch/forwarder.py).
+    files, a few at a time (launch/forwarder.py).
 
-        reader   evaluation-N.wanted                     the evaluation before minibatch N begins
-        caller   evaluation-N-for-RANK-0, -1, ...        a minibatch each, None at the end
-        reader   removes each
+        reader   N.wanted                     the evaluation before minibatch N begins
+        caller   N-for-RANK-0, -1, ...        a minibatch each, None at the end
+
+    Each side removes the files of the other that it has seen.
 
     The caller ends the run, and the reader with it, if the data fail.
     """
 
     folder: Path
+    """Of these files alone, in that of the run."""
     first: tuple[Any, Any]
     """The first minibatch, for which memory is planned."""
     rank: int = 0
@@ -172,10 +174,10 @@ class ForwardedValidation:
             yield batch
 
     def wanted_file(self, boundary: int) -> Path:
-        return self.folder / f"evaluation-{boundary}.wanted"
+        return self.folder / f"{boundary}.wanted"
 
     def file(self, boundary: int, rank: int, number: int) -> Path:
-        return self.folder / f"evaluation-{boundary}-for-{rank}-{number}"
+        return self.folder / f"{boundary}-for-{rank}-{number}"
 
 
 class ValidationReader:

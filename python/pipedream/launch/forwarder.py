@@ -36,7 +36,7 @@ from pipedream.model.microbatch import check_alike, filled_up, samples_of
 from pipedream.model.seeding import RngState, base_seed, evaluation_seed
 from pipedream.stage.job import JobOptions
 from pipedream.worker.agreed_run import segment_key
-from pipedream.worker.task_files import WorkerTask, write_batch, write_larger
+from pipedream.worker.task_files import WorkerTask, folder_of_validation, write_batch, write_larger
 
 __all__ = ["forwarding", "forwarding_validation"]
 
@@ -101,7 +101,7 @@ class _ValidationForwarder(threading.Thread):
         placement, last = options.plan.placement, options.plan.num_stages - 1
         self._reader = ValidationReader(options.validation.data, evaluation_seed(base_seed(options.seed)))
         self._readers = sorted({placement.rank_of(0, 0), placement.rank_of(last, 0)})
-        self._files = ForwardedValidation(folder, ((), ()))
+        self._files = ForwardedValidation(folder_of_validation(folder), ((), ()))
         self._stopping = threading.Event()
         self._error: Exception | None = None
 
@@ -114,12 +114,15 @@ class _ValidationForwarder(threading.Thread):
         self.join(_PATIENCE_S)
 
     def run(self) -> None:
-        done: set[Path] = set()
+        newest = -1
         try:
             while not self._stopping.wait(_LOOK_S):
-                for wanted in set(self._files.folder.glob("evaluation-*.wanted")) - done:
-                    done.add(wanted)
-                    self._hand_over(int(wanted.stem.rpartition("-")[2]))
+                for wanted in self._files.folder.glob("*.wanted"):
+                    wanted.unlink()
+                    boundary = int(wanted.stem)
+                    if boundary > newest:  # else another reader has wanted it, too
+                        newest = boundary
+                        self._hand_over(boundary)
         except Exception as error:
             self._error = error
 

@@ -33,6 +33,7 @@ __all__ = [
     "GraphReader",
     "GraphWriter",
     "WorkerTask",
+    "folder_of_validation",
     "read_data",
     "read_larger",
     "read_part",
@@ -198,8 +199,15 @@ def write_validation_data(graph: GraphWriter, folder: Path, validation: Validati
     assert validation is not None
     with generators_kept():
         first = parts_of(first_of(validation.data), 0)
-    graph.add(_VALIDATION_DATA, ForwardedValidation(folder, first), "give tensors that can be pickled")
+    handed_over = folder_of_validation(folder)
+    handed_over.mkdir()
+    graph.add(_VALIDATION_DATA, ForwardedValidation(handed_over, first), "give tensors that can be pickled")
     return True
+
+
+def folder_of_validation(folder: Path) -> Path:
+    """The folder of forwarded validation data in that of a run."""
+    return folder / "validation"
 
 
 def read_validation_data(graph: GraphReader, rank: int) -> Any:
