@@ -145,6 +145,17 @@ class _InterruptsTwice(_InterruptsCaller):
             yield batch
 
 
+def _run_until_interrupted(training: Training, data: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipedream.run(
+                training.model(), training.plan, **{**training.options(), "progress": False, "data": data}
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
     monkeypatch.setenv("TEST_ASKED", str(tmp_path / "asked"))
@@ -155,13 +166,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytes
         (tmp_path / "asked").touch()
 
     monkeypatch.setattr(StatusBoard, "ask_for_stop", ask_and_tell)
-    how = {**_TRAINING.options(), "progress": False, "data": _InterruptsTwice(6)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pipedream.run(_TRAINING.model(), _TRAINING.plan, **how)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    _run_until_interrupted(_TRAINING, _InterruptsTwice(6))
 
 
 def test_ctrl_c_with_asynchronous_replicas_says_why_it_ends_at_once(
@@ -169,13 +174,7 @@ def test_ctrl_c_with_asynchronous_replicas_says_why_it_ends_at_once(
 ) -> None:
     training = replace(_TRAINING, num_stages=2, replicas=(2, 1), sync="asp")
     monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
-    how = {**training.options(), "progress": False, "data": _InterruptsCaller(6)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pipedream.run(training.model(), training.plan, **how)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    _run_until_interrupted(training, _InterruptsCaller(6))
     assert "ending at once: replicas of stage 0 with sync='asp'" in capfd.readouterr().err
 
 
