@@ -162,21 +162,24 @@ class JobOptions:
         return self.call_points.gradient_norms and not has_none and not isinstance(self.schedule, Program)
 
     @property
+    def has_replicas(self) -> bool:
+        return any(stage.num_replicas > 1 for stage in self.plan.stages)
+
+    @property
     def reduces_together(self) -> bool:
         """Whether replicas of a stage update by a collective, not by shards."""
         is_asked_for = self.replication.sync == "allreduce" or self.replication.sync_every > 1
-        return is_asked_for and any(stage.num_replicas > 1 for stage in self.plan.stages)
+        return is_asked_for and self.has_replicas
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether every gradient of a replica is an update of its own."""
-        return self.replication.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
+        return self.replication.sync == "asp" and self.has_replicas
 
     @property
     def sums_shares(self) -> bool:
         """Whether replicas of a stage update by the mean over their own microbatches alone."""
-        has_replicas = any(stage.num_replicas > 1 for stage in self.plan.stages)
-        return has_replicas and (self.replication.sync == "asp" or self.replication.sync_every > 1)
+        return self.has_replicas and (self.replication.sync == "asp" or self.replication.sync_every > 1)
 
     def schedule_options(
         self,
