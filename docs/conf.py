@@ -44,7 +44,7 @@ def _to_rst(
 
 
 def _with_literal_blocks(lines: list[str]) -> list[str]:
-    """What is indented after a blank line stands as it is."""
+    """Marks indented text after a blank line as a literal block."""
     marked: list[str] = []
     is_literal = False
     for index, line in enumerate(lines):

@@ -95,7 +95,7 @@ def collate(examples: Sequence[Sequence[int]]) -> Batch:
 
 
 def num_tokens(batch: Batch) -> torch.Tensor:
-    """That the model's loss is the mean over: nobody predicts the first."""
+    """Number of tokens over which the model's loss is the mean: nobody predicts the first."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 

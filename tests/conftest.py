@@ -1,4 +1,4 @@
-"""What the tests that run a pipeline share."""
+"""The fixtures that tests of running pipelines share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def farm() -> Iterator[Farm]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """What run() would have launched. It raises Launched instead."""
+    """The options of each call of run(), which raises Launched instead of launching workers."""
     return note_launches(monkeypatch)
 
 

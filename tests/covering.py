@@ -38,7 +38,8 @@ def covering_rows(
 
 
 def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """As parametrize() for each factor, but with few rows that hold every pair of values, not with all."""
+    """Parametrizes a test by few rows that hold every pair of the factors' values, instead of every
+    combination."""
     rows = [tuple(row.values()) for row in covering_rows(factors, lambda row: True)]
     ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in rows]
     return pytest.mark.parametrize(tuple(factors), rows, ids=ids)

@@ -95,7 +95,7 @@ class Farm:
         return self._collect(num_ranks, time.monotonic() + deadline_s)
 
     def results(self, function: Callable[..., Any], *args: Any, num_ranks: int, **kwargs: Any) -> list[Any]:
-        """What the function returned at each rank, for a case that must not fail at any."""
+        """The values that the function returned, by rank, for a case that fails at no rank."""
         outcomes = self.run(function, *args, num_ranks=num_ranks, **kwargs)
         for rank, outcome in enumerate(outcomes):
             assert outcome.exit_code is None, f"rank {rank} ended with {outcome.exit_code}: {outcomes}"

@@ -14,7 +14,7 @@ class Launched(Exception):  # noqa: N818 (no error)
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """What run() would have launched from now on. It raises Launched instead."""
+    """Collects the options of each later run(), which raises Launched instead of launching workers."""
     noted: list[JobOptions] = []
 
     def launch(model: Any, data: Any, options: JobOptions, *others: Any) -> None:

@@ -50,7 +50,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how: small, and equal wherever it is built."""
+    """A small training that is equal wherever it is built."""
 
     case_name: str
     num_stages: int
@@ -183,7 +183,7 @@ def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, S
 
 
 def model_of_oracle(training: Training) -> nn.Module:
-    """Where the workers compute: there its numbers are drawn and rounded alike."""
+    """The model on the device where the workers compute, so that its numbers are drawn and rounded alike."""
     return training.model().to("cuda" if is_on_cuda() else "cpu")
 
 

@@ -278,7 +278,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float)
 
 
 def _settings() -> dict[str, str]:
-    """Of all steps: where pipedream is installed, and the libzmq that came with pyzmq."""
+    """The environment of all steps: where pipedream is installed, and the libzmq that came with pyzmq."""
     libraries = sorted(SITE.glob("pyzmq.libs/libzmq*")) or sorted(
         library for path in sys.path for library in Path(path).glob("pyzmq.libs/libzmq*")
     )
@@ -292,7 +292,7 @@ def _settings() -> dict[str, str]:
 
 
 def figures_in(output: str) -> list[Any]:
-    """What a program printed as JSON, an object or a list of them a line."""
+    """The JSON documents, an object or a list a line, in a program's output."""
     found = []
     for line in output.splitlines():
         if line.startswith(("{", "[")):
@@ -304,7 +304,7 @@ def figures_in(output: str) -> list[Any]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures belong to."""
+    """The machine and the commit to which the figures belong."""
     said = {
         "commit": ("git", "rev-parse", "--short", "HEAD"),
         "device": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),

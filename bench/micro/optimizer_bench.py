@@ -80,7 +80,8 @@ def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
 
 
 class Arrays:
-    """What a step reads and writes. All sides share it: where memory lies matters more than who steps."""
+    """The arrays that a step reads and writes. All sides share them, because where memory lies matters more
+    than who steps."""
 
     def __init__(self, num_elements: int, num_states: int) -> None:
         self.gradient = in_huge_pages(torch.randn(num_elements) * 1e-3)

@@ -268,7 +268,7 @@ def best_cut(name: str) -> int:
 
 
 def sides(name: str) -> dict[str, tuple[Callable[..., float], tuple[Any, ...]]]:
-    """What is measured: (function of a rank, its arguments after the model and the cut)."""
+    """The measured sides by name: (function of a rank, its arguments after the model and the cut)."""
     found: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {"plain, twice at once": (plain_ms, ())}
     for m in _MICROBATCHES:
         found[f"torch 1F1B, m = {m}"] = (torch_ms, (m,))

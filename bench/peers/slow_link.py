@@ -95,7 +95,7 @@ class Measured:
 
 
 class LinkBytes:
-    """What this host's link has carried, over time: (sent, received)."""
+    """Samples how many bytes this host's link has (sent, received) over time."""
 
     def __init__(self, interface: str) -> None:
         folder = Path("/sys/class/net", interface, "statistics")

@@ -128,7 +128,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What save has written."""
+        """Reads a file that save has written."""
         document = json.loads(path.read_text())
         if document["format"] != _FORMAT:
             raise SystemExit(f"{path} has format {document['format']!r}, not {_FORMAT!r}")

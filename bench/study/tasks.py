@@ -1,4 +1,4 @@
-"""What the study trains: two small models of eight layers, their data, and how a trained one is judged.
+"""The study's tasks: two small models of eight layers, their data, and how a trained one is judged.
 
 A task makes everything from a seed, so that runs which differ only in their schedule start alike and see the
 same minibatches in the same order.

@@ -1,4 +1,4 @@
-"""What a work item costs when nothing manages it: two_stages.py's models as a hand-written loop.
+"""Measures a work item that nothing manages: two_stages.py's models as a hand-written loop.
 
     python bench/system/bare_loop.py [--rounds 3] [--minibatches 700] [--model small] [--json FILE]
 
@@ -148,7 +148,7 @@ def run_side(
 
 
 def bare(name: str, num_minibatches: int) -> list[Row]:
-    """Of both stages, without the first tenth."""
+    """The rows of both stages, without the first tenth."""
     width, batch = two_stages.MODELS[name]
     context = multiprocessing.get_context("spawn")
     shared = torch.zeros(2, NUM_SLOTS, batch, width).share_memory_()

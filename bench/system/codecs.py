@@ -1,4 +1,4 @@
-"""What a codec costs and what it gives: time until a loss is reached, over a slow link.
+"""Measures the time until a loss is reached over a slow link, once with each codec.
 
     sudo .venv/bin/python bench/system/codecs.py [--bandwidth 50Mbit/s] [--seeds 2] [--minibatches 300]
 

@@ -27,7 +27,7 @@ SMALL = [("uint8", 1, 64)]
 
 
 def links_of_run(num_workers: int) -> list[RunChannel]:
-    """Of rank 0, those to its neighbouring stage with 64 KiB items."""
+    """Rank 0's links to its neighbouring stage, with items of 64 KiB."""
     plan = Plan.straight(num_workers, num_workers)
     schedule = _core.ScheduleOptions(
         schedule="gpipe",

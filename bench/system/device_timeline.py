@@ -65,7 +65,7 @@ def length_of(intervals: list[Interval]) -> float:
 
 
 def common_length(one: list[Interval], other: list[Interval]) -> float:
-    """Of two lists that joined() made: how long both go on."""
+    """How long intervals of both lists go on at once; joined() made the lists."""
     length, index = 0.0, 0
     for begin, end in one:
         while index < len(other) and other[index][1] <= begin:
@@ -78,7 +78,7 @@ def common_length(one: list[Interval], other: list[Interval]) -> float:
 
 
 def overlap_of(events: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Of a profiler's trace events, whose times are microseconds."""
+    """The overlap by a profiler's trace events, whose times are microseconds."""
 
     def intervals(category: str) -> list[Interval]:
         return joined(

@@ -35,7 +35,7 @@ class ForeignLoad:
 
 
 def _busy_s() -> float:
-    """Of these cores, in which they were not idle."""
+    """Seconds in which these cores were not idle, summed."""
     names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
     with open("/proc/stat", encoding="ascii") as file:
         rows = [row[1:9] for line in file if (row := line.split())[0] in names]
@@ -45,7 +45,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Of this process and its descendants, those that have ended included."""
+    """Seconds of CPU time of this process and its descendants, ended ones included."""
     parents, times = {}, {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -58,7 +58,7 @@ class Host:
 
 
 def can_make_links() -> str | None:
-    """What is missing, or None."""
+    """Names the missing tool or right, or None if links can be made."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -66,8 +66,8 @@ def can_make_links() -> str | None:
 
 
 class Link:
-    """What joins the hosts; bandwidth of each direction of each host as "1Gbit/s", or None for what the
-    machine gives."""
+    """Joins the hosts; bandwidth is of each direction of each host, "1Gbit/s" for example, or None for all
+    that the machine gives."""
 
     def __init__(self, bandwidth: str | None, *, name: str = "pd", num_hosts: int = 2) -> None:
         self.bandwidth = bandwidth
@@ -139,14 +139,14 @@ class Link:
         _run(*f"ip link add {end} type veth peer name {other_end}".split())
 
     def slow_down(self, host: Host, bandwidth: str) -> None:
-        """Of links that are not shaped: what this host sends, and not what it is sent. What waits for it is
-        where it was made, as the system's buffers take little of it."""
+        """Limits what this host sends on a link that is not shaped; it receives as fast as before. Bytes that
+        wait stay where they were made, because the system's buffers hold few of them."""
         _run(*host.prefix, "sysctl", "-w", f"net.ipv4.tcp_wmem=4096 16384 {SEND_BUFFER_BYTES}")
         self._shape(host.namespace, host.interface, parse_bandwidth(bandwidth))
 
     @staticmethod
     def _shape(namespace: str, interface: str, bytes_per_s: float | None) -> None:
-        """What leaves by the interface."""
+        """Limits what leaves by the interface."""
         if bytes_per_s is None:
             return
         burst = max(2 * MTU_BYTES, int(bytes_per_s * BURST_SECONDS))

@@ -1,4 +1,4 @@
-"""What one ZeroMQ connection per pair of workers would save, and what it would cost, beside one per channel.
+"""Compares one ZeroMQ connection per pair of workers with one per channel.
 
     python bench/system/one_link.py
 

@@ -79,7 +79,7 @@ def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -
 
 
 def figures(result: Any) -> dict[str, Any]:
-    """Of the steady phase, per worker: without the first minibatches and the last."""
+    """Figures of the steady phase, per worker, without the first minibatches and the last."""
     last = len(result.losses) - WARM_UP
     waited, elapsed = [], []
     for spans in result.spans:
@@ -101,7 +101,8 @@ def figures(result: Any) -> dict[str, Any]:
 
 
 def compute_ms(repeats: int) -> float:
-    """Of one block, forward and backward, on one core; both stages at once as in the run."""
+    """Milliseconds of one block, forward and backward, on one core, while both stages compute at once as in
+    the run."""
     torch.set_num_threads(1)
     block, inputs = Block(repeats), torch.randn(BATCH, WIDTH, requires_grad=True)
     times = []

@@ -136,7 +136,7 @@ SHAPED = [
 
 
 def stages_of(profile: Profile, combination: Combination) -> tuple[Stage, ...]:
-    """As many layers per stage as balance it, with the combination's replicas."""
+    """Stages with as many layers each as balance them, and the combination's replicas."""
     counts = combination.replicas
     if len(counts) == 1:
         return (Stage(0, profile.num_layers - 1, counts[0]),)

@@ -230,7 +230,7 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
 
 
 def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[TimedInstruction]:
-    """What a worker did and when: from having its input to having computed."""
+    """A worker's instructions with their times: each from having its input to having computed."""
     timeline = []
     for instruction, span in zip(program, spans, strict=True):
         done = (span.kind, span.stage, span.minibatch, span.microbatch)

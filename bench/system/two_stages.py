@@ -74,7 +74,7 @@ def _plain_loop(arguments: tuple[int, int, int, str]) -> float:
 
 
 def two_processes_ms(pool: Pool, width: int, batch: int, num_minibatches: int, device: str) -> float:
-    """As one_process_ms, of two independent processes that run at the same time."""
+    """Milliseconds of a minibatch in each of two independent processes that run at the same time."""
     return statistics.mean(pool.map(_plain_loop, [(width, batch, num_minibatches, device)] * 2, chunksize=1))
 
 
@@ -111,8 +111,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 
 
 def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
-    """Of one worker's work items but the last: (kind, then microseconds outside user code and waiting: from
-    asking to having the item, from there to completing it, from there to asking for the next)."""
+    """Overheads of one worker's work items but the last: (kind, then microseconds outside user code and
+    waiting: from asking to having the item, from there to completing it, from there to asking for the
+    next)."""
     return [
         (
             span.kind,

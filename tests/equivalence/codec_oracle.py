@@ -17,7 +17,8 @@ _INDEX_BYTES = 4
 
 
 class CodecOracle:
-    """What becomes of the tensors that cross, with the residuals that topk keeps for each of them."""
+    """Encodes and decodes the tensors that cross between stages, and keeps topk's residual for each of
+    them."""
 
     def __init__(self, codec: Any) -> None:
         """codec: as run's."""
@@ -77,7 +78,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What topk sends."""
+    """The type in which topk sends values."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
@@ -104,7 +105,7 @@ def _block_through_int8(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def encoded_bytes(name: str, num_elements: int, dtype: torch.dtype) -> int:
-    """Of a tensor on the wire."""
+    """The bytes of an encoded tensor on the wire."""
     if name in ("bf16", "fp16"):
         return 2 * num_elements
     if name == "int8":

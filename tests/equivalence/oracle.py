@@ -1,4 +1,5 @@
-"""What a run of the zoo must give: the oracle's numbers, the table's versions, and memory as predicted."""
+"""Compares a run of the zoo with the oracle's numbers, with the table's versions and with predicted
+memory."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _batches(name: str) -> Iterator[Batch]:
 
 
 def _batches_of_a_seed(name: str, seed: int) -> list[Batch]:
-    """What _batches() gives from generators as a run with this seed has them."""
+    """The minibatches that _batches() gives when its generators begin as in a run with this seed."""
     with generators_kept():
         seed_data(base_seed(seed), seed, 2)
         return list(_batches(name))
@@ -300,7 +300,7 @@ def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(f
 
 
 class _Scores(nn.Module):
-    """Of texts (samples, length), with a skip of that shape around its middle."""
+    """Scores each token of texts (samples, length), with a skip of that shape around its middle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is due at a boundary of a run happens at every stage and replica, between the same two updates."""
+"""Every stage and replica does its evaluations and snapshots between the same two updates."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _train_recorded(training: Training, **options: Any) -> tuple[int, list[_Even
 
 
 def _expected(num_minibatches: int, epochs: int, group: int) -> dict[int, int]:
-    """What is due, by boundary."""
+    """The events that are due at each boundary, as bits."""
     due: dict[int, int] = {}
     total = epochs * num_minibatches
     for event, places in (

@@ -1,4 +1,4 @@
-"""What covering_rows promises of its rows."""
+"""The rows of covering_rows hold every pair of values and obey the given rule."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_forwarded_kinds_stay_apart_and_one_that_does_not_fit_is_refused() -> No
 
 
 class _Lengths:
-    """Of texts, which get longer and fewer."""
+    """Minibatches of texts that become longer and fewer."""
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (size, length) in enumerate([(4, 3), (2, 5), (4, 4), (1, 12), (2, 9), (3, 9)]):
@@ -412,7 +412,7 @@ def test_fewer_and_longer_texts_are_planned_for_where_they_have_more_tokens(farm
 
 
 class _Attention(nn.Module):
-    """What it keeps grows with the square of the length."""
+    """Attention, whose saved tensors grow with the square of the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,7 +540,7 @@ def _run_rows(model: nn.Sequential, *counts: int, num_stages: int = 2, **options
 
 
 def _counted_bytes(result: RunResult) -> list[int]:
-    """As `memory` counts them, per worker."""
+    """Each worker's predicted bytes, summed over the terms of `memory`."""
     return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
 
 

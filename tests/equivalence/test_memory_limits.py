@@ -119,7 +119,7 @@ def test_a_round_of_several_minibatches_stays_within_its_prediction(
 
 
 def _needed_bytes(result: RunResult) -> list[int]:
-    """Of each worker, by prediction."""
+    """Each worker's predicted bytes."""
     return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
 
 

@@ -141,8 +141,8 @@ def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
 
 
 def _temporaries_bytes(job: _Job) -> int:
-    """Of a layer's step, which a plan counts of every optimizer; the native ones make none. Asynchronous
-    shards have another's besides."""
+    """Bytes of an optimizer's temporaries in the step of one layer. A plan counts them for every optimizer;
+    the native ones make none. Asynchronous shards count a second step."""
     _, copies, _ = _OPTIMIZERS[job.optimizer]
     num_steps = 2 if job.sync["sync"] == "asp" else 1
     return num_steps * int(copies) * job.largest_bytes if "native" in job.optimizer else 0

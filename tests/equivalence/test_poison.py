@@ -79,7 +79,7 @@ def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
-    """What a neighbour sent is read where it lay, after its slot was given back."""
+    """Makes each forward read its inputs where they lay, after their slot was given back."""
 
     def alias_of(tensor: Tensor) -> Tensor:
         memory = (ctypes.c_byte * tensor.untyped_storage().nbytes()).from_address(tensor.data_ptr())

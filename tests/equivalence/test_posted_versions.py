@@ -1,5 +1,5 @@
-"""What replicas pull lands in the slot of the version that it is of: there alone, while nobody reads that
-slot, and without slots of its own."""
+"""A version that replicas pull lands in its own slot alone, while nobody reads that slot, and needs no slots
+besides."""
 
 from __future__ import annotations
 

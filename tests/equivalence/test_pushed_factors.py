@@ -126,7 +126,7 @@ def test_as_many_bytes_are_saved_as_factors_are_smaller(farm: Farm, case_name: s
 
 
 class _Unsized:
-    """Of which nobody knows the largest minibatch before the run."""
+    """Data without a length, so that nobody knows the largest minibatch before the run."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = list(batches)

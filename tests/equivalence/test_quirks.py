@@ -248,7 +248,7 @@ def test_a_lazy_conjugate_crosses_a_cut(farm: Farm) -> None:
 
 
 class _StopsSomeGradients(nn.Module):
-    """Of some minibatches nothing before it has a gradient."""
+    """Lets no gradient through for some minibatches, so that layers before it have none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run gives back, and where, as ranks of torchrun."""
+"""A run under torchrun returns its result and its weights at the ranks that `gather` names."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _own_names(training: Training, stage_index: int) -> set[str]:
 
 
 def _train_in_a_line(training: Training, gather: str) -> tuple[RunResult, State]:
-    """As many ranks would: each hands on what is for those behind it."""
+    """Trains with ranks in a line: each passes on the weights and results of all ranks behind it."""
     kept, rank_tree.NUM_CHILDREN_MAX = rank_tree.NUM_CHILDREN_MAX, 1
     try:
         assert list(rank_tree.children_of(0, 4)) == [1]

@@ -1,4 +1,5 @@
-"""What a run made is gone when it has ended, without the garbage collector: its pool may be most of a GPU."""
+"""A run that has ended keeps no object alive, even before a garbage collection: its pool may be most of a
+GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def _fails_at_minibatch_3(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _what_is_left(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
-    """Of a second run: what torch imports in the first keeps its frames until the collector comes."""
+    """The end of a second run, and its objects that are still alive. The first run's frames live until a
+    collection, because torch imports modules in it."""
     _what_is_left_of_one(nn.functional.mse_loss, **options)
     return _what_is_left_of_one(loss_fn, **options)
 

@@ -110,7 +110,8 @@ _FACTORS: dict[str, Sequence[Any]] = {
 
 
 def _is_allowed(row: Row) -> bool:
-    """What both sides compute alike: in less than float64 that takes the same operators in the same order."""
+    """Whether both sides compute the row alike. Below float64 that takes the same operators in the same
+    order."""
     if row.get("num_stages", 1) not in _STAGE_COUNTS[row.get("schedule", "pipedream")]:
         return False
     precision, optimizer = row.get("precision", "float64"), row.get("optimizer", "sgd")

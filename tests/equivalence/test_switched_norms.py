@@ -19,7 +19,7 @@ _ARGUMENTS: dict[str, Any] = {
 
 
 def _switch(norm: nn.Module, inputs: Any) -> None:
-    """Of every three minibatches the second is evaluated."""
+    """Puts a norm into eval mode for the second of every three minibatches."""
     norm.calls = getattr(norm, "calls", 0) + 1
     norm.train(norm.calls % 3 != 2)
 

@@ -346,7 +346,8 @@ def test_pairs_of_stages_have_codecs_of_their_own(farm: Farm) -> None:
 
 
 def _encoded_bytes_of_run(codec: str, whole: int, short: int, dtype: torch.dtype) -> int:
-    """Of 7 minibatches, the last one short: numbers of elements."""
+    """Encoded bytes of 7 minibatches; `whole` and `short` are the numbers of elements of the first six and of
+    the last."""
     return 6 * encoded_bytes(codec, whole, dtype) + encoded_bytes(codec, short, dtype)
 
 

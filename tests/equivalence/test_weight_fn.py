@@ -26,7 +26,8 @@ def _model() -> nn.Sequential:
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of 6 samples; in three microbatches 1, 2 and 0 of the targets are valid, then all and 1."""
+    """Minibatches of 6 samples. Their three microbatches have 1, 2 and 0 valid targets, then only valid ones,
+    then 1 in all."""
     generator = torch.Generator().manual_seed(4)
     data = []
     for valid in ([0, 2, 3], range(6), [5]):

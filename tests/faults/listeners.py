@@ -1,4 +1,4 @@
-"""Which TCP sockets a process and its children listen on, by what the kernel says."""
+"""Finds the TCP sockets on which a process and its children listen, by the kernel's tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FF
 
 
 def listening_addresses(pid: int) -> dict[str, bool]:
-    """Of the process and its children: hexadecimal address:port -> whether only this machine can reach it."""
+    """Addresses (hexadecimal address:port) on which the process or a child listens, each with whether only
+    this machine can reach it."""
     inodes = {inode for each in _family(pid) for inode in _sockets_of(each)}
     found: dict[str, bool] = {}
     for table in ("tcp", "tcp6"):

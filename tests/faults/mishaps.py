@@ -47,7 +47,8 @@ def be_stopped() -> None:
 
 
 def suspend_all_ranks(seconds: float) -> None:
-    """As Ctrl-Z does with a run, and fg later: the workers of this farm are stopped, this one with them."""
+    """Stops all workers of this farm, this one included, and continues them after `seconds`, like Ctrl-Z and
+    fg."""
     ranks = [str(rank.pid) for rank in psutil.Process(os.getppid()).children()]
     script = f'kill -STOP "$@"; sleep {seconds}; kill -CONT "$@"'
     subprocess.run(["sh", "-c", script, "sh", *ranks], check=True)
@@ -83,7 +84,7 @@ def make_file(path: str) -> None:
 
 
 def kill_parent_and_hang() -> None:
-    """What a worker sees when its launcher is killed while it computes."""
+    """Kills this worker's launcher while the worker computes."""
     os.kill(os.getppid(), signal.SIGKILL)
     signal.pause()
 
@@ -188,7 +189,8 @@ def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> t
 
 
 def run_until_stopped_at(when: str, at_call: int, folder: str) -> tuple[Exception | None, float]:
-    """As run_until_killed_at, but that rank 1 is stopped; and as run_until_lost."""
+    """Does what run_until_killed_at does, but stops rank 1 instead of killing it. Returns what run_until_lost
+    returns."""
 
     def be_noted() -> None:
         note_moment(Path(folder) / "note")

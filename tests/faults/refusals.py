@@ -1,4 +1,4 @@
-"""What the tests of refusals assert."""
+"""Assertions that tests of refusals share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a channel makes of a link that is cut, stalls, is slow or changes bytes, and of a peer that is not the
-one it should be: the right failure in bounded time, nothing lost, nothing without bound."""
+"""A channel reports the right failure in bounded time on a link that is cut, stalls, is slow or changes
+bytes, or that leads to a wrong peer. It loses nothing, and its memory stays bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ends a local run early leaves in the caller's model the newest version of every stage that lives."""
+"""A local run that ends early leaves in the caller's model the newest version of every stage that is
+alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in local workers reaches the caller as one error, in time, and leaves no process."""
+"""A failure in local workers reaches the caller as one error, in time, and leaves no process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
-    """What the call raises: exactly of this kind, and one line."""
+    """The error that the call raises; it must be exactly of this kind and have one line."""
     with pytest.raises(kind) as caught:
         call()
     assert type(caught.value) is kind

@@ -84,7 +84,7 @@ def _run_with_mistakes(options: list[dict[str, Any]]) -> tuple[Exception | None,
 
 
 def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What a rank is mistaken in, what the others are given, and what is said of it."""
+    """The options of the mistaken rank, those of the others, and words that the error must have."""
     path = folder / "keys.json"
     write_key_file(path)
     if mistake == "no such interface":

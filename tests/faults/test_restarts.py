@@ -44,7 +44,7 @@ def _powers_of_two(dies_at: int | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Powers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
-    """Of two: a sum of them names each one that is missing or in it twice."""
+    """Powers of two, so that a sum of them tells which are missing and which are in it twice."""
 
     def __init__(self, dies_at: int | None) -> None:
         self.dies_at = dies_at

@@ -51,7 +51,7 @@ class _Channel(NamedTuple):
 
 
 class Outcome:
-    """What one call of main() did."""
+    """The exit status and the output of one call of main()."""
 
     def __init__(self, status: int, stdout: str, stderr: str) -> None:
         self.status, self.stdout, self.stderr = status, stdout, stderr

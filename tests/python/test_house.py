@@ -57,7 +57,8 @@ _ON_TOP = {"__init__", "__main__", "_core", *_COMMANDS}
 
 
 def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
-    """Of the package's own modules, dotted, without "pipedream.". of_annotations: those for types, too."""
+    """The package's own modules that a module imports, dotted, without "pipedream.". of_annotations: include
+    imports for types alone."""
     tree = ast.parse(path.read_text())
     if not of_annotations:
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
@@ -79,7 +80,7 @@ def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
 
 
 def _modules() -> dict[str, Path]:
-    """Of the folders: "stage.weights" and its file."""
+    """The modules of all folders, such as "stage.weights", each with its file."""
     return {
         f"{folder}.{path.stem}": path
         for folder in PYTHON_FOLDERS

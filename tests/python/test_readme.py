@@ -1,5 +1,5 @@
-"""What README, the documents and the package's docstring show runs as it is shown. Nothing is trained: a run
-goes as far as the start of its processes."""
+"""README, the documents and the package's docstring show code that runs as it is shown. Nothing is trained: a
+run goes as far as the start of its processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _block_with(text: str, page: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, Any]]]:
-    """What would have been run, (model, job options), in a folder of its own; profiles are short."""
+    """Collects (model, job options) of each run() instead of running it, in a folder of its own; profiles are
+    short."""
     started: list[tuple[Any, Any]] = []
 
     def run_locally(model: Any, data: Any, options: Any, *_: Any) -> RunResult:
@@ -171,7 +172,7 @@ def test_every_python_block_of_the_documents_is_python() -> None:
 
 
 class _Text(nn.Module):
-    """As a language model of transformers takes and gives it."""
+    """A language model with the arguments and the output of those in transformers."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -269,7 +270,7 @@ def test_the_front_pages_figures_are_on_record_and_their_commands_are_there() ->
 
 
 def _anchor(heading: str) -> str:
-    """Of a heading, as GitHub and MyST make it."""
+    """A heading's anchor, as GitHub and MyST make it."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
 
 

@@ -56,7 +56,7 @@ def _place(path: Path, line: int) -> str:
 
 
 def _matches(path: Path, pattern: str) -> Iterator[str]:
-    """Where the pattern is in a line's code: what stands behind a comment sign, or in quotes, is none."""
+    """The matches of the pattern in a file's code; comments and quoted text are left out."""
     for line, text in enumerate(_text(path).splitlines(), start=1):
         code = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text).split("//")[0]
         for match in re.finditer(pattern, code):
@@ -195,7 +195,7 @@ def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
     nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
     found = [
         _place(path, getattr(node, "lineno", 1))
-        for path in sorted((_TOP / "python").rglob("*.py"))
+        for path in _python_files()
         for node in ast.walk(_tree(path))
         if isinstance(node, nodes)
         and (text := ast.get_docstring(node))

@@ -23,7 +23,7 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def _capsule(tensor: Tensor, device_type: int, device_index: int = 0) -> Any:
-    """As if the tensor lay on a device of this DLPack type."""
+    """The tensor's capsule, which claims to lie on a device of this DLPack type."""
     capsule = to_dlpack(tensor)
     address = _pointer_of(capsule, b"dltensor")
     (ctypes.c_int32 * 2).from_address(address + _DEVICE_OFFSET)[:] = [device_type, device_index]

@@ -87,8 +87,8 @@ def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> i
 
 
 def _gradients_beside(memory: MemoryPlan, stage: int) -> int:
-    """Of a stage that keeps all it has in flight: of what upstream has in flight the rest may have gradients
-    that wait, and one is released a little late."""
+    """Gradients that may lie beside the stash of a stage which keeps all that it has in flight: those of the
+    microbatches that only the stage upstream has in flight, and one that is released late."""
     here, upstream = (_core.num_microbatches_in_flight(memory.schedule, s) for s in (stage, stage - 1))
     return min(_waiting(memory, "gradient", stage, stage - 1), upstream - here) + 1
 
@@ -261,7 +261,7 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
     replicas: tuple[int, ...], more: int
 ) -> None:
-    """As behind a link that is slow in that direction alone; a fast one never shows it."""
+    """A link that is slow in that direction alone brings this about; a fast one never shows it."""
     plan = Plan.replicated(len(replicas), replicas)
     in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
     options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)
@@ -285,7 +285,8 @@ def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, mi
 def test_a_replica_with_one_microbatch_of_each_minibatch_keeps_the_inputs_of_all(
     microbatches: int, minibatches: int
 ) -> None:
-    """Of two replicas each has every second microbatch: three in a row of one are of so many minibatches."""
+    """Each of two replicas has every second microbatch, so three in a row of one belong to so many
+    minibatches."""
     plan = Plan((Stage(0, 0, 2), Stage(1, 1, 3)))
     assert plan.in_flight == (3, 1)
     options = _core.ScheduleOptions("pipedream", plan.in_flight, microbatches, plan.placement)

@@ -1,4 +1,4 @@
-"""What of the options the ranks compare."""
+"""Ranks compare all options of a run that must agree, and say no secret."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pipedream.common.cpus import own_cpus, share_of, usable_cpus
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a process that may run on 8 CPUs."""
+    """The control group of a process that may run on 8 CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     (tmp_path / "own").write_text("0::/outer/inner\n")
     folder = tmp_path / "outer" / "inner"

@@ -1,4 +1,4 @@
-"""Where run() may be called, and that it says so at once where it may not."""
+"""run() refuses at once to be called where a worker would call it again."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_all_frames_are_shown_where_the_environment_asks_for_them(monkeypatch: p
 
 
 def _fail_in_forward(error: Exception) -> Exception:
-    """What a worker raises when the user's layer raises this."""
+    """The error that a worker raises when the user's layer raises this one."""
     try:
         UserCode(lambda what: f"stage 1 failed in {what}").run("forward", _Broken(error), torch.ones(2, 3))
     except PipelineError as raised:
@@ -163,7 +163,7 @@ def _fail_in_forward(error: Exception) -> Exception:
 
 
 def _told(folder: Path, error: Exception) -> dict[str, Any]:
-    """What the caller reads of a worker's error."""
+    """The document in which the caller reads a worker's error."""
     try:
         raise error
     except type(error) as raised:

@@ -24,7 +24,7 @@ def _source(sizes: Sequence[int], planned: int, group_size: int = 1) -> Minibatc
 
 
 def _sizes(source: MinibatchSource, first: int) -> list[int]:
-    """Of the minibatches from the first to the end for now."""
+    """Sizes of the minibatches from the first on, until the source says that the data end for now."""
     found = []
     while source.fetch(first + len(found)):
         found.append(len(source.take(first + len(found)).inputs))

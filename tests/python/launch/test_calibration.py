@@ -1,4 +1,5 @@
-"""What short runs say of the runtime's costs: recovered from spans made by known ones, and refusals."""
+"""Calibration recovers known costs of the runtime from the spans of short runs, and refuses runs that tell
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _spans(
     begin_ns: int = 0,
     wait_ms: float = 1.0,
 ) -> list[WorkSpan]:
-    """Of 20 minibatches; each one's first forward waits besides."""
+    """Spans of 20 minibatches; the first forward of each has waited."""
     spans, now_ns = [], begin_ns
     for minibatch in range(20):
         items = [(kind, part) for part in range(m) for kind in ("FORWARD", "BACKWARD")] + [("UPDATE", 0)]
@@ -211,7 +212,7 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
 
 
 def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[Any]) -> list[Any]:
-    """What the first run of a calibration is given."""
+    """The data that calibrate() gives to its first run."""
 
     class StoppedError(Exception):
         pass

@@ -33,7 +33,7 @@ def _tell(connection: Connection, function: Callable[..., Any], *args: Any) -> N
 
 
 def _found(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """What the function returns in a process of its own."""
+    """Returns the function's value, computed in a process of its own."""
     here, there = multiprocessing.Pipe()
     process = Process(target=_tell, args=(there, function, *args), environment=environment)
     process.start()

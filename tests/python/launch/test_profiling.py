@@ -16,7 +16,7 @@ _DATA = [(torch.randn(2, 3), torch.randn(2, 3))]
 
 @pytest.fixture
 def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What profile() did, in order."""
+    """The steps of profile(), in order."""
     happened: list[str] = []
 
     def start(**how: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which workers write into whose device memory: both ends find the same, whatever kind of device each has."""
+"""Both ends agree on which workers write into whose device memory, whatever kind of device each has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pairs are measured when, and when a figure is known."""
+"""The meter times workers in pairs, and ends sampling once a pair's mean is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What run's transport, keys, bind and insecure become."""
+"""The arguments transport, keys, bind and insecure of run() become link options."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TIMEOUT_S = 0.4
 
 
 class Ranks:
-    """Of one run, in this process; each with a connection of its own."""
+    """The ranks of one run, in this process; each has a connection of its own."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -344,7 +344,7 @@ def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.
 
 
 def test_a_loopback_interface_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container without a network: torch's store tried for more than a minute."""
+    """A container without a network has no loopback, and torch's store tried for more than a minute."""
 
     def connect(*_: Any, **__: Any) -> socket.socket:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))

@@ -368,7 +368,7 @@ def test_untouched_restores_after_an_error_and_hides_gradients_inside() -> None:
 
 
 class _InitialisedByData(nn.Module):
-    """As ActNorm is written: its first minibatch sets it up, and later ones count."""
+    """A module like ActNorm: its first minibatch sets it up, and later ones count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_cycles_end() -> None:
 
 
 class _NoLookups:
-    """What is asked of it, and is not there, raises; its slot has a private name."""
+    """An object that raises at a look-up of a name that it lacks; its slot has a private name."""
 
     __slots__ = ("__weight", "empty")
 

@@ -23,7 +23,7 @@ class Record:
 
 
 class Output(OrderedDict[str, Any]):
-    """Of Hugging Face: a dict without what is None, and a dataclass."""
+    """An output like Hugging Face's: a dataclass and a dict that omits None."""
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ class _Recent(list[Tensor]):
 
 
 class _Remembers(nn.Module):
-    """Of its minibatches, in every kind of attribute; what it gives depends on all of them."""
+    """A module that remembers its minibatches in every kind of attribute; its output depends on all of
+    them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What run(codec=...) means."""
+"""run(codec=...) gives each boundary its codec."""
 
 from __future__ import annotations
 

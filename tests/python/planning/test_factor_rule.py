@@ -116,7 +116,7 @@ def test_a_plan_by_factors_is_the_best_of_all_plans(
 def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longer(
     layer: tuple[int, int, list[tuple[int, int]]], num_workers: int, wanted_ms: float
 ) -> None:
-    """What goes as factors costs the more the more replicas there are, until it goes dense."""
+    """Factors cost more with every further replica, until the weight goes dense."""
     compute_ms, others, weights = layer
     profile = _profile([(compute_ms, 0, others, weights, 0), (round(wanted_ms), 0, 0, [(4, 4)], 0)])
     # The second layer has one replica whatever it costs; the first one as few as keep up with it.
@@ -444,7 +444,8 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
 
 @pytest.mark.parametrize("planned_for", ["pipedream", "flush"])
 def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path, planned_for: str) -> None:
-    """Of 2-3 a round of flush is of six minibatches, three of each of the first stage's replicas."""
+    """With 2-3 replicas a round of flush has six minibatches, three for each of the first stage's
+    replicas."""
     layers = (
         LayerProfile("fc", 4.0, 8.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),

@@ -22,7 +22,8 @@ def _half_of_the_time(plan: Plan) -> float:
 
 
 def test_replicas_share_what_is_on_its_way() -> None:
-    """Of 2-1 over a link of two bottlenecks: one is held below and two are on their way, for two replicas."""
+    """The link of 2-1 takes two bottlenecks, so one microbatch is held below and two are on their way, for
+    two replicas."""
     found = with_links_hidden(_plan(2, 1, boundary_ms=20.0), _half_of_the_time)
     assert found.in_flight == (1 + 2, 1)
     found = with_links_hidden(_plan(1, 2, boundary_ms=20.0), _half_of_the_time)

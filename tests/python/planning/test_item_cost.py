@@ -1,4 +1,5 @@
-"""What a work item takes, by the number of microbatches: as it was measured, and between that by lines."""
+"""A work item costs what was measured for its number of microbatches, and lies on lines between measured
+numbers."""
 
 from __future__ import annotations
 

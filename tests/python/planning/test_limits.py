@@ -40,7 +40,7 @@ def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()
 
 
 def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, recompute: bool) -> float:
-    """Of a replica of the stage: by whom each of its minibatches comes and goes."""
+    """Bytes that a replica of the stage needs, by the definition of each term."""
     stage, in_flight = stages[index], Plan(stages).in_flight
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     r, n, is_last = stage.num_replicas, in_flight[index], index + 1 == len(stages)
@@ -78,7 +78,8 @@ def _time_ms(
     memory: list[float] | None,
     recompute: bool,
 ) -> float:
-    """Of the slowest stage or boundary; inf where a worker's memory does not hold its stage."""
+    """Milliseconds of the slowest stage or boundary, or inf where a worker's memory does not hold its
+    stage."""
     rank, times = 0, []
     for index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]

@@ -1,5 +1,5 @@
-"""What a microbatch reads, and what is kept, for any plan: the rule of design.md, section 4, written out once
-more, against the programs, which the validator replays."""
+"""The programs of any plan read and keep the versions of design.md, section 4. The rule is written out once
+more here; the validator replays the programs."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
 
 
 def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:
-    """Of 1,024 it solved 2,048 plans before it looked at one."""
+    """With 1,024 workers it once solved 2,048 plans before it looked at the first."""
     counts = plan_search._some_counts
     assert counts(5) == [1, 2, 3, 4, 5]
     assert counts(64) == list(range(1, 65))

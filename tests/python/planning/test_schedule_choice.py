@@ -77,7 +77,7 @@ def test_a_flush_of_m_microbatches_has_its_bubble_and_no_delay() -> None:
 
 
 def test_a_worker_that_waits_for_a_longer_stage_counts_in_the_bubble() -> None:
-    """Of three layers of 10 ms one worker has two and the other one: it waits for half of the time."""
+    """One worker has two of three layers of 10 ms and the other has one, so it waits for half of the time."""
     row = row_of(auto(make_profile(3), 2), "pipedream", 2)
     assert row["ms"] == pytest.approx(20, rel=1e-2)
     assert row["bubble"] == pytest.approx(0.25, abs=1e-2)

@@ -1,4 +1,4 @@
-"""What is said of a search that takes long, and where."""
+"""A search that takes long says how far it is, on a terminal and in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What replicas exchange in a simulation, in closed forms; tests/cpp/planner/lanes_test.cc has the lines."""
+"""Exchanges between replicas take the time of closed forms in a simulation; tests/cpp/planner/lanes_test.cc
+has the lines."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ def _carried(simulation: Simulation, what: str, from_worker: int, minibatch: int
 
 @pytest.mark.parametrize(("num_chunks", "round_ms"), [(1, 21.0), (2, 19.0), (4, 19.0)])
 def test_chunks_are_updated_and_leave_while_others_come(num_chunks: int, round_ms: float) -> None:
-    """Of 2 chunks the first is there after 4 of 8 ms, and its version before the pushes have left."""
+    """The first of 2 chunks is there after 4 of 8 ms, and its version before the pushes have left."""
     times = StageTimes(1.0, 2.0, 2.0, shard_ms=8.0, num_chunks=num_chunks)
     assert steady_ms(_REPLICATED, 20, [times], [], one_link=True) == pytest.approx(round_ms / 2)
 
 
 def test_chunks_to_several_others_come_as_the_line_is_shared() -> None:
-    """Of three replicas: 16 ms of the line each round, as the first chunks are there after 4 ms."""
+    """Three replicas use 16 ms of the line each round, because the first chunks are there after 4 ms."""
     replicated = _core.ScheduleOptions(
         schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([3])
     )
@@ -48,7 +49,7 @@ def test_an_update_that_waits_for_all_gradients_hides_nothing() -> None:
 
 
 def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
-    """Where the links are fast: all chunks are there, and are updated one after the other."""
+    """Links are so fast here that all chunks are there, and the shard updates one after the other."""
     times = StageTimes(1.0, 2.0, 4.0, shard_ms=0.5, num_chunks=4)
     simulation = _simulated(_REPLICATED, times, 2)
     pull = _carried(simulation, "pull", 0, 0)

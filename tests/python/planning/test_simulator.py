@@ -37,7 +37,7 @@ class Step(NamedTuple):
     replica: int = 0
 
     def __str__(self) -> str:
-        """As a program's text has it; its version is of no account here."""
+        """The line of a program's text, without its version, which does not matter here."""
         where = str(self.edge) if self.edge else f"stage {self.stage}"
         if self.replica and not self.edge:
             where += f" replica {self.replica}"
@@ -98,7 +98,7 @@ def with_transfers(step: Step, last: int) -> list[Step]:
 
 
 def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
-    """Of what is computed."""
+    """The begin and the end of each computation, by worker."""
     return [
         [(begin_ms, end_ms) for step, begin_ms, end_ms in row if step.edge is None]
         for row in simulation.timeline

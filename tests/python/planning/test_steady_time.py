@@ -1,4 +1,4 @@
-"""What a search asks of a plan is what simulate() says of its lists, to the bit, of any schedule."""
+"""The search's time of a plan equals simulate()'s of the same lists to the bit, for every schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What items cost after a wait: closed forms, in time of its own and on shared cores."""
+"""Items cost more after a wait, by closed forms, both on cores of their own and on shared cores."""
 
 from __future__ import annotations
 

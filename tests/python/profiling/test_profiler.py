@@ -120,7 +120,7 @@ def test_short_minibatches_are_not_timed_and_batches_start_again_when_they_end()
 
 
 class _Bags(nn.Module):
-    """Of words, joined in one tensor."""
+    """Embeds bags of words that are joined in one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -716,7 +716,7 @@ def test_what_each_replica_adds_to_a_product_of_factors_is_measured() -> None:
 
 
 class _Graph:
-    """As libraries of graph networks have them."""
+    """A batch of graphs as libraries of graph networks join it."""
 
     def __init__(self, nodes: torch.Tensor, joined: torch.Tensor) -> None:
         self.nodes, self.joined = nodes, joined

@@ -835,7 +835,7 @@ def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
 
 
 def _scales_of_2bw(overflows_at: list[tuple[int, ...]], schedule: str) -> tuple[list[float], Any]:
-    """As _scales, of two microbatches each; overflows_at counts microbatches."""
+    """Does what _scales does, with two microbatches a minibatch; overflows_at counts microbatches."""
     layers = [_ProbeLayer(at) for at in overflows_at]
     reference.run(
         nn.Sequential(*layers),

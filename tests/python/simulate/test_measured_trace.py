@@ -21,7 +21,7 @@ def _simulation(times: list[StageTimes]) -> Simulation:
 
 
 def _write(simulation: Simulation, path: Path) -> Path:
-    """As RunResult.save_trace does."""
+    """Writes a trace as RunResult.save_trace does."""
     spans = [
         Span(
             f"worker {worker} (stage {worker} (rank {worker}))",

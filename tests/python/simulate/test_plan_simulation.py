@@ -62,7 +62,7 @@ def test_arguments_that_cannot_be_are_refused_by_value(plan_file: Path) -> None:
 
 
 def test_of_many_replicas_fewer_rounds_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 200 the exchanges of 36 rounds took minutes."""
+    """Simulating the exchanges of 200 replicas for 36 rounds took minutes."""
     monkeypatch.setattr(plan_simulation, "_EXCHANGES_MAX", 4 * 10 * 9 * 12)
     path = tmp_path / "plan.json"
     counts = []

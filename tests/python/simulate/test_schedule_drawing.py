@@ -1,4 +1,4 @@
-"""Which part of a large schedule a picture shows, and that it says so."""
+"""A picture of a large schedule shows a part of it and says which."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def _peaks(
     device: str | None = None,
     **options: Any,
 ) -> list[float]:
-    """Of each worker, without the weights of one version, the model, gradients and momentum."""
+    """Peak bytes of each worker, without one version of the weights, the model, the gradients and the
+    momentum."""
     num_stages = len(replicas)
     layers = [
         LayerProfile(f"layer{i}", 1.0, 2.0, cut_bytes * (i + 1 < num_stages), _WEIGHTS, saved_bytes=_SAVED)

@@ -81,7 +81,7 @@ def _whole(model: nn.Module, inputs: Any, targets: Any) -> tuple[Tensor, State]:
 
 @contextlib.contextmanager
 def _only_own(stage: StageModule, model: nn.Module) -> Iterator[None]:
-    """What the stage does not own is NaN."""
+    """Fills everything that the stage does not own with NaN."""
     own = {
         name
         for name, _ in (*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers())

@@ -1,4 +1,4 @@
-"""What `pipedream explain` shows of a model."""
+"""`pipedream explain` shows a model's layers, its cuts and the plan's stages."""
 
 from __future__ import annotations
 

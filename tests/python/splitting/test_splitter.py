@@ -293,7 +293,8 @@ def test_a_tuple_of_tied_and_other_parameters_is_refused() -> None:
 
 
 def test_stages_that_share_parameters_are_paired_once_in_ascending_order() -> None:
-    """As ALBERT on three stages has them: the first and the last share one, and then all three another."""
+    """ALBERT on three stages is such a model: the first and the last share a parameter, and all three share
+    another."""
     parameter = nn.Parameter(torch.zeros(1))
     ties = [Tie(parameter, (0, 2), ("a", "a")), Tie(parameter, (0, 1, 2), ("b", "b", "b"))]
     assert tie_pairs(ties) == [(0, 1), (0, 2)]

@@ -1,4 +1,4 @@
-"""What local workers take from the caller's process, and what replicas cannot have."""
+"""Local workers have the caller's switches and start method."""
 
 from __future__ import annotations
 

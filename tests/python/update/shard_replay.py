@@ -39,7 +39,7 @@ def options_of(num_replicas: tuple[int, ...], sync: str, staleness: int = 0) -> 
 
 @dataclass
 class Read:
-    """What a forward has read."""
+    """The versions that one forward has read."""
 
     version: int
     content: list[Tensor]

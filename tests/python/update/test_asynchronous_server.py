@@ -124,7 +124,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
 
 
 def _decoded(read: Any, round_of: int, num_minibatches: int) -> set[int]:
-    """Of which versions the elements are, where each round's mean is known."""
+    """The versions of the elements, for rounds whose means are known."""
     contents = {0.0: 0}
     total = 0.0
     for version in range(1, -(-num_minibatches // round_of) + 1):

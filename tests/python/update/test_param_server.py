@@ -150,7 +150,7 @@ def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
 def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     num_minibatches: int | None, last: int
 ) -> None:
-    """Of replica 0 of 2, with rounds of 4: its second round has 4 and 6."""
+    """Replica 0 of 2 has 4 and 6 of its second round, because rounds have 4 minibatches."""
     links = ReplicaLinks()
     replica = _Replica(links, 0, 2, minibatches_per_round=4)
     links.known_end = num_minibatches
@@ -178,7 +178,8 @@ def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
 
 
 class _FactoredReplica:
-    """Of a fully connected layer whose weight is factored, and one that is not; SGD with lr 1."""
+    """A replica with a fully connected layer whose weight is factored and one whose weight is not; SGD with
+    lr 1."""
 
     def __init__(self, links: ReplicaLinks, replica: int, num_replicas: int) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
@@ -348,7 +349,8 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
 
 
 def test_what_leaves_during_a_backward_counts_beside_what_it_pushes() -> None:
-    """Else memory that was there with all of the round's gradients counts as none of theirs."""
+    """If it did not, memory that existed beside all of the round's gradients would count as none of
+    theirs."""
     server = _Replica(ReplicaLinks(), 0, 2).server
     before = server.num_bytes(0)
     late: torch.Tensor | None = torch.empty(100, dtype=torch.uint8)

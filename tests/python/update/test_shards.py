@@ -1,4 +1,4 @@
-"""Which replica has which piece, and what an optimizer keeps of its parameters."""
+"""Each replica has its pieces of the parameters, and an optimizer keeps state for those alone."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _gradient(minibatch: int, stage: int) -> float:
 
 
 def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[float]:
-    """Of the version at the start and those after it: a step of plain descent at rate 1 each."""
+    """Contents of the first version and of those after it, each one step of plain descent at rate 1."""
     contents = [100.0]
     for minibatch in range(first_minibatch, _NUM_MINIBATCHES):
         contents.append(
@@ -51,7 +51,7 @@ def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[fl
 
 
 class _Stage:
-    """What one stage computes with the tied parameter."""
+    """One stage's reads and gradients of the tied parameter."""
 
     def __init__(
         self, options: _core.ScheduleOptions, stage: StageModule, ties: list[Tie], first_user: int

@@ -103,7 +103,7 @@ def test_a_copied_version_has_the_content_of_the_other() -> None:
 
 
 def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
-    """As flatten_parameters() does on a GPU: the weights lie elsewhere."""
+    """Moves the weights out of their slot, as flatten_parameters() does on a GPU."""
     for leaf in versions.leaves(slot):
         leaf.data = torch.full_like(leaf, value)
 

@@ -1,4 +1,4 @@
-"""What ranks refuse before they begin."""
+"""Ranks refuse a run that cannot work before any of them begins."""
 
 from __future__ import annotations
 

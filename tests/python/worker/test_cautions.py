@@ -1,4 +1,4 @@
-"""What run() warns of before anything starts."""
+"""run() warns before anything starts."""
 
 from __future__ import annotations
 

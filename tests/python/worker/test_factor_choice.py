@@ -1,4 +1,4 @@
-"""Which weights are factored, as all replicas of a stage agree."""
+"""All replicas of a stage agree which weights are factored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers leave when they fail, read while they do."""
+"""A failing worker's error is read only once it is whole."""
 
 from __future__ import annotations
 

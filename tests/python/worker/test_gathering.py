@@ -10,7 +10,7 @@ from pipedream.worker.gathering import join_reports
 
 
 def _report(index: int) -> dict[str, Any]:
-    """Of the index-th of segments with two minibatches each."""
+    """A worker's report on one of several segments with two minibatches each."""
     first = 2 * index
     return {
         "pid": 7,

@@ -42,7 +42,7 @@ def _models() -> dict[str, Model]:
 
 
 class _ByModule(dict[str, Any]):
-    """As transformers 5 has it."""
+    """The registry of transformers 5, whose keys are modules."""
 
     def __setitem__(self, module: Any, outputs: Any) -> None:
         super().__setitem__(str(module.__class__), outputs)

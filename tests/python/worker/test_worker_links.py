@@ -1,4 +1,4 @@
-"""What a worker that fails tells the others, and in which order."""
+"""A worker that fails tells the links before the store."""
 
 from __future__ import annotations
 
