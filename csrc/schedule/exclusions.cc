@@ -154,7 +154,6 @@ constexpr Exclusion kExclusions[] = {
     {Trait::kCheckpoints, Trait::kState, "a run goes on from one of them", "leave one out"},
     {Trait::kCheckpoints, Trait::kProgram, "a program begins with the version that is there",
      "use a schedule by its name"},
-    {Trait::kCheckpoints, Trait::kAsp, "replicas under asp have no version in common", "use sync='bsp'"},
     {Trait::kTimedCheckpoints, Trait::kInputReplicas, "their clocks differ",
      "give every= a number of minibatches, or 'epoch'"},
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +17,9 @@ from covering import Row, covering_rows
 from farm import Farm
 from pipedream import Checkpoints
 from pipedream.budget import offload
-from pipedream.checkpoint.checkpoint_folder import checkpoints_in
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoint
+from pipedream.checkpoint.whole_model import read_whole_state
+from pipedream.planning.plan import Plan, Stage
 from training import OPTIMIZERS, State, Training, assert_equal_state, is_rank_0
 
 _falling = functools.partial(
@@ -169,6 +173,86 @@ def test_a_run_that_has_met_larger_minibatches_does_not_drain_for_them_again(
     for checkpoint in checkpoints_in(tmp_path / "C")[0:5:2]:
         checkpoints = Checkpoints(tmp_path / checkpoint.name, resume=checkpoint)
         assert farm.results(_train_growing, checkpoints, num_ranks=2)[0] == whole, checkpoint.name
+
+
+class _Counting(torch.nn.Linear):
+    """Its weight becomes less by 2^i in the update by minibatch i, whose input that is. The first waits in
+    minibatch 1 until a file says that minibatch 2 has begun, at another replica."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(self.weight)
+        self._begun = folder / "minibatch 2 has begun"
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if torch.equal(inputs, torch.full_like(inputs, 4.0)):
+            self._begun.touch()
+        while torch.equal(inputs, torch.full_like(inputs, 2.0)) and not self._begun.exists():
+            time.sleep(0.001)
+        return super().forward(inputs)
+
+
+def _sum_of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+def _train_counting(
+    folder: Path, replicas: tuple[int, ...], checkpoints: Checkpoints, **how: Any
+) -> tuple[list[float], float]:
+    counting = _Counting(folder)
+    model = torch.nn.Sequential(*(counting if count > 1 else torch.nn.Identity() for count in replicas))
+    stages = (Stage(index, index, count) for index, count in enumerate(replicas))
+    data = [(torch.full((1, 1), 2.0**i, dtype=torch.float64), torch.zeros(1)) for i in range(12)]
+    options: dict[str, Any] = {"data": data, "loss_fn": _sum_of_outputs, "checkpoints": checkpoints}
+    options["optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
+    options |= {"schedule": "data_parallel" if len(replicas) == 1 else "pipedream", "sync": "asp"} | how
+    result = pipedream.run(model, Plan(tuple(stages)), progress=False, **options)
+    return result.losses, counting.weight.item()
+
+
+@pytest.mark.parametrize(("replicas", "every"), [((2,), 4), ((3,), 6), ((2, 1), 4), ((1, 2), 4)])
+def test_asynchronous_replicas_continue_with_each_gradient_in_the_weights_once(
+    farm: Farm, tmp_path: Path, replicas: tuple[int, ...], every: int
+) -> None:
+    run = functools.partial(farm.results, _train_counting, tmp_path, replicas, num_ranks=sum(replicas))
+    losses, weight = run(Checkpoints(tmp_path / "whole", every=every, keep=99))[0]
+    assert weight == -(2.0**12 - 1)
+    checkpoints = checkpoints_in(tmp_path / "whole")
+    assert len(checkpoints) == 12 // every
+    for checkpoint in checkpoints:
+        whole = read_whole_state(checkpoint, find_checkpoint(checkpoint)[1])
+        saved_at = find_checkpoint(checkpoint)[1].header.minibatch
+        assert [value.item() for value in whole.parameters.values()] == [-(2.0**saved_at - 1)]
+    continued = run(Checkpoints(tmp_path / "continued", every=every, resume=checkpoints[0]))[0]
+    assert len(continued[0]) == 12
+    assert continued[0][:every] == losses[:every]
+    assert continued[1] == weight
+
+
+@pytest.mark.parametrize(
+    ("replicas", "others"), [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 2), (2, 2)), ((2, 1), (1, 3))], ids=str
+)
+def test_a_run_with_asynchronous_shards_continues_with_its_plan_and_with_another(
+    farm: Farm, tmp_path: Path, replicas: tuple[int, ...], others: tuple[int, ...]
+) -> None:
+    how: dict[str, Any] = {"sync": "asp", "num_minibatches": 6, "optimizer": OPTIMIZERS["adam"]}
+    training = Training("cnn", 2, replicas=replicas, shuffled=True, **how)
+    run = functools.partial(farm.results, _train)
+    folder = tmp_path / "whole"
+    whole = run(training, Checkpoints(folder, every=2, keep=99), num_ranks=training.num_workers)[0]
+    checkpoint = checkpoints_in(folder)[1]
+    for plan in {replicas, others}:
+        other = Training("cnn", 2, replicas=plan, shuffled=True, **how)
+        continued = run(
+            other, Checkpoints(tmp_path / str(plan), resume=checkpoint), num_ranks=other.num_workers
+        )[0]
+        minibatch = find_checkpoint(checkpoint)[1].header.minibatch
+        assert continued[0][: minibatch - minibatch % 6] == whole[0][: minibatch - minibatch % 6]
+        assert len(continued[0]) == 12
+        assert all(map(math.isfinite, continued[0]))
+        if plan == replicas == (1, 1):
+            assert continued[0] == whole[0]
+            assert_equal_state(continued[1], whole[1])
 
 
 def _continue(training: Training, checkpoints: Checkpoints) -> tuple[list[float], State]:

@@ -35,10 +35,12 @@ __all__ = [
     "RECORD",
     "Content",
     "contents_of",
+    "flat_view",
     "has_pieces",
     "join_pieces",
     "names_of_stage",
     "piece_in",
+    "piece_name",
     "piece_of",
     "read_kind",
     "read_snapshot",
@@ -193,8 +195,17 @@ def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:
 
 def piece_of(name: str, tensor: Tensor, first: int, count: int) -> tuple[str, Tensor]:
     """Consecutive elements of a parameter, in the order of its memory, and what they are called."""
-    flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
-    return f"{name}[{first}:{first + count}]", flat[first : first + count]
+    return piece_name(name, first, count), flat_view(tensor)[first : first + count]
+
+
+def piece_name(name: str, first: int, count: int) -> str:
+    """The name of so many elements of a parameter, from this one on."""
+    return f"{name}[{first}:{first + count}]"
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """The elements in the order of their memory, without a copy."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def piece_in(name: str) -> tuple[str, int, int]:

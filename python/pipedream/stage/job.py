@@ -233,7 +233,8 @@ class JobOptions:
     def traits(self, ties: Sequence[tuple[int, int]] = ()) -> Traits:
         """The traits of this run. ties: as for the schedule."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
-        is_timed = checkpoints is not None and checkpoints.seconds is not None and under_torchrun()
+        is_timed = checkpoints is not None and checkpoints.seconds is not None
+        is_timed = is_timed and (under_torchrun() or self.is_asynchronous)
         every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"
         own: dict[str, tuple[bool, str | None]] = {
             "validation": (self.validation is not None, None),

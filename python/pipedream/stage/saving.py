@@ -7,8 +7,9 @@
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary 5, two in flight
                            begin       reach             version 4, which F5 read, has a slot until U5
 
-The tensors are copied at once (checkpoint/writer.py), as the next update writes over them. Owned by the
-worker's compute thread.
+The tensors are copied at once (checkpoint/writer.py), as the next update writes over them. Replicas whose
+shards are asynchronous wait for each other before and after: each shard has the gradients of all minibatches
+before the boundary, and of none after it. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pipedream.model.seeding import RngState
 from pipedream.stage.boundaries import EVALUATE, SNAPSHOT
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_runner import StageRunner
+from pipedream.update.asynchronous_server import AsynchronousServer
 from pipedream.update.shard_client import ShardClient
 from pipedream.update.shards import Piece, ShardLayout
 from pipedream.update.stage_state import HeldVersions
@@ -79,10 +81,12 @@ class StageSaver:
         source: MinibatchSource,
         before: Record,
         keep_residuals: Callable[[], Residuals],
+        meet: Callable[[int, int], None],
     ) -> None:
         """header: of every checkpoint, but for its position. facts: for the state of every part. names: by
         stage, of names_of_stage(). before: what was reported before this segment. keep_residuals: of the
-        worker's channels, all sent."""
+        worker's channels, all sent. meet: given a stage and a minibatch, waits until all replicas of the
+        stage have called it for that."""
         self._writer = writer
         self._header = header
         self._facts = facts
@@ -93,6 +97,7 @@ class StageSaver:
         self._source = source
         self._before = before
         self._keep_residuals = keep_residuals
+        self._meet = meet
         self._slot_of = {stage: dict(part.start.slot_of) for stage, part in self._parts.items()}
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
@@ -119,8 +124,11 @@ class StageSaver:
             return
         begun = self._begun[stage].pop(0)
         assert begun.minibatch == minibatch
-        snapshot = self._snapshot(stage, begun)
         part = self._parts[stage]
+        is_asynchronous = isinstance(part.gradients, AsynchronousServer)
+        if isinstance(part.gradients, AsynchronousServer):
+            part.gradients.wait_for_minibatches(minibatch)
+        snapshot = self._snapshot(stage, begun)
         contents = [
             *contents_of(snapshot),
             Content(FROZEN, dict(part.stage.frozen_parameters())),
@@ -133,6 +141,8 @@ class StageSaver:
             self._header, minibatch=minibatch, epoch=self._epoch_of(stage, minibatch)
         )
         self._writer.save(header, (stage, self._replica), contents, state)
+        if is_asynchronous:
+            self._meet(stage, minibatch)
 
     @property
     def peak_bytes(self) -> int:
@@ -170,7 +180,9 @@ class StageSaver:
         # Who uses a parameter of another stage may not have its newest version yet, and reads it there.
         owned_slots = part.tied.kept_owned_slots(minibatch)
         owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
-        if isinstance(part.gradients, ShardClient):
+        if isinstance(part.gradients, AsynchronousServer):
+            kept = {max(kept): part.gradients.newest_pieces()}  # all go on from the newest
+        elif isinstance(part.gradients, ShardClient):
             pieces, tied_pieces = self._own_pieces(part.gradients.layout)
             kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)
         tensors, document = part.optimizer.state(to_host=Tensor.detach)

@@ -35,6 +35,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, make_meter
+from pipedream.checkpoint.stage_files import flat_view, piece_name
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.update.gradients import RunStep
 from pipedream.update.pushes import bytes_of, item_of
@@ -83,14 +84,17 @@ class AsynchronousServer(ShardClient):
         """By replica: chunks of the part that comes next."""
         self._next_part = dict.fromkeys(self._others, 0)
         self._failure: BaseException | None = None
+        self._is_over = False
+        """That thread serves nobody any more."""
         device = self._weights.own.slots[0].device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._step_meter = StepMeter(make_meter(device))
         # On the host measuring costs time per operator; a device's meter does not tell threads apart.
         self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
         # Of both threads.
-        self._lock = threading.Lock()
-        """Guards what follows, and what the master and the optimizer hold."""
+        self._lock = threading.Condition()
+        """Guards what follows, and what the master and the optimizer hold. Notified of each gradient of
+        another replica that is in the shard, and when there will be no more."""
         self._pieces = self._pieces_of_master(layout)
         self._updates = _core.ShardUpdates(
             num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first
@@ -158,6 +162,25 @@ class AsynchronousServer(ShardClient):
         for other in self._others:
             self._exchange.pull_from(other)
 
+    def wait_for_minibatches(self, end: int) -> None:
+        """Waits until the shard has every other replica's gradients of the minibatches before this one."""
+        wanted = {other: self._rounds.num_begun(other, end) for other in self._others if self._parts}
+
+        def have_come() -> bool:
+            return all(self._updates.round(other) >= count for other, count in wanted.items())
+
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_over or have_come())
+        self._raise_failure()
+
+    def newest_pieces(self) -> dict[str, Tensor]:
+        """The shard as it is, by the names of pieces (stage_files.piece_of)."""
+        pieces = [piece for chunk in self.layout.chunks_of(self._replica) for piece in chunk.pieces]
+        return {
+            piece_name(self._names[piece.parameter], piece.first, piece.count): flat_view(content)
+            for piece, content in zip(pieces, self._pieces, strict=True)
+        }
+
     def _place_of(self, chunk: Chunk, slot: int) -> Tensor:
         return self._weights.own.slots[slot][chunk.begin_bytes : chunk.end_bytes]
 
@@ -205,6 +228,10 @@ class AsynchronousServer(ShardClient):
         except BaseException as failure:
             self._failure = failure
             self._core.fail(describe_error(failure))
+        finally:
+            with self._lock:
+                self._is_over = True
+                self._lock.notify_all()
 
     def _serve_until_the_end(self) -> None:
         while self._awaiting:
@@ -259,6 +286,7 @@ class AsynchronousServer(ShardClient):
         self._core.wait_until_sent(channel, num_answered)
         with self._lock:
             self._step_for(other, index, gradients)
+            self._lock.notify_all()
             num_updates = self._updates.num_updates(index)
             for position, _ in part.chunks:
                 self._answers[other][position].copy_(self._master[position])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Header
 from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
+from pipedream.common.errors import failures_of_others
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
 from pipedream.planning.shapes import Shapes, listed
@@ -54,9 +57,11 @@ class Checkpointing:
         source: MinibatchSource,
         keep_residuals: Callable[[], Residuals],
         kinds: Sequence[Shapes],
+        check_links: Callable[[], None],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """For a segment. run: as of the segment. kinds: of minibatches that its memory is planned for."""
+        """For a segment. run: as of the segment. kinds: of minibatches that its memory is planned for.
+        check_links: raises what its links know."""
         assert self.writer is not None
         record = self._record
         return StageSaver(
@@ -80,12 +85,23 @@ class Checkpointing:
                 EVALUATED: [*record.get(EVALUATED, []), *self.evaluated],
             },
             keep_residuals=keep_residuals,
+            meet=functools.partial(_meet, run, check_links),
         )
 
     def close(self) -> None:
         """Returns when all that was copied is written."""
         if self.writer is not None:
             self.writer.close()
+
+
+def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch: int) -> None:
+    """Waits until all replicas of the stage are here."""
+    rendezvous = run.place.rendezvous
+    replicas = range(run.plan.stages[stage].num_replicas)
+    keys = [run.key(f"saved before {minibatch}/{stage}/{replica}") for replica in replicas]
+    rendezvous.publish(keys[run.plan.replica_of(run.rank)], True)
+    with failures_of_others():
+        rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 
 
 class _OwnOrder:

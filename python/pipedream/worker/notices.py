@@ -71,8 +71,9 @@ class SaveRequests:
 
 def saves_on_notice(options: JobOptions, *, under_torchrun: bool) -> bool:
     """Whether the replicas of stage 0 can agree on a boundary that does not follow from the data: one decides
-    alone, and local workers read on the board what rank 0 has decided."""
-    return options.plan.stages[0].num_replicas == 1 or not under_torchrun
+    alone, and local workers read on the board what rank 0 has decided. With sync="asp" one may be ahead of
+    rank 0 as far as it likes."""
+    return options.plan.stages[0].num_replicas == 1 or not (under_torchrun or options.is_asynchronous)
 
 
 def noticed_checkpoints(options: JobOptions, *, under_torchrun: bool) -> Checkpoints | None:

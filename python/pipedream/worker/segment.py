@@ -236,7 +236,9 @@ class Segment:
         if checkpointing is not None:
             checkpointing.prepare(self._pool.copy_bytes)
             make_saver = functools.partial(
-                checkpointing.make_saver, self.run, self._source, self.keep_residuals, self.kinds
+                checkpointing.make_saver,
+                *(self.run, self._source, self.keep_residuals, self.kinds),
+                _check_of_links(self.run, self.core),
             )
         run, pool, rehearsed = self.run, self._pool, self._rehearsed
         own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
