@@ -57,13 +57,15 @@ namespace pipedream {
 
 class ReceiveChannel final : public LinkHandler {
  public:
-  // slots: of spec.slot_bytes() on the device, of 0 where items land where it is posted; then nothing is
-  // staged, and shared is what all places lie in. staging: null when the wire writes device memory, else
-  // as many slots of WireLayout::slot_bytes(). compute_stream: what the items are read on; null on the host.
-  // All outlive the channel and its items. shared: what the slots that the wire writes lie in, when the
-  // sender may write there itself; outlives the channel. When it is device memory there is no staging, and
-  // every item is placed. encoded: a slot as large as staging's, from which the device decodes; null where it
-  // decodes from staging at once.
+  // slots: one for each item in flight, of spec.slot_bytes() on the device. They have 0 bytes where items
+  //   land at posted places, which need no staging.
+  // staging: as many slots of WireLayout::slot_bytes(), into which the wire writes; null when it writes
+  //   device memory itself.
+  // compute_stream: the stream on which items are read; null on the host.
+  // shared: the memory into which the sender may write by itself, or null. It holds the slots that the wire
+  //   writes, or all posted places. When it is device memory there is no staging, and every item is placed.
+  // encoded: a slot as large as staging's, from which the device decodes; null where it decodes from staging.
+  // All of them outlive the channel and its items.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                  SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
                  const SharedMemory* shared = nullptr, SlotGroup* encoded = nullptr);
@@ -71,8 +73,9 @@ class ReceiveChannel final : public LinkHandler {
 
   void attach(Link& link) { link_.store(&link); }
 
-  // The next items that have no place yet land here, one after the other; each has just so many bytes. The
-  // memory is not read until the item has been taken, and outlives the channel. Any one thread.
+  // Gives the next items that have no place yet these places, in this order; each item has exactly its
+  // place's bytes. The memory outlives the channel, and must not be read before its item has been taken.
+  // Any one thread.
   void post(std::span<const std::span<std::byte>> places);
 
   // Call inside Wakeup::wait_until. Moves the next item out; false when there is none.

@@ -1,21 +1,21 @@
-// One owner's end of the exchange of a stage's shards: a replica's, or a spare's. It takes in what the others
-// push, makes the mean of it, sends them each chunk of the owner's next version as soon as that is made, and
-// lands the chunks of theirs where forwards read them.
+// One owner's side of the exchange of a stage's shards; the owner is a replica or a spare. It receives the
+// gradients that the others push, makes their mean, sends each chunk of the owner's next version as soon as
+// it is made, and lands the chunks of the others' versions where forwards read them.
 //
 //   round t           who asks      what is done here, chunk by chunk
 //   RECV push         the engine    waits for the beginning of a replica's gradient; says where the others'
 //                                   next versions may land
 //   UPDATE            the worker    begin_update(), begin_version(); of each chunk mean_of(), then the
 //                                   optimizer's step, then publish(); end_version()
-//   SEND pull         nobody        it has left with the update
+//   SEND pull         nobody        nothing: UPDATE has sent every chunk
 //   RECV pull         the engine    waits for all chunks of another's version t + 1
 //
 // A chunk's mean is made, and its version leaves, while the next chunk's gradients are on their way: both
 // directions of a link are busy. Gradients are added in the order of the replicas, so that a run gives the
 // same numbers however late one is.
 //
-// Owned by the stage's compute thread; every call is on it. What waits returns at its deadline, and goes on
-// where it was when it is called again.
+// Owned by the stage's compute thread; every call is on it. A call that waits returns at its deadline; called
+// again, it goes on where it stopped.
 #pragma once
 
 #include <cstddef>

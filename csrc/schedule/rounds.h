@@ -137,8 +137,9 @@ struct Rounds {
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
-// r replicas and c microbatches of each in a round count the delay: the stage's, and r c = M, but those of
-// the input stage under vertical sync. A listed program states the version itself.
+// r and c turn the delay, in microbatches of a replica, into versions: r replicas, each with c microbatches
+// of a round. They are the stage's own, so that r c = M; under vertical sync they are the input stage's. A
+// listed program states the version itself.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c

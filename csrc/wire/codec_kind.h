@@ -1,5 +1,5 @@
-// The codec by which a frame's bytes are encoded, and the dtypes that it may be applied to: the header's view
-// of it, without the code of the codecs (codec/codec.h). Pure functions; any thread.
+// The codec's number in a frame, and the dtypes that each codec encodes. codec/codec.h has the codecs. Pure
+// functions; any thread.
 #pragma once
 
 #include <cstdint>

@@ -164,7 +164,7 @@ def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
 
 
 def _given(job: Job, *names: str) -> dict[str, Any]:
-    """Those of these arguments of run that the job has."""
+    """The arguments of run, among these, that the job has."""
     return {name: job.options[name] for name in names if name in job.options}
 
 
@@ -463,7 +463,7 @@ def _check_weights_file(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def _clean_stdout(as_json: bool) -> Iterator[None]:
-    """While it lasts, prints go to stderr: the user's code and its worker processes print too."""
+    """Sends prints to stderr in the block: the user's code and its worker processes print, too."""
     if not as_json:
         yield
         return

@@ -223,8 +223,8 @@ class WorkMeter:
             self._note_kept()  # also gradients on their way upstream
 
     def note_gradients(self, copied: Tensor | None = None) -> None:
-        """In a backward or between two work items, before some may go. copied: of what there is now, made
-        outside of the meter, and known to gradient_bytes."""
+        """Notes the bytes of gradients before some of them may go, in a backward or between two work items.
+        copied: copies of gradients that were made outside of the meter and that gradient_bytes knows."""
         if copied is not None:
             self._meter.note(copied)
         self._note_gradients()

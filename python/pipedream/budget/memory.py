@@ -271,7 +271,7 @@ class MemoryPlan:
         )
 
     def _lies_apart(self, name: str) -> bool:
-        """In host memory, where the device has memory of its own."""
+        """Whether the term lies in host memory while the device has memory of its own."""
         if self.device_type == "cpu":
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
@@ -368,7 +368,7 @@ def _more_activations_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:
-    """Without the recompute that is not needed any more, now that something is offloaded."""
+    """Drops the recompute that is no longer needed, now that something is offloaded."""
     for stage in memory.plan.stages_of(memory.rank):
         without = _with_recompute_at(memory, stage, False)
         if without.counted_bytes() <= limit_bytes:
@@ -395,7 +395,7 @@ def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
 
 
 def list_terms(terms: Mapping[str, int]) -> str:
-    """For an error: the largest first."""
+    """The terms for an error, the largest first."""
     return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
 
 

@@ -290,15 +290,16 @@ class StageOffload:
         return Offload(self.versions is not None, self._num_homes > 0).names()
 
     def forward(self, kept: Iterable[Tensor], *, is_next: bool) -> SavedTensors | None:
-        """For the forward of a microbatch; None when its graph may hold all as it is. is_next: its backward
-        is the stage's next, so it stays. kept: tensors that are not the graph's alone."""
+        """Returns the hooks for a microbatch's forward, or None when its graph may hold all as it is.
+        is_next: its backward is the stage's next, so its tensors stay. kept: tensors that do not belong to
+        the graph alone."""
         self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)
 
     def settle(self) -> None:
-        """Before the next work on the device: what was made for the microbatch before is at home by then, and
-        its memory is free."""
+        """Waits until the tensors of the microbatch before are in host memory, and frees theirs on the
+        device. Call it before the next work on the device."""
         leaving, self.leaving = self.leaving, []
         self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last comes last
         for memory in leaving:

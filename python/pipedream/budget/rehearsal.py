@@ -343,7 +343,8 @@ class _StageRehearsal:
         )
 
     def offloadable_bytes(self) -> int:
-        """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
+        """Bytes that may be offloaded, measured by a forward of its own. It offloads nothing for layers that
+        do not run under the hooks."""
         value = leaves_of(self._value, copies=True)
         given = map_tensors(boundary_input, value)
         kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
@@ -354,7 +355,7 @@ class _StageRehearsal:
         return 0
 
     def is_repeatable(self) -> bool:
-        """By forwards of its own, without a meter."""
+        """Whether two forwards give the same, tried by forwards of its own without a meter."""
 
         def run() -> Any:
             return self._run(map_tensors(boundary_input, leaves_of(self._value, copies=True)))
@@ -362,7 +363,8 @@ class _StageRehearsal:
         return gives_the_same_again(self._stage, self._device, run)
 
     def factor_rows(self) -> dict[str, int]:
-        """By a forward and a backward of its own, without a meter; nothing where they fail."""
+        """The rows of each factorable weight, counted in a forward and a backward of its own without a meter.
+        Empty where these fail."""
         named = self._stage.trainable_parameters()
         rows: dict[str, int] = {}
 

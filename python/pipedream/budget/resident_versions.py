@@ -55,7 +55,7 @@ class ResidentVersions:
 
     @property
     def homes(self) -> Sequence[Tensor]:
-        """By version, with all that was written. The CPU waits for that."""
+        """The versions' places in host memory, with all that was written. The CPU waits for the copies."""
         self._copies.finish()
         return self._homes
 
@@ -73,7 +73,8 @@ class ResidentVersions:
         return None if position is None else self._held[position]
 
     def read(self, version: int) -> None:
-        """Before the compute stream is given what reads the version."""
+        """Brings the version into device memory. Call it before the compute stream is given work that reads
+        the version."""
         self._fetch(version)
         self._copies.wait(self._come_in.pop(version, None))
         self._reading = version
@@ -86,7 +87,8 @@ class ResidentVersions:
         self._fetch(version)
 
     def write(self, version: int) -> None:
-        """Before the version is written, from the newest one; `written` follows."""
+        """Makes room in device memory for the version, which is then written from the newest one. written()
+        follows."""
         position = self.position_of(version)
         if position is None:
             position = self._victim()

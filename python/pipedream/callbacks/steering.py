@@ -69,7 +69,7 @@ class Question:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
-        """From its JSON form, with tuples where JSON has lists."""
+        """Reads its JSON form, with tuples where JSON has lists."""
         return cls(**fields | {"epochs": [(epoch, end) for epoch, end in fields["epochs"]]})
 
 

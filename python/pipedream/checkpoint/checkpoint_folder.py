@@ -125,8 +125,8 @@ def remove_old(path: Path, keep: int) -> None:
 
 
 def remove_incomplete(path: Path) -> None:
-    """Before a run that writes into the folder: nobody else does. Also removes what a removal that was cut
-    short has left."""
+    """Removes incomplete checkpoints, and the rest of a removal that was cut short. Call it before a run
+    writes into the folder, while nobody else does."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
@@ -135,10 +135,12 @@ def remove_incomplete(path: Path) -> None:
 
 
 def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
-    """Before a run that continues from the checkpoint at this minibatch writes into the folder at the path:
-    none is left there of a later minibatch, which it would write over. Those that are damaged get a name by
-    which people find them. The checkpoint itself, where the run goes back a few minibatches, gets the name of
-    the one with which it begins, which is where it lies then."""
+    """Prepares the folder at the path for a run that continues from the checkpoint at this minibatch.
+
+    The run would write over later checkpoints, so these are renamed as damaged ones, which people find by
+    that name. Where the run goes back a few minibatches, the checkpoint gets the name of the minibatch with
+    which the run begins. Returns where the checkpoint lies then.
+    """
     for other in checkpoints_in(path):
         if other != checkpoint and minibatch_of(other) > minibatch:
             other.rename(path / f"{_DAMAGED}{secrets.token_hex(4)}-{other.name}")

@@ -122,7 +122,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Without the manifest itself."""
+        """Bytes of all files, without the manifest itself."""
         return sum(file.num_bytes for file in self.files)
 
     def to_dict(self) -> dict[str, Any]:

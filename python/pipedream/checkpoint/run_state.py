@@ -111,7 +111,7 @@ class RunState:
 
     @property
     def minibatch(self) -> int:
-        """With which the next run begins, counted through all before it."""
+        """The minibatch with which the next run begins, counted through all runs before it."""
         return int(self.document["minibatch"])
 
     @property
@@ -145,7 +145,7 @@ class RunState:
         return WorkerState.load(self._folder, rank)
 
     def restore_generators(self, rank: int, stream: RngStream | None) -> None:
-        """Those of the rank's process, and where it has a stream of its own for the data of that."""
+        """Restores the generators of the rank's process, and of its data stream where it has one."""
         if self._own is not None:
             process, data = self._own.process, self._own.data
         else:

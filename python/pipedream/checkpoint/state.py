@@ -80,7 +80,8 @@ class Writable(Protocol):
 
 
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
-    """Those on the meta device have no values, and are left out."""
+    """Sends the stage's parameters and buffers, or its buffers alone. Tensors on the meta device have no
+    values, and are left out."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
     send_values(core, channel, {name: tensor for name, tensor in state.items() if not tensor.is_meta})
 
@@ -117,7 +118,7 @@ def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]
 
 
 def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Those that average_buffers changes."""
+    """The means of the buffers that average_buffers changes."""
     means: dict[str, Tensor] = {}
     for name, buffer in mine.items():
         others = [values[name] for values in of_others if name in values]
@@ -175,8 +176,8 @@ def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
-    """In the form of safetensors, whose own function gives back the room of a file before it writes. Only
-    one tensor at a time is copied to the host."""
+    """Writes a safetensors file, one tensor at a time on the host. The library's own function would give up
+    the file's reserved room first."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest first, so that each lies at a multiple of its width.
     ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))

@@ -37,7 +37,7 @@ _SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class WholeState:
-    """By the full names in the model, all those of a tensor with several."""
+    """The state of the whole model, by full names; a tensor with several names is under each."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -191,7 +191,7 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
 
 
 def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
-    """By another name, the one under which its value is. names: of names_of_stage()."""
+    """Other names of tensors, each with the name that its value is under. names: from names_of_stage()."""
     # In a module that was cut both stages have it under one name.
     tied = {name: known for name, (_, known) in names["tied"].items() if known != name}
     aliases: dict[str, str] = names["aliases"]

@@ -31,7 +31,7 @@ def given(value: Any) -> str | None:
 
 
 def settings_of(options: Any) -> dict[str, Any]:
-    """By argument of run(), as JSON gives it back."""
+    """The compared settings by argument of run(), in the form in which JSON gives them back."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -17,8 +17,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cpus(cgroups: Path = _CGROUPS, own_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """At least 1: those that this process may run on, or the whole ones of its control group's quota (version
-    2), where that is less."""
+    """Number of CPUs that this process may use, at least 1: its affinity, or the whole CPUs of its control
+    group's quota (version 2) where these are fewer."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _folders(cgroups, own_cgroup) if (quota := _quota(folder / "cpu.max"))]
     return max(1, int(min([allowed, *quotas])))
@@ -35,7 +35,7 @@ def _folders(cgroups: Path, own_cgroup: Path) -> list[Path]:
 
 
 def _quota(file: Path) -> float | None:
-    """In cores; None: there is none."""
+    """The quota in cores, or None without one."""
     try:
         quota_us, period_us = file.read_text(encoding="ascii").split()
         return None if quota_us == "max" else int(quota_us) / int(period_us)
@@ -63,7 +63,7 @@ def share_of(cpus: list[int], local_rank: int, num_workers: int) -> list[int]:
 
 
 def _by_core(cpus: Collection[int]) -> list[int]:
-    """In an order in which those of one core lie side by side, and the cores of one package."""
+    """The CPUs in an order in which those of one core, and the cores of one package, are neighbours."""
     return sorted(
         cpus, key=lambda cpu: (_topology(cpu, "physical_package_id"), _topology(cpu, "core_id"), cpu)
     )

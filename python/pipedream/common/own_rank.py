@@ -13,12 +13,12 @@ def under_torchrun() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Also without torchrun."""
+    """Whether this process is rank 0, which it also is without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def is_first_of_machine() -> bool:
-    """Also without torchrun."""
+    """Whether this process is the first of its machine, which it also is without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 

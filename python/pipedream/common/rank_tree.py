@@ -1,5 +1,5 @@
-"""By whom initial weights, final weights and results travel between rank 0 and the others: a tree, so that no
-rank has more than NUM_CHILDREN_MAX others to talk to, however many there are.
+"""The tree of ranks by which initial weights, final weights and results travel between rank 0 and the others.
+No rank talks to more than NUM_CHILDREN_MAX ranks below it, however many there are.
 
             0                  rank r hands on to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX;
       1  2 ... k               up to k + 1 ranks that is rank 0 to all others

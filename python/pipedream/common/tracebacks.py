@@ -119,7 +119,8 @@ def place_of_user_code(error: BaseException) -> str | None:
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """From the user's first frame inside ours on, or all; without ours."""
+    """The traceback from the user's first frame inside ours on, without our own frames. All of it where none
+    is ours."""
     frames = _frames(trace)
     if not any(map(_is_ours, frames)):
         return trace

@@ -79,7 +79,8 @@ class BatchReader:
         self._early = _NOTHING_EARLY
 
     def read_ahead(self) -> None:
-        """While there is nothing else to do: takes the next minibatch, where that may be, and cuts it."""
+        """Takes and cuts the next minibatch, where that is allowed, while the worker has nothing else to
+        do."""
         # weight_fn is the user's code, which read() runs for a minibatch that is being trained on.
         self.source.read_ahead(self._open_early if self._weight_fn is None else None)
 

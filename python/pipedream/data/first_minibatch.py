@@ -98,8 +98,8 @@ def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterabl
 
 
 def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
-    """The first minibatch of what looked_at() has given. What data, datasets and samplers count when they are
-    iterated (epochs) stays as it is, and so do generators that a DataLoader was given. Raises ValueError
+    """The first minibatch of data that looked_at() has returned. Leaves no trace: the epoch counters of the
+    data, the dataset and the sampler, and the generators of a DataLoader, are as before. Raises ValueError
     where there is no minibatch."""
     if isinstance(data, PeekedData):
         first = data.peek()
@@ -135,7 +135,7 @@ def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int, num_microba
 def enlarge_forwarded(
     forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch, num_microbatches: int
 ) -> ForwardedData:
-    """From that minibatch on."""
+    """Describes the forwarded data from the larger minibatch on."""
     are_apart = bool(plan.shapes_apart)
     shapes = next_kind(forwarded.kinds, larger.shapes, are_apart=are_apart)
     made = enlarged(larger.inputs, larger.targets, shapes)

@@ -49,14 +49,15 @@ class MinibatchSource:
         self._group: dict[int, Minibatch] = {}  # of those that are read and not handed out
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
-        """From now on the data end before a group with a minibatch of whose inputs is_larger says so. They go
-        on with the one before which they had ended. group_size: the same each time."""
+        """Lets the data end before a group with a minibatch whose inputs is_larger() accepts; they go on with
+        the minibatch before which they ended. group_size: the same each time."""
         self._is_larger = is_larger
         self._group_size = group_size
         self.larger = None
 
     def go_on(self, stream: MinibatchStream, group_size: int) -> None:
-        """From now on they come from this stream, which ends by itself before a group with a larger one."""
+        """Takes minibatches from this stream from now on, which ends by itself before a group with a larger
+        one."""
         self.stream = stream
         self._group_size = group_size
         self.larger = None
@@ -93,9 +94,9 @@ class MinibatchSource:
         return minibatch < self.num_minibatches
 
     def read_ahead(self, look: Callable[[Minibatch], None] | None) -> None:
-        """While there is nothing else to do: takes a minibatch of the stream before fetch() wants it, if its
-        memory stays as it is and no other process is waited for. What that raises is raised by fetch().
-        look: is given it at once."""
+        """Takes a minibatch before fetch() wants it, while the worker has nothing else to do. Does so only if
+        the stream does not reuse its memory and no other process is waited for. fetch() raises what this
+        raises. look: gets the minibatch at once."""
         early = not self.stream.may_reuse_memory and not self.stream.waits_for_others
         if early and self._ahead is None and not self._is_over:
             began_ns = time.perf_counter_ns()

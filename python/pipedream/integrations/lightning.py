@@ -363,7 +363,8 @@ class _PipelineStrategy:
         return None
 
     def _validate_here(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
-        """By the whole module in this process, if nothing was evaluated, as before the first batch."""
+        """Validates with the whole module in this process, if nothing was evaluated in the pipeline, as
+        before the first batch."""
         if place.number == 0:
             self._val_batches = iter(self.pipeline.val_loader)
         return self._base.validation_step(next(self._val_batches), *args, **kwargs)

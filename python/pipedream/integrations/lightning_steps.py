@@ -425,7 +425,7 @@ class Recorder(nn.Module):
         return loss * batch["scale"] if "scale" in batch else loss
 
     def begin(self) -> None:
-        """Before a run, in the caller."""
+        """Forgets the rows of an earlier run. Call it in the caller, before a run."""
         self._trained, self._held_out = _Rows(), _Rows()
 
     def trained(self) -> list[list[tuple[float, list[float]]]]:

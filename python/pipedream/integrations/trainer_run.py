@@ -331,7 +331,8 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """Those of this step's evaluation, or of one that was asked for before; None: there are none."""
+        """The metrics of this step's evaluation, or of an earlier one that was asked for; None without
+        any."""
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None
         for step in steps:

@@ -202,7 +202,8 @@ def _of_half_a_second(profile: Profile) -> int:
 
 
 def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
-    """Those of the profile's size, if there are any: a short last one may be too short to be cut."""
+    """The batches of the profile's size, or all where there are none: a short last one may be too short to be
+    cut."""
     of_size = [
         batch
         for index, batch in enumerate(batches)

@@ -137,8 +137,8 @@ def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Mode
 
 
 def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
-    """And the microbatches. Where they are the plan's, and the plan is rank 0's, they stay as they were given
-    until the ranks have it."""
+    """The schedule and the microbatches of the run. On other ranks than 0 they stay "auto" until the ranks
+    have the plan."""
     schedule, microbatches = arguments["schedule"], arguments["microbatches"]
     if schedule == AUTO and not is_rank_0():
         return AUTO, microbatches
@@ -200,7 +200,7 @@ def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
 
 
 def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
-    """Per stage; None: not said."""
+    """Whether each stage recomputes, or None where nobody said."""
     if recompute is None:
         return None
     if isinstance(recompute, bool):

@@ -226,7 +226,7 @@ def _forget(_: Any) -> Any:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Without the compilation that the workers do, each of its own layers."""
+    """Runs modules without compilation in the block, since the workers compile each of their own layers."""
     if not any(is_compiled(module) for root in modules for module in root.modules()):
         return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

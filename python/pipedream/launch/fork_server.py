@@ -224,7 +224,7 @@ class _Server:
         return self.kind == _kind_of_server() and self._process.poll() is None
 
     def import_compiler(self) -> None:
-        """Before the next fork, by this one or its replacement."""
+        """Has the server, or its replacement, import the compiler before the next fork."""
         if not self._has_compiler:
             self._has_compiler = True
             self._tell(_IMPORT_COMPILER)
@@ -433,8 +433,8 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
 
 
 def _leave_signals_to_the_caller() -> None:
-    """By handlers that do nothing: programs that a worker executes have the signals' own meaning again, and
-    its forked children that of SIGTERM, by which multiprocessing ends them."""
+    """Sets signal handlers that do nothing. Programs that a worker executes get the signals' default actions
+    back, and its forked children that of SIGTERM, by which multiprocessing ends them."""
 
     def do_nothing(_number: int, _frame: FrameType | None) -> None:
         pass

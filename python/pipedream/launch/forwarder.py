@@ -223,7 +223,7 @@ class _Forwarder(threading.Thread):
         self._send_ends(core)
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:
-        """By index; of what is read before any of it is forwarded."""
+        """Groups of minibatches by index; a group is read whole before any of it is forwarded."""
         size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
         while True:
@@ -282,7 +282,8 @@ class _Forwarder(threading.Thread):
             pulse.stop()
 
     def _wait_until_left(self) -> None:
-        """Until no worker needs these links any more, however long it has what was forwarded to train on."""
+        """Waits until no worker needs these links any more, however long workers train on what was
+        forwarded."""
         self._wait_for("drained", range(self._plan.workers_used), math.inf)
 
     def _wait_for(self, name: str, ranks: Iterable[int], timeout_s: float) -> list[Any]:

@@ -221,8 +221,8 @@ def _positions(
 
 
 def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict[int, tuple[float, float]]:
-    """By m: of a minibatch's first microbatch and of those after it, over these items; none where one of them
-    was not cut."""
+    """The times of a minibatch's first microbatch and of the later ones, by m, over these items. An m is left
+    out where an item was not cut."""
     pieces = {}
     for m, items in cut.items():
         laters = [key._replace(is_first=False) for key in wholes]
@@ -307,7 +307,7 @@ def _sync(
 
 
 def _latency_ms(in_turn: Sequence[RunResult]) -> float:
-    """From when a sender goes on until its receiver, which has been waiting, has the item."""
+    """Milliseconds from a sender's going on until its receiver, which has been waiting, has the item."""
     latencies_ms = []
     for result in in_turn:
         for kind, ends in (("FORWARD", result.spans), ("BACKWARD", result.spans[::-1])):
@@ -395,7 +395,7 @@ def times_alone(
 
 
 def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
-    """By span, as Item has it."""
+    """Milliseconds waited before each span, by its position, as in Item."""
     waited_ns = 0
     waited_then_ns: dict[str, int] = {}
     waited_ms: dict[int, float] = {}

@@ -107,7 +107,7 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def options_table() -> str:
-    """In Markdown, without the arguments that are not built."""
+    """The arguments as a Markdown table, without those that are not built."""
     lines = ["| argument | default | what it takes |", "| --- | --- | --- |"]
     for option in RUN_OPTIONS:
         if option.is_built:
@@ -133,7 +133,7 @@ def _check_schedule(name: str, value: Any) -> None:
 
 
 def _schedule_given(text: str) -> str | Program:
-    """On the command line: a name, or the file of a program."""
+    """The schedule as the command line gives it: a name, or the file of a program."""
     return Program.load(text) if text.endswith(".txt") else text
 
 

@@ -374,7 +374,7 @@ def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
 
 
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
-    """After a training, which no full disk may take away."""
+    """Saves the trace. A full disk only warns, because the training is done."""
     try:
         result.save_trace(trace)
     except OSError as error:

@@ -89,7 +89,7 @@ class CapturedScript:
 
 
 def _edited_files(code: Iterable[types.CodeType]) -> list[str]:
-    """Those that have other code now for one of these functions."""
+    """The files in which one of these functions has other code now."""
     edited: dict[str, None] = {}
     on_disk: dict[str, dict[str, list[types.CodeType]]] = {}
     for own in code:
@@ -107,7 +107,7 @@ def _name_of(code: types.CodeType) -> str:
 
 
 def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
-    """By name. Empty where it cannot be read."""
+    """The file's code objects by name; empty where the file cannot be read."""
     found: dict[str, list[types.CodeType]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
@@ -276,7 +276,7 @@ def _is_of_the_class(value: Any) -> bool:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """In its dictionary and in its slots."""
+    """The attributes in its dictionary and in its slots."""
     of_kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in of_kinds for name in ([names] if isinstance(names, str) else names)]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
@@ -409,7 +409,7 @@ class Libraries:
 
 @functools.cache
 def libraries() -> Libraries:
-    """Those that this process may import."""
+    """The libraries that this process may import."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     own = [Path.cwd(), *([] if script is None else [Path(script).resolve().parent])]

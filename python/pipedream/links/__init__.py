@@ -1,1 +1,1 @@
-"""Between workers: how they find each other, channels, keys, codecs, signs of life."""
+"""The links between workers: rendezvous, channels, keys, codecs, signs of life."""

@@ -264,13 +264,13 @@ class _ChannelList:
     def add_bulk(
         self, name: str, ends: tuple[int, int], *, slots: int = NUM_PIECES, num_transfers_kept: int = 0
     ) -> None:
-        """For what goes through state_transfer.py."""
+        """Adds a channel for transfers of state_transfer.py."""
         piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
         kept = num_transfers_kept
         self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
 
     def add_tree(self, sender: int, receiver: int, *, slots: int = NUM_PIECES) -> None:
-        """Between a rank and one below it (rank_tree.py), one of the two directions."""
+        """Adds a channel in one direction between a rank and one below it in the tree (rank_tree.py)."""
         self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
 
 

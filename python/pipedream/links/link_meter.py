@@ -78,7 +78,7 @@ class Figure:
 
     @classmethod
     def of(cls, samples: list[float]) -> Figure:
-        """From 3 samples."""
+        """The mean of at least 3 samples, with its interval."""
         mean = statistics.fmean(samples)
         t = _STUDENT_T[min(len(samples), max(_STUDENT_T))]
         return cls(mean, t * statistics.stdev(samples) / math.sqrt(len(samples)) / mean)

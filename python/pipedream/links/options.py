@@ -102,8 +102,8 @@ class LinkOptions:
             )
 
     def check_transports(self, peers: Mapping[str, str], transports: Mapping[str, str]) -> None:
-        """With transport="shm" refuses channels that do not share memory. peers: channel -> who is at its
-        two ends; transports: channel -> how it travels."""
+        """Raises for a channel that does not share memory, where transport="shm" asks for that. peers: the
+        two ends of each channel, in words; transports: how each channel travels."""
         from pipedream import _core
 
         if self.transport != "shm":

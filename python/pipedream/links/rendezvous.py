@@ -96,7 +96,7 @@ def connect_store(port: int) -> dist.Store:
 
 
 def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
-    """By the store that torchrun offers, or under a launcher without one rank 0, without a process group.
+    """Joins the store that torchrun offers, or rank 0's under a launcher without one. Needs no process group.
 
     Raises ValueError when the environment does not say where it is, PeerLost when nothing answers there.
     """
@@ -306,7 +306,7 @@ class Rendezvous:
         return self._signs is not None and self._signs.has_heard_all()
 
     def join(self, peer_timeout_s: float) -> None:
-        """From now on this rank gives signs of life, and looks for those of the others."""
+        """Begins to give this rank's signs of life, and to look for those of the others."""
         assert self._rank is not None
         self._patience_s = peer_timeout_s
         self._signs = _Signs(self._rank, self._world_size, peer_timeout_s)
@@ -389,7 +389,8 @@ class Rendezvous:
 
 
 def _pause(waited_s: float) -> None:
-    """Before another look: what takes milliseconds is seen within one, and a long wait costs little."""
+    """Sleeps before another look. A wait of milliseconds is noticed within one, and a long wait costs
+    little."""
     time.sleep(min(max(waited_s / 8, _LOOKS_AGAIN_MIN_S), _LOOKS_AGAIN_MAX_S))
 
 

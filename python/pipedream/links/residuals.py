@@ -37,7 +37,7 @@ def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]
 
 
 def restore_residuals(core: _core.Worker, kept: Mapping[str, Iterable[Tensor]]) -> None:
-    """Into the channels of a sealed core, before the first item."""
+    """Puts the residuals into the channels of a sealed core, before the first item."""
     on_device = False
     for name, of_channel in kept.items():
         for residual, before in zip(_residuals_of(core, name), of_channel, strict=True):

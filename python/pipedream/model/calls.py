@@ -27,8 +27,8 @@ _BEFORE = "_pipedream_call_before"  # of a function that sees calls: the compile
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By torch.compile: its calls run code that was made of it, and of the modules inside. A module whose
-    calls are seen is none for that."""
+    """Whether torch.compile compiled the module, so that its calls run generated code. A module whose calls
+    are only watched is not compiled."""
     call = module._compiled_call_impl
     while hasattr(call, _BEFORE):
         call = getattr(call, _BEFORE)

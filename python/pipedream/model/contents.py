@@ -106,8 +106,8 @@ def is_of_the_users(value: Any) -> bool:
 
 
 def attributes_of(target: Any) -> dict[str, Any]:
-    """Those in its table and its slots, past the object's own ways of looking up, which may run or raise
-    anything."""
+    """The attributes in its dictionary and its slots. They are read past the object's own look-ups, which may
+    run code or raise."""
     try:
         attributes = dict(object.__getattribute__(target, "__dict__"))
     except AttributeError:
@@ -142,7 +142,8 @@ def _refilling_attributes(target: Any) -> Callable[[], None]:
 
 
 def _refilling(container: Any) -> Callable[[], None]:
-    """By the base classes' own methods: a subclass may compute or refuse."""
+    """A function that refills the container as it is now. It uses the base classes' own methods, because a
+    subclass may compute or refuse."""
     base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(container, kind))
     is_dict = issubclass(base, dict)
     entries = list(base.__iter__(container))

@@ -43,7 +43,7 @@ may change afterwards."""
 
 
 class FactoredLayers:
-    """Those of a stage's weights that are factored, by their full names, wherever the stage uses them."""
+    """The factored weights of a stage, by their full names, wherever the stage uses them."""
 
     def __init__(self, layers: Mapping[str, Sequence[nn.Linear]], take: Take) -> None:
         """layers: by the weight's name, those that have it, as of factorable()."""
@@ -87,8 +87,8 @@ class FactoredLayers:
 
 
 def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Linear]]:
-    """By name, those of the parameters that nothing of the stage has but fully connected layers, as their
-    weights; and these layers. One of a class of its own, or with a forward of its own, may do anything."""
+    """The parameters that the stage uses only as weights of fully connected layers, by name, each with these
+    layers. Layers of a subclass, or with a forward of their own, may do anything and do not count."""
     if any(map(is_compiled, stage.modules())):
         return {}
     linear = {id(m._parameters): m for m in stage.modules() if isinstance(m, nn.Linear) and _is_plain(m)}
@@ -137,7 +137,7 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 class _Forward:
-    """In the place of a layer's forward."""
+    """Replaces a layer's forward."""
 
     def __init__(self, factored: FactoredLayers, name: str, layer: nn.Linear) -> None:
         self._factored = factored

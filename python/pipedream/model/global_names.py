@@ -165,7 +165,7 @@ def _is_of_the_users(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Those that the code sets, and all names that it may read."""
+    """The global names that the code sets, and all that it may read."""
     sets: set[str] = set()
     if _SETS_GLOBAL in code.co_code[::2]:  # else nothing is disassembled, which takes long
         sets = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}

@@ -147,7 +147,7 @@ def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
 
 
 def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
-    """By an expression behind the name of the targets: those of whole numbers."""
+    """The targets' tensors of whole numbers, each by an expression behind the targets' name."""
     if isinstance(targets, Tensor):
         return {where: targets} if targets.dtype in _DTYPES and targets.dim() > 0 else {}
     entries: Mapping[Any, Any] = {}
@@ -163,7 +163,7 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def _joined_labels(batches: Microbatches) -> dict[str, Tensor]:
-    """Those of all batches, in a row."""
+    """The labels of all batches, joined."""
     of_each = [_label_tensors(batch) for batch in batches]
     found = {where: [labels[where] for labels in of_each if where in labels] for where in of_each[0]}
     return {where: torch.cat([labels.flatten() for labels in each]) for where, each in found.items()}

@@ -420,7 +420,7 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
 
 
 def free_host_bytes() -> int:
-    """With what the system keeps of files, as far as it says so."""
+    """Free bytes of host memory, including the system's file cache as far as the system says so."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -52,7 +52,7 @@ class LossState:
         self._before = {key: (value, _version_of(value)) for key, value in self._values()}
 
     def changed(self) -> dict[str, Tensor]:
-        """By place."""
+        """The values that have changed, by their places."""
         return {
             key: value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
             for key, value in self._values()

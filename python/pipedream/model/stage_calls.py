@@ -66,8 +66,8 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """From the gradients of outputs. Left out are outputs that need none, and those whose gradient has no
-    elements: what is downstream did not depend on them."""
+    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. So are those
+    whose gradient has no elements, on which nothing downstream depended."""
     roots = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)

@@ -143,7 +143,7 @@ def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
 
 
 def as_sent(tensor: Tensor, order: DimOrder) -> Tensor:
-    """With its dimensions in this order: contiguous where it is as planned."""
+    """The tensor with its dimensions in this order, contiguous where it is as planned."""
     return tensor.permute(order) if order else tensor
 
 

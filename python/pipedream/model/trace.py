@@ -454,7 +454,7 @@ Sizes = frozenset[int]
 
 
 def data_sizes(func: Any, args: Sequence[Any], output: Tensor, known: Sizes) -> Sizes:
-    """Those of the output of one of torch's operations. known: those of all that it is given."""
+    """Sizes of an operation's output that come from the data. known: those of all its arguments."""
     name = func._schema.name
     shape = output.shape
     found = known.intersection(shape)

@@ -114,7 +114,8 @@ class MasterWeights(torch.optim.Optimizer):
         load_wide_state(self, state_dict)
 
     def _master_of(self, parameter: Tensor) -> Tensor:
-        """With the gradient widened; the parameter itself where it needs no master."""
+        """The parameter's master with the widened gradient, or the parameter itself where it needs no
+        master."""
         if not has_master(parameter):
             return parameter
         assert parameter.grad is not None
@@ -131,8 +132,8 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """After torch's load_state_dict, which rounds all state to the dtype of its parameter: puts back what
-    belongs to parameters that have masters, in the master's dtype."""
+    """Restores state in the master's dtype for parameters that have masters. torch's load_state_dict, which
+    runs before, has rounded it to the parameter's dtype."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, parameter in zip(saved, parameters, strict=True):

@@ -111,7 +111,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def place_state(self, make: Callable[[int, Tensor], Sequence[Tensor]]) -> None:
-        """From now on the state is kept in the tensors that `make` returns.
+        """Keeps the state from now on in the tensors that `make` returns.
 
         make(parameter_index, parameter) returns num_state_tensors zeroed tensors with the parameter's shape,
         strides and device, float32 where that is bfloat16, and for such a one another, for its master; the
@@ -251,7 +251,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Made of the weight at first; laid out as it is now."""
+        """The parameter's master, made from the weight at first and laid out as the weight is now."""
         state = self.state[parameter]
         master: Tensor | None = state.get(MASTER)
         if master is None or not _fits(master, source, dtype):

@@ -95,7 +95,7 @@ class StageLinks:
 
     @classmethod
     def measured(cls, stages: Sequence[Stage], links: LinkProfile) -> StageLinks:
-        """Between the ranks that the stages of a plan have."""
+        """The measured links between the ranks of a plan's stages."""
         return cls.between(ranks_of(stages), links)
 
     @classmethod

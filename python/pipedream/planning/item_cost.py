@@ -118,7 +118,7 @@ class ItemCost:
         )
 
     def growing(self, factor: float) -> ItemCost:
-        """With so many times what grows with the samples."""
+        """The cost with `factor` times the part that grows with the samples."""
         more_ms = self.minibatch_ms * (factor - 1)
         return ItemCost(
             self.first_ms,
@@ -241,7 +241,7 @@ def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> floa
 
 
 def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
-    """Those of a file. Raises ValueError naming the field."""
+    """Reads the wakings in a file. Raises ValueError naming the field."""
     rows = check_list(where, value)
     return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(rows))
 

@@ -50,7 +50,7 @@ class ScheduleTraits(NamedTuple):
 
     @classmethod
     def of(cls, schedule: str) -> ScheduleTraits:
-        """By a schedule's name. Raises ValueError for a name that no schedule has."""
+        """The traits of a schedule by its name. Raises ValueError for a name that no schedule has."""
         from pipedream.planning.program import PROGRAM, rules_of
 
         if schedule == PROGRAM:

@@ -134,8 +134,8 @@ class Limits:
         return figures
 
     def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
-        """On a host every worker has the whole model as given, whatever its stage, and what replicas pull
-        lands where it is for."""
+        """The costs by which the core counts a stage's memory. On a host every worker has the whole model as
+        given, and pulled versions land in their slots."""
         from pipedream import _core
 
         is_host = self.host_bytes > 0
@@ -287,7 +287,7 @@ def _host_bytes(profile: Profile, num_workers: int) -> int:
 
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
-    """In the tree by which weights travel: those that it hands on to, and the one that it has them from."""
+    """Number of a rank's neighbours in the tree by which weights travel: its children and its parent."""
     return len(children_of(rank, num_workers)) + (rank > 0)
 
 

@@ -254,7 +254,7 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
-    """By the paper's figures: all layers one after the other, and every boundary both ways."""
+    """Milliseconds by the paper's figures: all layers one after the other, and every boundary both ways."""
     return profile.compute_ms + sum(boundary_ms)
 
 
@@ -312,7 +312,8 @@ class SearchProgress:
             print(_CLEAR_LINE, end="", file=self._file, flush=True)
 
     def advance(self, num_plans: int, plans_max: int, least_ms: float) -> None:
-        """So many plans, of so many at most, were looked at; the fastest one's milliseconds per minibatch."""
+        """Notes the number of plans that were looked at, the most there can be, and the milliseconds per
+        minibatch of the fastest."""
         now_s = time.monotonic()
         if not self._enabled or now_s < self._next_s:
             return
@@ -372,8 +373,8 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
 def _most_that_pay(
     stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
 ) -> tuple[Stages, dict[str, Any], str]:
-    """With as many spares as make the plan faster, and their figures; or why none does. Where several stages
-    are as slow as each other the first spare pays only with the second."""
+    """The stages with as many spares as make the plan faster, and their figures, or why none does. Where
+    several stages are equally slow, the first spare pays only with the second."""
     best, best_figures = stages, figures_of(stages)
     figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"
     for _ in range(spare_workers):

@@ -170,11 +170,12 @@ class Plan:
 
     @property
     def workers_training(self) -> int:
-        """Those that have minibatches."""
+        """Number of workers that have minibatches."""
         return self.workers_used - self.num_spares
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made anew where it is asked for, and cannot be sent to another process."""
+        """Leaves out the placement, which is made again when it is needed and cannot be sent to another
+        process."""
         return {name: value for name, value in self.__dict__.items() if name != "placement"}
 
     @functools.cached_property

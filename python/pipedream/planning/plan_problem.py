@@ -126,7 +126,7 @@ class PlanProblem:
     # By the simulator.
 
     def simulated_ms(self, plan: Plan) -> float:
-        """Per minibatch, without the spread of single items."""
+        """Simulated milliseconds per minibatch, without the spread of single items."""
         costed = self.costed(plan)
         options = schedule_of(costed, self.schedule, self.microbatches or 1)
         predicted_ms = predict_ms(costed, options, steady_rounds=FEW_ROUNDS, spreads=False)

@@ -81,7 +81,7 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
 
 
 def _ranks_of(placement: _core.Placement) -> list[list[int]]:
-    """By stage and replica."""
+    """The ranks, by stage and replica."""
     return [
         [placement.rank_of(stage, replica) for replica in range(placement.num_replicas(stage))]
         for stage in range(placement.num_stages)
@@ -96,7 +96,7 @@ def microbatches_min(plan: Plan, schedule: str) -> int:
 
 
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
-    """With some number of microbatches that it can have."""
+    """The schedule with the fewest microbatches that it can have."""
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
@@ -110,12 +110,12 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
 
 
 def minibatches_per_body(options: _core.ScheduleOptions) -> int:
-    """After so many a program repeats its lists."""
+    """Number of minibatches after which a program repeats its lists."""
     return 1 if options.program is None else options.program.minibatches_per_body
 
 
 def versions_kept(options: _core.ScheduleOptions) -> list[int]:
-    """By stage: the weight versions that it keeps."""
+    """Number of weight versions that each stage keeps."""
     from pipedream import _core
 
     return [_core.num_versions_kept(options, stage) for stage in range(options.num_stages)]

@@ -95,7 +95,7 @@ def largest_in(batches: Sequence[Any]) -> dict[str, int]:
 
 
 def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:
-    """Whether a minibatch of these shapes is planned for where minibatches of these kinds are."""
+    """Whether memory that is planned for these kinds is enough for a minibatch of these shapes."""
     known = [
         [size for name in shapes for size in kind[name]]
         for kind in kinds
@@ -105,10 +105,11 @@ def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:
 
 
 def cover_sizes(kinds: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
-    """The same of all their sizes in a row: none is above those of a kind, or of what lies between two kinds.
+    """Whether memory that is planned for these kinds is enough for a minibatch of these sizes.
 
-    What a minibatch takes is a sum of products of its sizes, to powers (batch x length^2 of an attention):
-    convex in the sizes' logarithms, so that between two kinds it is no more than for one of them.
+    It is if no size is above that of a kind, or of a point between two kinds. The memory of a minibatch is a
+    sum of products of powers of its sizes (batch x length^2 of an attention). That sum is convex in the
+    logarithms of the sizes, so between two kinds it is never above the larger of theirs.
     """
     logs = [math.log(max(size, 1)) for size in sizes]
     of_kinds = [[math.log(max(size, 1)) for size in kind] for kind in kinds]

@@ -1,7 +1,7 @@
 """Ctrl-C during a run: the first one ends it as an early stop would, the second one at once.
 
-On the main thread, whose handlers signals have; elsewhere, and where the script has a handler of its own,
-nothing is changed.
+Python runs signal handlers on the main thread alone. On another thread, and where the script has a handler
+of its own, nothing changes.
 """
 
 from __future__ import annotations

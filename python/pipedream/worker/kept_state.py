@@ -37,8 +37,10 @@ STATE_FOLDER = "state"
 
 
 def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
-    """By stage, this worker's. Its stages get their buffers, and their weights where the model has not got
-    them. Raises ValueError where these are others."""
+    """Returns this worker's snapshots, by stage index, and puts each one's buffers into its stage.
+
+    Where the earlier run has not gathered its weights into the model, the stages get them, too. Where it has,
+    raises ValueError if a weight has changed since."""
     snapshots = {snapshot.stage_index: snapshot for snapshot in state.of_rank(run.rank).snapshots}
     for stage in run.own_stages():
         snapshot = snapshots[stage.stage_index]
@@ -51,7 +53,7 @@ def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
 
 
 def residuals_of(snapshots: Iterable[StageSnapshot]) -> Residuals:
-    """By channel, what the worker's codecs have left out."""
+    """The residuals of this worker's codecs, by channel."""
     by_index: dict[str, dict[int, Tensor]] = {}
     for snapshot in snapshots:
         for name, residual in snapshot.residuals.items():

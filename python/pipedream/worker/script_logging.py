@@ -1,7 +1,7 @@
-"""How a script has set up logging, for local workers: what is set under the guard no import sets.
+"""Carries the script's logging set-up to local workers, which import the script but skip its guarded part.
 
-Levels and filters of all loggers, and handlers that write to stderr, stdout or a file, to which every worker
-appends. A handler of another class stays behind. Any thread.
+It carries the levels and filters of all loggers, and the handlers that write to stderr, stdout or a file.
+Every worker appends to such a file. A handler of another class is left out. Any thread.
 """
 
 from __future__ import annotations

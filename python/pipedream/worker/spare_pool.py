@@ -1,7 +1,7 @@
-"""The pool of a spare: the versions of its shard, and its optimizer's state; planned, added as terms, and
-handed out again as its end of the parameter server.
+"""A spare's memory in its core's pool: the versions of its shard, and its optimizer's state.
 
-Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
+The constructor adds them as terms, so it runs before the core is sealed. prepare() runs after that, and gives
+the loop in which the spare takes part in the exchange. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
