@@ -14,6 +14,8 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import reference
+from pipedream.callbacks import EvaluationReport
+from pipedream.launch import forwarder
 from torch import Tensor, nn
 from training import Training, accumulate, assert_close_state, tolerance, train_in_pipeline
 
@@ -410,6 +412,38 @@ def test_validation_data_that_cannot_be_sent_are_handed_over_by_the_caller() -> 
         assert found.samples == wanted.samples == 84
         assert found.loss == pytest.approx(wanted.loss, rel=1e-6)  # in another order
         assert found.metrics["sum"] == pytest.approx(wanted.metrics["sum"], rel=1e-5)
+
+
+class _WaitingForCallback(pipedream.callbacks.Callback):
+    """Training data that wait before minibatch 4 until they are told of the evaluation before minibatch 2."""
+
+    decides = False
+
+    def __init__(self) -> None:
+        self._is_evaluated = threading.Event()
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        self._is_evaluated.set()
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(_batches(5, 4, 0)):
+            if index == 4:
+                self._is_evaluated.wait()
+            yield batch
+
+
+@pytest.mark.slow
+def test_training_data_may_wait_for_what_a_callback_is_told_of_validation_data(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forwarder, "_TURN_S", 0.1)
+    waiting = _WaitingForCallback()
+    how: dict[str, Any] = {"progress": False, **_OPTIONS, "callbacks": [waiting]}
+    validation = pipedream.Validation(Unsendable(), every=2)
+    result = pipedream.run(_model(), _CUT, data=waiting, validation=validation, **how)
+    assert [each.minibatch for each in result.validation] == [2, 4]
+    assert len(result.losses) == 5
+    assert "the training data have yielded nothing for 0.1 s" in caplog.text
 
 
 def test_an_error_of_forwarded_validation_data_is_the_users_own() -> None:

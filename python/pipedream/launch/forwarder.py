@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,12 @@ from pipedream.worker.task_files import WorkerTask, folder_of_validation, write_
 
 __all__ = ["forwarding", "forwarding_validation"]
 
+_log = logging.getLogger("pipedream")
+
 _LOOK_S = 0.01  # for evaluations that begin
 _NUM_AHEAD_MAX = 4  # validation minibatches that no reader has taken
+_TURN_S = 5.0
+"""How long validation data wait for training data that may wait for a callback."""
 _PATIENCE_S = 3.0  # with the caller's data, when the run is over
 
 
@@ -102,6 +108,9 @@ class _ValidationForwarder(threading.Thread):
         self._reader = ValidationReader(options.validation.data, evaluation_seed(base_seed(options.seed)))
         self._readers = sorted({placement.rank_of(0, 0), placement.rank_of(last, 0)})
         self._files = ForwardedValidation(folder_of_validation(folder), ((), ()))
+        self._has_callbacks = options.call_points.at_epochs
+        self._waits_s = 0.0
+        """How long the next minibatch of this evaluation waits for its turn."""
         self._stopping = threading.Event()
         self._error: Exception | None = None
 
@@ -127,17 +136,14 @@ class _ValidationForwarder(threading.Thread):
             self._error = error
 
     def _hand_over(self, boundary: int) -> None:
+        self._waits_s = _TURN_S if self._has_callbacks else math.inf
         for number in itertools.count():
-            # Training data that wait for something are not waited for once the run is over.
-            while not self._iterating.acquire(timeout=_LOOK_S):
+            with self._turn():
                 if self._stopping.is_set():
                     return
-            try:
                 if number == 0:
                     self._reader.begin(boundary)
                 batch = self._reader.next()
-            finally:
-                self._iterating.release()
             for rank in self._readers:
                 not_taken = self._files.file(boundary, rank, number - _NUM_AHEAD_MAX)
                 while not_taken.exists():
@@ -146,6 +152,27 @@ class _ValidationForwarder(threading.Thread):
                 write_batch(self._files.file(boundary, rank, number), batch and batch[:2])
             if batch is None:
                 return
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Until the training data have yielded, or the run is over. Training data may wait for a callback
+        that is told of this evaluation: these go on after a while."""
+        waits_until_s = time.monotonic() + self._waits_s
+        while not (has_turn := self._iterating.acquire(timeout=_LOOK_S)) and not self._stopping.is_set():
+            if time.monotonic() > waits_until_s:
+                if self._waits_s > 0.0:
+                    _log.warning(
+                        "the training data have yielded nothing for %g s, and the validation data go on"
+                        " meanwhile: should both draw random numbers at once, they are not another run's",
+                        self._waits_s,
+                    )
+                self._waits_s = 0.0
+                break
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._iterating.release()
 
 
 class _Forwarder(threading.Thread):
