@@ -189,6 +189,8 @@ def test_the_changelog_has_a_place_for_what_is_not_released() -> None:
 
 
 _FIRST_WORDS_REFUSED = ("Of", "As", "What", "That", "Where", "Else", "Which")
+# Such a docstring says of what, by whom or when, and leaves out what it is about.
+_FIRST_WORDS_REFUSED_IN_PYTHON = ("After", "Before", "Beside", "By", "From", "Per", "Those", "Until", "Whose")
 
 
 def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
@@ -200,6 +202,19 @@ def test_a_docstring_begins_with_a_subject_or_a_verb() -> None:
         if isinstance(node, nodes)
         and (text := ast.get_docstring(node))
         and text.split()[0].strip('",:') in _FIRST_WORDS_REFUSED
+    ]
+    assert not found
+
+
+def test_a_docstring_of_the_package_names_its_subject() -> None:
+    found = [
+        _place(path, node.body[0].lineno)
+        for path in _python_files()
+        if path.is_relative_to(_TOP / "python")
+        for node in ast.walk(_tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module))
+        and (text := ast.get_docstring(node))
+        and text.split()[0].strip('",:') in _FIRST_WORDS_REFUSED_IN_PYTHON
     ]
     assert not found
 

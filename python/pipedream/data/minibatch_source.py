@@ -49,7 +49,7 @@ class MinibatchSource:
         self._group: dict[int, Minibatch] = {}  # of those that are read and not handed out
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
-        """Lets the data end before a group with a minibatch whose inputs is_larger() accepts; they go on with
+        """Lets the data end before a group with a minibatch whose inputs is_larger() accepts. They go on with
         the minibatch before which they ended. group_size: the same each time."""
         self._is_larger = is_larger
         self._group_size = group_size

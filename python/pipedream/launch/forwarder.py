@@ -155,8 +155,8 @@ class _ValidationForwarder(threading.Thread):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Until the training data have yielded, or the run is over. Training data may wait for a callback
-        that is told of this evaluation: these go on after a while."""
+        """Waits until the training data have yielded, or the run is over. Training data may wait for a
+        callback that is told of this evaluation, so the validation data go on after a while."""
         waits_until_s = time.monotonic() + self._waits_s
         while not (has_turn := self._iterating.acquire(timeout=_LOOK_S)) and not self._stopping.is_set():
             if time.monotonic() > waits_until_s:

@@ -127,7 +127,8 @@ def mean_delay(options: _core.ScheduleOptions) -> float:
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
-    """By stage, that each replica has of a round: less than 1 where it has some microbatches of one."""
+    """Minibatches of a round that each replica has, by stage: less than 1 where it has some of one's
+    microbatches."""
     from pipedream import _core
 
     rounds = [_core.rounds_of(options, index) for index in range(options.num_stages)]
@@ -135,7 +136,7 @@ def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
 
 
 def profile_of_rounds(profile: Profile, plan: Plan, options: _core.ScheduleOptions) -> Profile:
-    """With factors as large as those of a round."""
+    """The profile with factors as large as those of a round."""
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)

@@ -87,7 +87,7 @@ def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None
 
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
-    """By a search over the plans' own links."""
+    """Searches by the links between the very workers of each plan."""
     layers_ms = [layer.compute_ms_with(problem.microbatches or 1) for layer in problem.profile.layers]
 
     def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:

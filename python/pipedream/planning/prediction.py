@@ -274,7 +274,7 @@ def boundary_links(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _parameter_bytes(plan: Plan) -> list[float | None]:
-    """By stage, as far as the plan says. Raises ValueError naming a field."""
+    """Bytes of each stage's parameters, as far as the plan says. Raises ValueError naming a field."""
     given = plan.predicted.get("stage_parameter_bytes")
     if given is None:
         return [None] * plan.num_stages

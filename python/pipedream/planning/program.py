@@ -119,7 +119,7 @@ class Program:
 
     @property
     def replicas(self) -> list[int]:
-        """Per stage."""
+        """Number of replicas of each stage."""
         placement = self._listed.placement
         return [placement.num_replicas(stage) for stage in range(self.num_stages)]
 
@@ -134,12 +134,12 @@ class Program:
 
     @property
     def in_flight(self) -> list[int]:
-        """Per stage: the most microbatches that are forwarded and not yet backwarded at a replica."""
+        """The most microbatches, by stage, that are forwarded and not yet backwarded at a replica."""
         return self._listed.in_flight
 
     @property
     def versions_kept(self) -> list[int]:
-        """Per stage: the weight versions that it holds at once."""
+        """Number of weight versions, by stage, that the stage holds at once."""
         return self._listed.versions_kept
 
     @property

@@ -220,8 +220,8 @@ class StageCosts:
         )
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
-        """Per minibatch of a stage with so many replicas, the copy included: a replica has its share of the
-        passes, and updates once in a round."""
+        """Milliseconds per minibatch of a stage with so many replicas, the copy included. A replica has its
+        share of the passes, and updates once in a round."""
         later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)
         passes_ms = passes.first(rounds.num_microbatches) + later * passes.later(rounds.num_microbatches)

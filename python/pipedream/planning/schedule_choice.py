@@ -132,8 +132,8 @@ def _counts(problem: PlanProblem) -> Sequence[int]:
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
-    """Without a limit of memory the best stages are those of a schedule whose workers do the same work, and
-    which takes as long."""
+    """The best plan for the problem. Without a limit of memory it has the stages of a schedule whose workers
+    do the same work in the same time."""
     if not problem.limits.memory_bytes:
         for other in others:
             is_alike = problem.rules.works_as(other.problem.rules)

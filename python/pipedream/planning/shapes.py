@@ -68,7 +68,7 @@ def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
 
 
 def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """In every dimension the larger size; the known one where the numbers of dimensions differ."""
+    """The larger size in every dimension; the known shape where the numbers of dimensions differ."""
     merged = dict(known)
     for name, shape in others.items():
         before = merged.get(name, shape)
@@ -181,7 +181,7 @@ def checked_shapes(field: str, value: object) -> Shapes:
 
 
 def listed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
-    """For a file."""
+    """The shapes as lists, for a file."""
     return {name: list(shape) for name, shape in shapes.items()}
 
 

@@ -66,7 +66,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When every instruction was done, and what follows from it.
+    """The times of every instruction, and the figures that follow from them.
 
     Shares are of the workers' time, idle / all; compute that is repeated (RECOMPUTE) counts as work.
 
@@ -188,7 +188,8 @@ def steady_ms(
 
 
 def ms_per_minibatch(simulation: Simulation) -> float:
-    """In the steady state; where there are too few minibatches to have one, of all of them."""
+    """Milliseconds per minibatch in the steady state, or over all of a simulation that is too short to have
+    one."""
     steady = simulation.ms_per_minibatch
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 

@@ -57,9 +57,11 @@ class SpeedRow(NamedTuple):
 
 
 def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
-    """By the models' names. Of a folder all profiles in it; other files there are passed over.
+    """Reads profiles, by their models' names. A folder stands for all profiles in it; its other files are
+    skipped.
 
-    Raises FileFormatError for a file that is no profile and a folder that has none."""
+    Raises FileFormatError for a file that is no profile and a folder that has none.
+    """
     profiles: dict[str, Profile] = {}
     for path in paths:
         found = (
@@ -79,8 +81,8 @@ def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
 def make_speeds(
     profiles: dict[str, Profile], workers: Sequence[int], bandwidths: Sequence[str | LinkProfile]
 ) -> list[SpeedRow]:
-    """By the paper's cost model; of measured links the slowest that a plan uses is said. Raises as
-    partition()."""
+    """The rows of the table, by the paper's cost model. For measured links a row names the slowest that its
+    plan uses. Raises as partition()."""
     plans = (
         (model, num_workers, bandwidth, partition(profile, num_workers, bandwidth, hides_links=False))
         for model, profile in profiles.items()

@@ -42,7 +42,7 @@ _MANY_BYTES = 1e15
 
 
 class SyncedBytes(NamedTuple):
-    """From one replica to one other, in a round."""
+    """Bytes that one replica sends to one other in a round."""
 
     pushed: float
     pulled: float
@@ -100,7 +100,7 @@ def all_reduce_ms(stage: Stage, all_ms: float) -> float:
 
 
 def spare_link_ms(stage: Stage, profile: Profile, bytes_per_s: float) -> float:
-    """Per minibatch, in which a spare's link carries versions to the replicas."""
+    """Milliseconds per minibatch in which a spare's link carries versions to the replicas."""
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     num_bytes = sum(layer.parameter_bytes for layer in layers)
     return 1e3 * shard_shares(stage.num_replicas, stage.num_spare_shards).of_spare * num_bytes / bytes_per_s
@@ -125,14 +125,14 @@ def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
 
 
 def num_chunks(num_bytes: float, num_replicas: int) -> int:
-    """In which a shard of so many bytes of parameters travels, where there are no spares."""
+    """Number of chunks in which a shard of so many bytes of parameters travels, where there are no spares."""
     from pipedream import _core
 
     return max(1, math.ceil(num_bytes / (num_replicas * _core.SHARD_CHUNK_BYTES_MAX)))
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
-    """In which the links carry what a round needs."""
+    """Milliseconds in which the links carry the gradients and versions of a round."""
     from pipedream import _core
 
     of_replica, of_spare = shard_shares(num_replicas, num_spares)

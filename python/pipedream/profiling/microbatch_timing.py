@@ -39,11 +39,13 @@ def microbatch_times(
     rounds: int,
     seconds: float | None,
 ) -> list[tuple[MicrobatchTimes, ...]] | None:
-    """By layer. inputs, targets: a minibatch on the device; whole_ms: what the profile says that its layers
-    take together. rounds: at most, but five suffice. The numbers of microbatches end where the model refuses
-    a piece, as batch norm does with one sample. Where the seconds do not suffice, one piece of each size is
-    timed once all the same, which takes as long as three minibatches. None: the minibatch has no samples that
-    can be counted."""
+    """Times of microbatches by layer, or None where a minibatch has no samples that can be counted.
+
+    inputs, targets: a minibatch on the device. whole_ms: the profile's time of all layers together. rounds:
+    at most, but five suffice. The numbers of microbatches end where the model refuses a piece, as batch norm
+    does with one sample. Where the seconds do not suffice, one piece of each size is timed once all the same,
+    which takes as long as three minibatches.
+    """
     count = samples_of(inputs, targets)
     if not count:
         return None
@@ -106,8 +108,8 @@ def _medians(runs: Sequence[_Times]) -> _Times:
 
 
 def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
-    """By m, the factor that brings the sum of all layers to a sequence that does not fall with m, and begins
-    with whole_ms: the nearest one by least squares."""
+    """The factor of each m that makes the sums of all layers begin with whole_ms and never fall with m: the
+    nearest such sequence by least squares."""
     blocks: list[tuple[float, int]] = []  # mean, and how many m have it
     for sum_ms in sums_ms.values():
         mean, size = sum_ms, 1

@@ -38,7 +38,7 @@ Gradients = dict[str, Tensor | None]
 
 
 class UpdateOrder(Protocol):
-    """In which order a shard has had gradients; report.result.UpdateOrder is one."""
+    """The order in which a shard received gradients; report.result.UpdateOrder is one."""
 
     @property
     def parts(self) -> Sequence[Sequence[tuple[str, int, int]]]: ...
@@ -234,7 +234,7 @@ class AsynchronousTrainer(Trainer):
         num_forwarded: list[list[int]],
         losses: list[float],
     ) -> None:
-        """Until all these are done."""
+        """Trains until all these flights are done."""
         while flights:
             left = []
             for flight in flights:
@@ -270,7 +270,7 @@ class AsynchronousTrainer(Trainer):
         weights: Sequence[AsynchronousWeights],
         num_forwarded: list[list[int]],
     ) -> bool:
-        """At the flight's next stage. False: it cannot be yet."""
+        """Forwards the flight at its next stage. Returns False where that is not possible yet."""
         stage_index, minibatch, microbatch = flight.num_stages_done, flight.minibatch, flight.microbatch
         stage = self._stages[stage_index]
         own_index, replica = divmod(minibatch * self._num_microbatches + microbatch, len(stage.buffers))

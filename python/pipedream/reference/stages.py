@@ -211,7 +211,7 @@ class Recomputed:
         return map_tensors(Tensor.clone, self._outputs)
 
     def backward(self) -> None:
-        """After the backward of everything downstream."""
+        """Runs the forward again and its backward, after the backward of everything downstream."""
         with generators_kept():
             self._generators.restore()
             outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers, self._at)

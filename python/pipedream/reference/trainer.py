@@ -132,7 +132,8 @@ class Trainer:
             stage.use(0)
 
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
-        """Those of the minibatch so far add up microbatch by microbatch, whatever versions they are at."""
+        """Adds up the minibatch's gradients so far, microbatch by microbatch, whatever versions they are
+        at."""
         found = {id(leaf): key for key, leaf in self._leaves.items()}
         for leaf in leaves.values():
             of_replica, version = found[id(leaf)]
@@ -277,7 +278,8 @@ class Trainer:
         return check_loss(value, at[0]), recomputed
 
     def _overwrite(self, minibatch: int) -> None:
-        """Without stashing the backward finds the newest version where its forward found an older one."""
+        """Writes the newest version over the older one that a forward read, where the schedule does not
+        stash."""
         for stage_index, stage in enumerate(self._stages):
             if self._versions.stashes(stage_index):
                 continue
@@ -356,8 +358,8 @@ class Trainer:
                 self._histories[id(parameter)].add()
 
     def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
-        """Those of the stages, whose round ends with the minibatch, that skip their update. Where the
-        pipeline drains, one's overflow is everybody's."""
+        """The stages that skip their update, among these, whose round ends with the minibatch. Where the
+        pipeline drains, an overflow of one counts for all."""
         overflowed = {
             stage_index
             for stage_index in stages

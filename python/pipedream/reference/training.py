@@ -297,7 +297,8 @@ def _versions_of(
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
-    """By replica; none where a minibatch is one microbatch, whose norms keep their own."""
+    """Statistics of batch norms by replica. There are none where a minibatch is one microbatch, whose norms
+    keep their own."""
     return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 
 

@@ -47,7 +47,7 @@ class Versions:
 
     @property
     def versions_back(self) -> int:
-        """By how many versions a read may be older than a read before it."""
+        """Number of versions by which a read may be older than a read before it."""
         return 0
 
     def stashes(self, stage_index: int) -> bool:
@@ -97,8 +97,8 @@ class Versions:
         return max(self._oldest(owner, minibatch), seen - self._staleness)
 
     def mean_delay(self, stage_index: int) -> float:
-        """In updates of the stage, from the version that a microbatch's forward reads to the one that its
-        gradient changes: in the mean over whole rounds, long after the start."""
+        """Updates of the stage from the version that a microbatch's forward reads to the one that its
+        gradient changes, in the mean over whole rounds, long after the start."""
         per_round = [self.minibatches_per_round(index) for index in range(len(self._num_replicas))]
         period = math.lcm(*per_round)
         first = period * (2 + max(self._in_flight) * max(self._num_replicas) + self._staleness)

@@ -75,7 +75,7 @@ class Copier(Protocol):
     """Brings one loss at a time to the host."""
 
     def begin(self, loss: Tensor) -> None:
-        """Behind what the device has to do now."""
+        """Begins a copy of the loss, after the work that the device has been given so far."""
 
     def finish(self) -> float:
         """The value, once it is there."""
@@ -117,7 +117,7 @@ class LateLossRecord(LossRecord):
 
 
 class _PinnedCopier:
-    """By pinned memory and an event of the current stream."""
+    """Copies losses by pinned memory and an event of the current stream."""
 
     def __init__(self) -> None:
         self._landed: dict[torch.dtype, Tensor] = {}

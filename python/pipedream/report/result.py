@@ -105,7 +105,8 @@ class ChannelFigures(NamedTuple):
 
 
 class UpdateOrder(NamedTuple):
-    """In which order one asynchronous shard has had the replicas' gradients, each an update of its own."""
+    """The order in which one asynchronous shard received the replicas' gradients, each an update of its
+    own."""
 
     parts: list[list[tuple[str, int, int]]]
     """Parts of it that are updated at once: (parameter, first element, elements), as they lie in memory."""
@@ -217,7 +218,7 @@ class RunResult:
         return self._kept.get()
 
     def keep(self, state: RunState) -> None:
-        """From now on this is its state."""
+        """Keeps this as the run's state from now on."""
         self._kept = KeptState(state)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -428,7 +429,7 @@ def _order_of(parts: list[Any], replicas: list[int]) -> UpdateOrder:
 def _updates_read(
     schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
-    """By minibatch, what the version of its first forward contained."""
+    """The updates that the version of each minibatch's first forward contained."""
     first = _core.rounds_of(schedule, stage).first_version
     read: list[list[tuple[int, int]]] = []
     for report in replicas:
@@ -490,7 +491,7 @@ def _describe_channels(channels: Sequence[ChannelFigures]) -> str:
 
 
 def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
-    """With times on the clock of the first worker's machine."""
+    """The worker's spans, with times on the clock of the first worker's machine."""
     shift = shift_ns(Clock(*report["clock"]), Clock(*first["clock"]))
     spans = [WorkSpan(*span) for span in report["spans"]]
     if shift == 0:

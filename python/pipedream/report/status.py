@@ -92,7 +92,7 @@ class StatusBoard:
         return max(self._minibatches[: self._num_workers])
 
     def ask_for_stop(self) -> None:
-        """By the caller: the run ends at the next boundary that rank 0 chooses."""
+        """Asks rank 0 to end the run at the next boundary that it can choose. The caller calls it."""
         self._minibatches[self._asked] = 1
 
     @property
@@ -140,8 +140,8 @@ class StatusBoard:
 
 
 def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:
-    """By minibatch, up to the first that is missing somewhere. parts: by replica, of each minibatch of which
-    it has a microbatch; they add up."""
+    """The loss of each minibatch, up to the first that is missing somewhere. parts: by replica, its part of
+    each minibatch of which it has a microbatch; the parts add up."""
     num_replicas, m = len(parts), num_microbatches
     if num_replicas == 1:
         return list(parts[0])

@@ -1,4 +1,4 @@
-"""When the items of the channels between stages were under way, and how a trace shows it.
+"""Times at which items of the channels between stages were under way, and their form in a trace.
 
 Plain values that travel as JSON; any thread. Source of the times: csrc/channel/transfer.h.
 """
@@ -103,7 +103,7 @@ def _shifted_received(row: Sequence[int], shift: int) -> ReceivedTransfer:
 
 
 def transfers_from_json(rows: Sequence[Any]) -> list[ChannelTransfers]:
-    """With tuples where JSON has lists."""
+    """Reads the rows, with tuples where JSON has lists."""
     return [
         ChannelTransfers(
             channel,

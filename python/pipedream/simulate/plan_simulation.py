@@ -85,12 +85,12 @@ class PlanSimulation:
 
     @functools.cached_property
     def _ranks(self) -> list[set[int]]:
-        """By stage, of its replicas."""
+        """The ranks of each stage's replicas, as sets."""
         return list(map(set, _ranks_of(self.plan, self.traced)))
 
     @functools.cached_property
     def _sent_by(self) -> list[list[Transfer]]:
-        """By the worker that sends."""
+        """The transfers, by the worker that sends them."""
         sent: list[list[Transfer]] = [[] for _ in range(self.simulation.num_workers)]
         for transfer in self.simulation.transfers:
             sent[transfer.from_worker].append(transfer)
@@ -98,7 +98,8 @@ class PlanSimulation:
 
     @property
     def ms_per_minibatch(self) -> float:
-        """In the steady state; where there are too few minibatches to have one, of all of them."""
+        """Milliseconds per minibatch in the steady state, or over all of a simulation that is too short to
+        have one."""
         return ms_per_minibatch(self.simulation)
 
     @property
@@ -309,7 +310,8 @@ def simulate_plan(
 
 
 def _enough_minibatches(plan: Plan) -> int:
-    """For a steady state; of many replicas, who exchange with each other in every round, fewer."""
+    """Number of minibatches for a steady state. Many replicas get fewer, because all of them exchange with
+    each other in every round."""
     warm_up = 2 * max(plan.in_flight)
     exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
     steady = min(_STEADY_ROUNDS, max(_STEADY_ROUNDS_MIN, _EXCHANGES_MAX // max(exchanged, 1) - warm_up))
@@ -323,7 +325,7 @@ def _links_of(
     bandwidth_bytes_per_s: float | None,
     links: LinkProfile | None,
 ) -> tuple[StageLinks, float]:
-    """And the slowest, in bytes per second."""
+    """The links between the stages, and the slowest link in bytes per second."""
     if links is None:
         bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         if bandwidth is None:
@@ -348,7 +350,7 @@ def _links_of(
 
 
 def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
-    """By stage, of its replicas; with some schedules workers share stages."""
+    """The ranks of each stage's replicas. Some schedules give a worker several stages."""
     return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 

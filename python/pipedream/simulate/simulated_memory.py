@@ -46,7 +46,7 @@ def memory_in_use(
     *,
     optimizer_copies: float = 1.0,
 ) -> list[list[MemoryUse]]:
-    """Per worker, in the order of time. optimizer_copies: as of partition()."""
+    """Memory of each worker in the order of time. optimizer_copies: as of partition()."""
     stages = [_StageBytes.of(plan, profile, stage, schedule) for stage in range(plan.num_stages)]
     arrivals_ms: _Times = defaultdict(deque)
     departures_ms: _Times = defaultdict(deque)

@@ -77,7 +77,7 @@ def name_rows(simulation: Simulation) -> list[str]:
 
 
 def name_replicas(simulation: Simulation) -> list[str]:
-    """Per worker " replica 1", or " spare 0", where its stage has several, else nothing."""
+    """A suffix for each worker: " replica 1" or " spare 0" where its stage has several, else nothing."""
     rows = [row[0].instruction if row else None for row in simulation.timeline]
     replicated = {step.stage for step in rows if step is not None and step.replica > 0}
     num_replicas = {

@@ -92,7 +92,7 @@ class TracedSchedule(NamedTuple):
         return title
 
     def balanced(self, times: StageTimes) -> list[StageTimes]:
-        """Per stage: those of one without replicas, and as much longer as there are replicas to share it."""
+        """The times of each stage, as if it took as much longer as it has replicas to share it."""
         return [
             replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
             for replicas in _replica_counts(self.options)
@@ -147,7 +147,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
 
 
 def _options_of_program(request: TraceRequest, program: Program) -> _core.ScheduleOptions:
-    """With what a program leaves open."""
+    """The schedule of a program, with the options that a program leaves open."""
     from pipedream import _core
 
     unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
@@ -231,7 +231,7 @@ def _make_options(
 
 
 def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
-    """To see what is in flight at once."""
+    """Number of microbatches that shows as many in flight as there can be."""
     if not rules.needs_microbatches:
         return 1
     if not rules.has_stage_per_worker:
@@ -405,7 +405,7 @@ def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
 
 
 def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
-    """By the boundary that the edge crosses."""
+    """The most items that wait at once, by the boundary that their edge crosses."""
     return [
         most
         for edge, most in sorted(

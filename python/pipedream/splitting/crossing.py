@@ -198,7 +198,7 @@ class Crossing:
 
     @functools.cached_property
     def all_calls(self) -> tuple[FrontierCall, ...]:
-        """With the hooked ones."""
+        """The calls, the hooked ones included."""
         return tuple(found for call in self.calls for found in (*call.hooked, call))
 
     @property

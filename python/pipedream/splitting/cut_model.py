@@ -153,7 +153,8 @@ class CutModel(CutForward):
         return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
 
     def parameter_bytes(self, *, trained: bool = True) -> list[int]:
-        """Those of each layer that are trained, or that are not; one that several use counts at the first."""
+        """Bytes of each layer's parameters that are trained, or that are not. A parameter of several layers
+        counts at the first."""
         layer_of = self.cuts.first_spans_of_parameters(self.offered)
         sizes = [0] * len(self.layer_names)
         for name, parameter in self.module.named_parameters():
@@ -261,7 +262,8 @@ def _trace(
 
 
 def _numbers_kept(model: nn.Module) -> dict[str, float]:
-    """By path, of modules that have others inside: these may run at several stages."""
+    """Numbers among the attributes of modules with others inside, by path. Such a module may run at several
+    stages."""
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()

@@ -132,7 +132,7 @@ class Cuts:
         )
 
     def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
-        """By parameter, the first of the spans between these cuts that reads it, or would read it."""
+        """The first of the spans between these cuts that reads, or would read, each parameter."""
         ends = [self._trace.calls[cut.call].end for cut in cuts]
         spans = {name: sum(end < min(found.ticks) for end in ends) for name, found in self._unused.items()}
         for op in self._trace.operations:
@@ -280,8 +280,8 @@ class Cuts:
 
     @functools.cached_property
     def _chances(self) -> dict[int, list[int]]:
-        """By call, when its own code decided by random numbers and by nothing else, as layers are dropped,
-        and not by activations that have been through dropout."""
+        """Ticks at which a call's own code decided by random numbers alone, as layers are dropped; by call.
+        Activations that have been through dropout do not count."""
         ticks: dict[int, list[int]] = {}
         free: set[Version] = set()  # of anything but constants and random numbers
         drawn: set[Version] = set()
@@ -317,7 +317,7 @@ class Cuts:
         return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
 
     def _hooked(self, frontier: list[int], found: _Slice) -> dict[int, list[int]]:
-        """By frontier call the calls in it whose hooks have put elsewhere what is needed, in their order."""
+        """The calls in each frontier call whose hooks have put needed values elsewhere, in their order."""
         returned = {leaf.version for index in frontier for leaf in self._leaves(index)}
         left = found.reads - returned
         hooked: dict[int, list[int]] = {}

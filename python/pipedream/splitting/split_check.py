@@ -190,7 +190,7 @@ def _bad_places(check: _Check) -> dict[int, str]:
 
 
 def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """Those at which it differs, found by halves: a few of many take a few checks."""
+    """The places at which the cut model differs. Halving finds a few of many in a few checks."""
     found = difference(places)
     if not found:
         return {}
@@ -237,7 +237,7 @@ class _Check:
         self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
 
     def places_left_out(self) -> list[int]:
-        """Those that a minibatch does not come to."""
+        """The places that some minibatch does not reach."""
         reached = [of_turn.at_places for of_turn in self._rounds]
         return [
             place
@@ -339,7 +339,7 @@ class _Check:
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
 
     def _named(self, table: str) -> Iterator[tuple[str, Tensor]]:
-        """By full name; table: "named_parameters" or "named_buffers"."""
+        """The model's tensors by full name; table: "named_parameters" or "named_buffers"."""
         for prefix, module in self.model.roots:
             yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
 

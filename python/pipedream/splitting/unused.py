@@ -44,7 +44,7 @@ class Unused:
 
 
 def unused_of(trace: Trace) -> dict[str, Unused]:
-    """By full name."""
+    """The unused parameters and buffers, by full name."""
     used = {version.storage for op in trace.operations for version in (*op.reads, *op.writes)}
     places = _Places(trace)
     return {

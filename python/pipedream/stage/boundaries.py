@@ -44,8 +44,8 @@ class BoundaryListener(Protocol):
         """The stage has run no forward of the minibatch, and all of those before it."""
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
-        """Between the stage's updates of the minibatch before and of this one; after begin(). A replica's own
-        shard is updated; it may not have pulled the others' yet."""
+        """Is called after begin(), between the stage's updates of the minibatch before and of this one. A
+        replica's own shard is updated by then; it may not have pulled the others' yet."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class StageZeroGate:
         return True
 
     def _begin_run(self, group: int) -> bool:
-        """At its first group."""
+        """Begins the run at its first group."""
         if self._begins_with & STOP:
             return self._end(group, self._begins_with)
         if self._source.num_minibatches < group + self._group_size:
@@ -200,7 +200,7 @@ class StageZeroGate:
         return events
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
-        """Those whose ends lie after the boundary before the group's and not after the group's."""
+        """The epochs whose ends lie after the boundary before the group's and not after the group's own."""
         epoch_of = self._source.epoch_of
         return [
             (epoch_of(end - 1), end)
@@ -239,7 +239,7 @@ class Boundaries:
         return events if minibatch - minibatch % self.group_size == group else 0
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Before a forward of this minibatch that carries events, which are not none."""
+        """Notes a boundary's events, before a forward of this minibatch that carries some."""
         group = minibatch - minibatch % self.group_size
         if self._begun[stage] == group:
             return

@@ -107,10 +107,10 @@ class AnswerWay(Protocol):
     """How questions come to the callbacks, and answers to the stages. Boundaries count through all runs."""
 
     def ask(self, question: Question) -> None:
-        """At rank 0."""
+        """Asks the callbacks, at rank 0."""
 
     def note_norm(self, norm: float) -> None:
-        """At rank 0: the norm of the next update's gradients."""
+        """Notes the norm of the next update's gradients, at rank 0."""
 
     waits: bool
     """Whether somebody has to wait for an answer that decides nothing, too."""
@@ -200,9 +200,8 @@ class Asking:
         return events
 
     def ask_again(self, group: int, source: MinibatchSource) -> int:
-        """At the first group of a run that continues, before which an evaluation is still due: what was asked
-        there is asked again. Returns the events of an answer that is due at once; such an evaluation is
-        over."""
+        """Asks the questions of the run's first group again, where the run continues before an evaluation
+        that is still due. Returns the events of an answer that is due at once; such an evaluation is over."""
         self._evaluations.append(group)
         self._ask(group, (), source)
         return self._due_events(group)

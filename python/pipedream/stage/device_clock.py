@@ -1,4 +1,4 @@
-"""When a device did the user's work of each item: told after the item was completed, from device events.
+"""Times at which a device did the user's work of each item, by device events, told after its completion.
 
 The host only enqueues, so its clock would tell how long launching takes. An event before the user's first
 call of an item and one after the last are read when the device has passed both; nothing here waits for the
@@ -71,14 +71,14 @@ class DeviceClock:
         self._anchor_ns = now_ns()
 
     def begin(self) -> None:
-        """Before a call of the user's."""
+        """Begins a time, before a call of user code."""
         if self._doing.begin is None:
             self._doing.begin = self._event()
             self._doing.recorded_ns = self._now_ns()
             self._doing.begin.record()
 
     def end(self) -> None:
-        """After it."""
+        """Ends the time, after the call of user code."""
         if self._doing.end is None:
             self._doing.end = self._event()
         self._doing.end.record()

@@ -91,7 +91,7 @@ def evaluation_name(boundary: int) -> str:
 
 
 class Measures:
-    """At the last stage: what an evaluation has measured so far."""
+    """Measurements of an evaluation so far, at the last stage."""
 
     def __init__(
         self,
@@ -268,7 +268,8 @@ class Evaluations:
         return []
 
     def finish(self) -> None:
-        """After a failure, too: modules are in their own modes and have their own buffers."""
+        """Ends the evaluation, after a failure too: modules are in their own modes and have their own buffers
+        again."""
         if self._running is not None:
             self._running.close()
             self._running = None

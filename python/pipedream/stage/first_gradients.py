@@ -24,7 +24,7 @@ class FirstGradients:
         self._last_microbatch = num_microbatches - 1
 
     def note(self, work: _core.WorkItem, runner: StageRunner) -> None:
-        """After each backward, before its gradients are taken."""
+        """Notes the gradients of a backward before they are taken."""
         if work.minibatch == 0 and work.microbatch == self._last_microbatch:
             leaves = runner.parts.weights.own.leaves(runner.gradient_slot)
             norm = math.sqrt(figures_of([leaf.grad for leaf in leaves]).squared_norm)

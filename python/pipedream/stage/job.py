@@ -262,7 +262,7 @@ class JobOptions:
             self.state.seed_data()
 
     def settings_of_state(self) -> dict[str, Any]:
-        """By argument of run(): what a run must have as the one that it goes on from."""
+        """The settings that a run must share with the one that it goes on from, by argument of run()."""
         settings = settings_of(self)
         return {"plan": _stages_of(self.plan)} | {name: settings[name] for name in _SETTINGS_OF_STATE}
 

@@ -84,8 +84,8 @@ class MeasuredMemory:
         torch_pool: TorchPool | None,
         saver: StageSaver | None,
     ) -> dict[str, dict[str, int | None]]:
-        """By term: bytes predicted and at most there, None where that cannot be told. torch_state_bytes: size
-        of the state that torch's optimizers made."""
+        """Predicted and peak bytes by term; the peak is None where nobody can tell it. torch_state_bytes:
+        size of the state that torch's optimizers made."""
         predicted, servers = self._predicted, self._servers.values()
         means = [server.mean_peak_bytes for server in servers if isinstance(server, ParameterServer)]
         measured: dict[str, int | None] = {

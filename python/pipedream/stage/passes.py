@@ -304,7 +304,8 @@ class OffloadedStash:
         return [graph_root(output) for output in outputs]
 
     def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
-        """Before a backward. following: what the next one needs comes back while this one runs."""
+        """Waits for a stash to be back before its backward. following: the next backward's stash, which comes
+        back while this one runs."""
         if stashed.saved is not None:
             stashed.saved.arrive()
         if following is None:

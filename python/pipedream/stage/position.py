@@ -48,8 +48,8 @@ LEAVE_TIMEOUT_S = 5.0
 def memory_rows(
     core: _core.Worker, predicted: Mapping[str, int], measured: Mapping[str, int | None]
 ) -> dict[str, dict[str, int | None]]:
-    """By term: bytes predicted and at most there. measured: of what is not the core's own, None where it
-    cannot be told."""
+    """Predicted and peak bytes by term. measured: peaks of the memory that is not the core's own, None where
+    nobody can tell them."""
     rows: dict[str, dict[str, int | None]] = {
         name: {"predicted": planned, "peak": peak} for name, planned, peak in core.memory()
     }
@@ -61,5 +61,6 @@ def memory_rows(
 
 
 def num_received_bytes(stats: Mapping[str, Mapping[str, Any]], channels: Iterable[str]) -> int:
-    """By the wire or placed by a sender of this host. stats: of the core's channels, by name."""
+    """Bytes that came by the wire, or that a sender of this host placed. stats: of the core's channels, by
+    name."""
     return sum(stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels)

@@ -213,8 +213,8 @@ class StageSaver:
         return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
 
     def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
-        """Those of the newest version that this replica saves, of what its stage alone trains and of what it
-        owns of others. Each replica has its own shard, and waits for the rest."""
+        """The pieces of the newest version that this replica saves: of its stage's own parameters, and of
+        those that it owns for others. Each replica has its own shard, and waits for the rest."""
         own = [chunk for chunk in layout.chunks_of(self._replica) if not chunk.is_tied]
         shared = layout.shared_pieces() if self._replica == 0 else []
         pieces = [piece for chunk in own for piece in chunk.pieces]

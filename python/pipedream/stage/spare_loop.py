@@ -72,8 +72,8 @@ class SpareLoop:
         self._num_unmeasured = _NUM_MEASURED
 
     def serve(self) -> dict[str, Any]:
-        """Until the replicas have told that there are no more rounds; what was done. The stage's parameters
-        have the newest version of its shard then."""
+        """Serves until the replicas say that there are no more rounds, and returns a report. The stage's
+        parameters have the newest version of its shard then."""
         core, user = self._core, self._user
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
         newest_slot = self._newest_slot

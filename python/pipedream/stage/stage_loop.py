@@ -190,7 +190,8 @@ class WorkerLoop:
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_norms(self) -> dict[int, NormExchange]:
-        """By stage, where norms are asked for: one for all stages here, where the schedule drains."""
+        """The exchanges of norms by stage, where norms are asked for. All stages here share one where the
+        schedule drains."""
         if not self._options.measures_gradients:
             return {}
         found: dict[int, NormExchange] = {}
@@ -242,7 +243,7 @@ class WorkerLoop:
         return [listener for listener in listeners if listener is not None]
 
     def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
-        """At the first replica of a stage."""
+        """The evaluations, at the first replica of a stage."""
         options, last = self._options, self._options.plan.num_stages - 1
         validation = options.validation
         if validation is None or self._replica > 0:
@@ -274,7 +275,8 @@ class WorkerLoop:
         )
 
     def _tells_losses(self) -> bool:
-        """To the first stage. The caller of local workers finds them on the board."""
+        """Whether the first stage is told the losses. The caller of local workers reads them on the board
+        instead."""
         return self._options.call_points.at_epochs and self._place.folder is None
 
     def _show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
@@ -342,7 +344,8 @@ class WorkerLoop:
 
     @property
     def losses(self) -> list[float]:
-        """So far; none where the last stage is another worker's, or others have some of them."""
+        """The losses so far. Empty where the last stage is another worker's, or where replicas have some of
+        them."""
         return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
     @property
@@ -470,8 +473,8 @@ class WorkerLoop:
         return []
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
-        """While the tensors of the next item are waited for: what needs none of them. upcoming: that item,
-        where it is known."""
+        """Does work that needs none of the next item's tensors, while the worker waits for them. upcoming:
+        that item, if it is known."""
         if self._reads:
             self._reader.read_ahead()
         if upcoming is not None:
@@ -577,7 +580,7 @@ class WorkerLoop:
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
-    """By stage, of those with replicas."""
+    """The parameter servers of stages with replicas, by stage."""
     return {
         part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }

@@ -329,7 +329,7 @@ class StageRunner:
             self._close_minibatch(stashed.minibatch)
 
     def _explained(self, error: NonFiniteLoss, stashed: Stashed, targets: Any) -> NonFiniteLoss:
-        """With what the NaN came from, where that is told."""
+        """The error with the NaN's origins, where these are known."""
         origins = self._passes.origins_of_nan(stashed, targets)
         if not origins:
             return error
@@ -339,7 +339,7 @@ class StageRunner:
         )
 
     def _keep_loss(self, stashed: Stashed, loss: Tensor) -> None:
-        """For the backward."""
+        """Keeps the loss for the backward."""
         if not loss.requires_grad:
             self._check_trains_nothing(stashed)
         stashed.outputs = [loss]
@@ -469,7 +469,7 @@ class StageRunner:
         self.loss_scale = scale
 
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
-        """After a backward: whoever reads a version after its last one gets NaN. freed_slot: -1 is none."""
+        """Fills versions with NaN after their last reader, to catch later reads. freed_slot: -1 is none."""
         if freed_slot >= 0:
             self._gradients.poison(freed_slot)
         self.parts.tied.poison_freed_by(done.minibatch, done.microbatch)

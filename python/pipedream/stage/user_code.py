@@ -62,8 +62,8 @@ class UserCode:
 
 
 def origins_of_nan(stage: StageModule, received: Iterable[Tensor], run: Callable[[], Tensor]) -> list[str]:
-    """In words, each once; none where the loss is no NaN. received: from upstream. run: the forward, which
-    gives the loss and reads these very tensors."""
+    """The origins of a NaN in words, each once; none where the loss is no NaN. received: from upstream. run:
+    the forward, which gives the loss and reads these very tensors."""
     modules = [(name, module) for prefix, root in stage.roots() for name, module in _modules_of(prefix, root)]
     finder = _Finder({id(module): name for name, module in modules})
     for tensor in received:

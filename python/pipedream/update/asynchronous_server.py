@@ -101,7 +101,7 @@ class AsynchronousServer(ShardClient):
         )
 
     def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
-        """In the order in which the optimizer has them."""
+        """The master's pieces, in the optimizer's order."""
         places = {
             id(piece): (place, piece)
             for place, chunk in zip(self._master, self._chunks[self._replica], strict=True)
@@ -271,7 +271,7 @@ class AsynchronousServer(ShardClient):
         return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
-        """By the part's pieces."""
+        """The gradients in the items, by the part's pieces."""
         gradients = {
             id(piece): self._piece_in_item(tensors, position, piece)
             for (_, chunk), tensors in zip(part.chunks, items, strict=True)

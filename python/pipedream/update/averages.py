@@ -115,8 +115,8 @@ class Averages:
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """From averages of so many versions, by name: those of the parameters, or of the whole ones that
-        these are pieces of, laid out as these are. They begin with the next version where there are none."""
+        """Takes over averages of so many versions, by name. They are of the parameters, or of the whole ones
+        that these are pieces of, laid out as these are. Without any, averages begin with the next version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

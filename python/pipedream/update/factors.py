@@ -59,7 +59,7 @@ class FactorLayer:
 
     @property
     def factor_bytes(self) -> int:
-        """At most, of one replica in a round."""
+        """The most bytes of one replica's factors in a round."""
         return self.num_rows_max * (self.num_outputs + self.num_inputs) * self.dtype.itemsize
 
 
@@ -113,7 +113,7 @@ def item_of(
 
 
 def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
-    """By layer, of an item."""
+    """The factors in an item, by layer."""
     has_any, *rest = tensors
     pairs = zip(rest[::2], rest[1::2], strict=True)
     return [Factors(*pair) if has else None for has, pair in zip(has_any.tolist(), pairs, strict=True)]
@@ -126,7 +126,8 @@ def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
 
 
 def _stacked(factors: Sequence[Factors]) -> Factors:
-    """In memory of its own, which torch has aligned: where it lies may decide in which order it is added."""
+    """The factors, stacked in memory of their own, which torch has aligned: the alignment may decide in which
+    order they are added."""
     gradients, inputs = zip(*factors, strict=True)
     return Factors(torch.cat(gradients), torch.cat(inputs))
 
@@ -186,7 +187,8 @@ class FactorExchange:
         return self._index_of[parameter] % self._num_replicas == self._replica
 
     def push(self, num_summed: int) -> list[Tensor]:
-        """To all others, what this replica has of a round, of so many microbatches. Gives what it sends."""
+        """Sends this replica's factors of a round of so many microbatches to all others, and returns what it
+        sends."""
         self._pushed = self._left.take()
         item = item_of(self._weights, self._pushed, self._device)
         items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]

@@ -152,7 +152,7 @@ class StageGradients:
         self._finish()
 
     def skip(self, read_slot: int, write_slot: int) -> None:
-        """After an overflow: the next version has the content of this one."""
+        """Skips an update after an overflow: the next version has the content of this one."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.copy_version(read_slot, write_slot)
         self._tied.copy_owned(tied_read, tied_write)

@@ -24,7 +24,7 @@ __all__ = ["LossScaling"]
 
 
 class LossScaling:
-    """At one replica of one stage, for the whole run."""
+    """The loss scale of one replica of one stage, for the whole run."""
 
     def __init__(self, schedule: _core.ScheduleOptions, stage_index: int) -> None:
         placement, last = schedule.placement, schedule.num_stages - 1
@@ -93,20 +93,21 @@ class LossScaling:
         return told
 
     def keep(self, *, overflowed: bool) -> None:
-        """When a segment is over: whether an update was skipped that nobody has been told of."""
+        """Keeps, at the end of a segment, whether an update was skipped that nobody has been told of."""
         self._kept = self._kept or overflowed or bool(self._late)
         self._heard = self._heard or bool(self._heard_at)
         self._late, self._heard_at = [], []
 
     def take_kept(self) -> bool:
-        """Before a forward: with it of the run before this one, too."""
+        """Whether a skipped update is still to be told with the next forward, one of the run before included.
+        Forgets it."""
         kept, self._kept = self._kept or any(at <= self._next_own for at in self._late), False
         if self._late:
             self._late = [at for at in self._late if at > self._next_own]
         return kept
 
     def hear(self, round_index: int, *, overflowed: bool) -> None:
-        """With an update: whether its round overflowed or has been told of an overflow, at any replica."""
+        """Notes, at an update, whether its round overflowed or was told of an overflow at any replica."""
         if self._exchanges and overflowed:
             self._heard_at.append(self._first_after(round_index))
 
@@ -134,7 +135,7 @@ class LossScaling:
         }
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """From what state() gave."""
+        """Takes over what state() gave."""
         if self._scaler is not None:
             self._scaler.go_on(state["scaler"])
         self._round, self.scale, self._heard = state["round"], state["scale"], state["heard"]

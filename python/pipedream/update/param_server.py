@@ -190,7 +190,8 @@ class ParameterServer(ShardClient):
 
 
 def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    """By slot, as the optimizer has them. Of the leaves that view the slot: a layer may point them elsewhere
-    later, and settle() points them back. pieces: counted as the parameters of these versions are."""
+    """The pieces in each slot, as the optimizer has them. They are of the leaves that view the slot; a layer
+    may point these elsewhere later, and settle() points them back. pieces: counted as the parameters of these
+    versions are."""
     slots = range(versions.num_slots)
     return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

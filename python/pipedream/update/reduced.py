@@ -61,7 +61,7 @@ class _GroupGradients(StageGradients):
 
 
 class ReducedGradients(_GroupGradients):
-    """Those of which the mean over all replicas is used."""
+    """Gradients whose mean over all replicas is used."""
 
     _loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
 
@@ -101,7 +101,8 @@ class ReducedGradients(_GroupGradients):
 
 
 class LocalSteps(_GroupGradients):
-    """Those by which a replica updates itself; at times it takes the mean of all replicas' weights."""
+    """Gradients by which a replica updates itself alone; now and then it takes the mean of all replicas'
+    weights."""
 
     def __init__(self, *arguments: Any, sync_every: int, **options: Any) -> None:
         """sync_every: rounds."""

@@ -50,11 +50,12 @@ class ReplicaChannels:
 
     @property
     def received(self) -> list[str]:
-        """By which something comes."""
+        """The channels on which the replica receives."""
         return [*self.push_from.values(), *self.pull_from.values()]
 
     def of(self, other: int, factors: FactorExchange | None) -> list[str]:
-        """In the order of the core's ExchangePeer; "" where there is none."""
+        """The channels to and from another replica, in the order of the core's ExchangePeer; "" where there
+        is none."""
         of_factors = ({}, {}) if factors is None else (factors.channels_to, factors.channels_from)
         by_kind = (self.push_to, self.push_from, *of_factors, self.pull_to, self.pull_from)
         return [names.get(other, "") for names in by_kind]
@@ -174,7 +175,7 @@ class ShardClient(StageGradients):
 
     @property
     def received_channels(self) -> list[str]:
-        """By which the others' gradients and versions have come."""
+        """The channels on which the others' gradients and versions come."""
         of_factors = () if self._factors is None else self._factors.channels_from.values()
         return [*self._channels.received, *of_factors]
 
@@ -228,8 +229,8 @@ class ShardClient(StageGradients):
             self.before_sending(copied)
 
     def num_bytes(self, own_slot: int) -> int:
-        """With what has been pushed and not left, or had not when the backward began that measures: that may
-        have been there beside all that this one pushes."""
+        """Bytes of gradients, including those pushed that have not left. Those that had not left when the
+        measured backward began may lie beside all that this one pushes, so they count, too."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
@@ -241,7 +242,8 @@ class ShardClient(StageGradients):
         return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
 
     def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
-        """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
+        """The gradients by parameter, flat, unscaled and in the order in which the parameters lie in
+        memory."""
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
         early = self._pushes.gradients

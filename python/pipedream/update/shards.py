@@ -103,7 +103,7 @@ class Chunk:
 
     @property
     def position(self) -> tuple[bool, int]:
-        """In the order of all slots in a row, the tied one last."""
+        """The chunk's position among all slots in a row, the tied one last."""
         return self.is_tied, self.begin_bytes
 
 
@@ -266,7 +266,7 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
-    """Without a copy: the whole tensor as it is, else its elements as they lie in memory."""
+    """The piece without a copy: the whole tensor as it is, else its elements as they lie in memory."""
     return leaf.data if piece.is_whole else flat_view(leaf.data)[piece.first : piece.first + piece.count]
 
 
@@ -284,8 +284,8 @@ def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
 def keep_pieces(
     optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
 ) -> list[nn.Parameter]:
-    """From now on the optimizer has only these pieces of its parameters, each in the group of its parameter
-    and with its part of what state is there already. Returns them, in order; a whole parameter as it is."""
+    """Leaves the optimizer only these pieces of its parameters, each in the group of its parameter and with
+    its part of the state. Returns them in order; a whole parameter as it is."""
     made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:

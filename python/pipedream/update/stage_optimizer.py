@@ -77,8 +77,8 @@ class StageOptimizer:
         self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:
-        """From now on it makes versions of these pieces of its parameters alone: `named` are they, in order.
-        Before any state has a place."""
+        """Makes versions of these pieces of its parameters alone from now on; `named` has them, in order.
+        Call it before any state has a place."""
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
         names = [self._named[piece.parameter][0] for piece in pieces]
         self._named = list(zip(names, self._masters, strict=True))
@@ -160,8 +160,8 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def leave_slots(self) -> None:
-        """Between two runs over slots of their own: nothing here lies in a slot any more, and place_state()
-        gives the state a place again."""
+        """Takes everything out of the slots, between two runs over slots of their own. place_state() gives
+        the state a place again."""
         if self._native is not None:
             self._native.displace_state()
             return
@@ -208,7 +208,7 @@ class StageOptimizer:
         return tensors, document
 
     def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """From what state() gave, before place_state(). Raises ValueError for another optimizer's."""
+        """Takes over what state() gave, before place_state(). Raises ValueError for another optimizer's."""
         self._num_steps = document["num_steps"]
         if self.averages is not None:
             values = {n.removesuffix(AVERAGE): t for n, t in tensors.items() if n.endswith(AVERAGE)}
@@ -332,7 +332,8 @@ class StageOptimizer:
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
-        """From the leaves of version v to those of v + 1, in the order of `named`; they may be the same."""
+        """Steps from the leaves of version v to those of v + 1, in the order of `named`; they may be the
+        same."""
         self.step_some(0, read, write, gradients, gradient_scale)
         self.end_step()
 

@@ -29,14 +29,14 @@ _Versions = Mapping[int, Mapping[str, Tensor]]
 
 
 class HeldVersions:
-    """Beside the only slot of a stage without stashing: versions that its first n_s - 1 microbatches after a
-    boundary read, each of which the slot has in its turn.
+    """Versions that the first n_s - 1 microbatches after a boundary read, at a stage without stashing. Its
+    only slot has each of them in turn.
 
         goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
-    At the end of a run they are kept from when the end is known: nothing newer than what the first of them
-    reads has been written over then.
+    At the end of a run they are kept from the moment when the end is known. Nothing newer than the first
+    one's version has been overwritten then.
     """
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
@@ -48,7 +48,8 @@ class HeldVersions:
         return bool(self.contents)
 
     def load(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """Before the version is read, which is the newest of the start or older: none older is read again."""
+        """Loads the version into the slot before it is read. It is the newest of the start or older; no older
+        one is read again."""
         version = min(version, self._newest)
         for name, leaf in versions.contents(slot).items():
             leaf.data.copy_(self.contents[version][name])  # .data: autograd saw another version before

@@ -36,7 +36,7 @@ _NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # in the place of pieces that a 
 
 
 def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]:
-    """Those of the stage, in order."""
+    """The stage's ties by their owners, in order."""
     found: dict[int, list[Tie]] = {}
     for tie in ties:
         if stage_index in tie.stages:
@@ -182,8 +182,8 @@ class TiedParameters:
         return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
 
     def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
-        """By owner with so many replicas, but this stage, the leaves of the newest version of what it
-        shares."""
+        """The leaves of the newest version of parameters that other stages with so many replicas own, by
+        owner."""
         return [
             group.versions.leaves(group.slot_of(group.newest))
             for owner, group in self._groups.items()
@@ -200,11 +200,11 @@ class TiedParameters:
         return 0 if self._owned is None else self._owned.gradient_slot
 
     def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
-        """By owner."""
+        """The slots that the microbatch reads, by owner."""
         return {owner: group.slot_read_by(minibatch, microbatch) for owner, group in self._groups.items()}
 
     def slots_at(self, boundary: int) -> dict[int, int]:
-        """By owner, of the version before this minibatch, which is a boundary of the run."""
+        """The slots, by owner, of the version before this minibatch, which is a boundary of the run."""
         return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
@@ -224,8 +224,8 @@ class TiedParameters:
             self._received[user] = [None if part is None else part * factor for part in received]
 
     def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
-        """By owner, version -> slot of what a run keeps that goes on with the minibatch, when all updates
-        before it are done and here."""
+        """The slots, by owner and version, that a run keeps which goes on with the minibatch, when all
+        updates before it are done and here."""
         return {
             owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
             for owner, group in self._groups.items()
@@ -242,7 +242,7 @@ class TiedParameters:
 
     @property
     def newest_slots(self) -> dict[int, int]:
-        """By owner, of the newest version of which all is here."""
+        """The slots, by owner, of the newest version that is here as a whole."""
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:

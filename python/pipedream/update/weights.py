@@ -121,14 +121,14 @@ class WeightVersions:
             self._resident.written(slot)
 
     def contents(self, slot: int) -> dict[str, Tensor]:
-        """By name, the version in the slot, where it lies now."""
+        """The version in the slot by name, where it lies now."""
         if self._resident is not None:
             self._resident.read(slot)
         return dict(zip(self.names, self._leaves[slot], strict=True))
 
     def contents_at_once(self, slot_of: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
-        """By version, all of these, each in memory of its own: that of their homes where some are offloaded,
-        as device memory has room for a few."""
+        """All of these versions, each in memory of its own. Where some are offloaded that is their place on
+        the host, because device memory has room for a few."""
         homes = None if self._resident is None else self._resident.homes
 
         def contents(slot: int) -> dict[str, Tensor]:
@@ -180,7 +180,8 @@ class WeightVersions:
         self._bound_slot = -1
 
     def follow_new_references(self) -> None:
-        """From now on also what the layers keep of the parameters since their first forward is bound."""
+        """Binds from now on also the references to parameters that layers have kept since their first
+        forward."""
         known = {reference.where for reference in self._references}
         known |= {(id(container), key) for container, key, _ in self._bindings[0]}
         index_of = {id(leaf): i for leaves in self._leaves for i, leaf in enumerate(leaves)}
@@ -231,20 +232,20 @@ class WeightVersions:
             self._resident.prefetch(slot)
 
     def begin_update(self, read_slot: int, write_slot: int) -> None:
-        """Before what writes the newest version from the one before."""
+        """Prepares the slots before the newest version is written from the one before."""
         if self._resident is not None:
             self._resident.read(read_slot)
             self._resident.write(write_slot)
 
     def end_update(self, write_slot: int) -> None:
-        """After it."""
+        """Settles the slot after its version has been written."""
         if self._resident is not None:
             self.settle(write_slot)  # its home gets what is in the slot
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
-        """By the leaves: a layer may have pointed them at other memory than the slot, as a recurrent one does
-        with flatten_parameters()."""
+        """Copies by the leaves, because a layer may have pointed them at other memory than the slot, as a
+        recurrent one does with flatten_parameters()."""
         if write_slot != read_slot and self._originals:
             with torch.no_grad():
                 torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])

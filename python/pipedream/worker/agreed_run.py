@@ -69,7 +69,7 @@ class AgreedRun:
         return self.options.plan
 
     def schedule(self) -> _core.ScheduleOptions:
-        """With what tied parameters and norms exchange."""
+        """The schedule, with the exchanges of tied parameters and norms."""
         return self.options.schedule_options(
             tie_pairs(self.ties),
             first_minibatch=self.first_minibatch,
@@ -91,7 +91,7 @@ class AgreedRun:
         return None if stage is None else self.stages[stage]
 
     def held_stages_of(self, rank: int) -> list[StageModule]:
-        """Whose initial weights the rank needs."""
+        """The stages whose initial weights the rank needs."""
         served = self.plan.spare_stage_of(rank)
         return self.stages_of(rank) if served is None else [self.stages[served]]
 

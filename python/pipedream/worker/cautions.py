@@ -236,7 +236,7 @@ def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def warn_the_caller(caution: str) -> None:
-    """At the line of the script that called us, however many decorators are in between."""
+    """Warns at the line of the script that called us, however many decorators are in between."""
     frame: FrameType | None = sys._getframe()
     stack_level = 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

@@ -27,7 +27,8 @@ __all__ = ["Checkpointing"]
 
 
 class Checkpointing:
-    """Made before the stages' modules read versions of their parameters."""
+    """The checkpoints of a run at one worker. It is made before the stages' modules read versions of their
+    parameters."""
 
     def __init__(self, run: AgreedRun, record: Mapping[str, list[Any]]) -> None:
         """record: what was reported before the checkpoint that the run continues from."""
@@ -60,8 +61,8 @@ class Checkpointing:
         check_links: Callable[[], None],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """For a segment. run: as of the segment. kinds: of minibatches that its memory is planned for.
-        check_links: raises what its links know."""
+        """Makes the saver of a segment. run: as of the segment. kinds: of minibatches that its memory is
+        planned for."""
         assert self.writer is not None
         record = self._record
         return StageSaver(

@@ -157,7 +157,7 @@ class _CheckpointState(RunState):
         return WorkerState([self._snapshot(stage, replica) for stage in plan.stages_of(rank)], {}, None)
 
     def _snapshot(self, stage: int, replica: int) -> StageSnapshot:
-        """With the versions of parameters that it shares from the stages that own them."""
+        """The snapshot, with the versions of parameters that it shares from the stages that own them."""
         parts = _parts_by_place(self._manifest)
         snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
         snapshot = replace(snapshot, versions=self._whole_versions(snapshot.versions, stage, "version"))
@@ -243,7 +243,7 @@ def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
 
 
 def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
-    """Before a run that continues begins: the data go to their place, and the process's generators."""
+    """Brings the data and the process's generators to their place before a run that continues begins."""
     continued = run.options.continues
     if continued is None:
         return

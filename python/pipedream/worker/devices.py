@@ -1,4 +1,4 @@
-"""On which device a worker of this machine computes."""
+"""Chooses the device on which a worker of this machine computes."""
 
 from __future__ import annotations
 

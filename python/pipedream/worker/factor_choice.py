@@ -106,7 +106,7 @@ class FactorChoice:
         return larger
 
     def _exchanged(self, stage: int, what: str, mine: list[int]) -> list[list[int]]:
-        """By replica of this worker's stage."""
+        """Lists of all replicas of this worker's stage, by replica."""
 
         def key(replica: int) -> str:
             return self._run.key(f"{what} of larger {_key(stage, replica)}")
@@ -145,7 +145,8 @@ class FactorChoice:
         return found[:_NUM_LAYERS_MAX]
 
     def _layers_of(self, stage: int, num_rows: Mapping[str, int]) -> list[FactorLayer]:
-        """In the order of the stage's parameters. num_rows: at most of one replica in a round, by name."""
+        """The factored layers in the order of the stage's parameters. num_rows: at most of one replica in a
+        round, by name."""
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_own = len(named) - len([tie for tie in self._run.ties if tie.stages[0] == stage])
         return [

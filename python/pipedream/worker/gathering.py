@@ -99,7 +99,7 @@ def _gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> tuple[RunResult, list[str], dict[str, Any]]:
-    """With what could not be saved, and what all ranks know of the state."""
+    """Gathers the result, the errors of saving, and what all ranks know of the state."""
     if run.rank != 0:
         _hand_up(run, core, report, of_loss, averages)
         return _hear_farewell(run, core)
@@ -228,8 +228,8 @@ def _sends_loss(run: AgreedRun, rank: int) -> bool:
 
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
-    """Before the report goes up, so that rank 0 finds all files. What could not be saved for the user, and
-    where it is, which ends the run when everybody has what it needs."""
+    """Saves this worker's files before the report goes up, so that rank 0 finds all of them. Returns what
+    could not be saved for the user, and where it is. That ends the run once everybody has what it needs."""
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
@@ -338,14 +338,14 @@ def _sums(figures: Sequence[_Report]) -> _Report:
 
 
 def _joined_transfers(of_segments: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """By channel, of one end."""
+    """The transfers of one end of each channel, by channel."""
     return {name: _chained(each.get(name, []) for each in of_segments) for name in of_segments[-1]}
 
 
 def _joined_memory(
     of_segments: Sequence[dict[str, dict[str, int | None]]],
 ) -> dict[str, dict[str, int | None]]:
-    """By term."""
+    """The memory of all segments, by term."""
     terms: dict[str, list[dict[str, int | None]]] = {}
     for memory in of_segments:
         for name, figures in memory.items():

@@ -175,7 +175,7 @@ _mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
 
 
 def _mapping_of(path: str, num_bytes: int) -> mmap.mmap:
-    """At least so long: the file may have grown since another part of it was read."""
+    """A mapping of at least so many bytes: the file may have grown since another part of it was read."""
     mappings = _mappings.get()
     if path not in mappings or len(mappings[path]) < num_bytes:
         with open(path, "rb") as file:

@@ -69,7 +69,8 @@ class SharedInterrupt:
 
     @property
     def is_stop_asked(self) -> bool:
-        """At rank 0: whether all know. Raises KeyboardInterrupt where that takes too long."""
+        """Whether all ranks know of the interrupt, at rank 0. Raises KeyboardInterrupt where that takes too
+        long."""
         if not self._is_asked:
             return False
         if self._asked_s is None:
@@ -102,7 +103,7 @@ def _heard_key(rank: int) -> str:
 
 
 def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> StopOrder | None:
-    """At a rank of torchrun; None: nobody may end the run early."""
+    """The stop order of a rank of torchrun, or None where nobody may end the run early."""
     if not may_stop_early(options):
         return None
     num_replicas = options.plan.stages[0].num_replicas
@@ -117,7 +118,7 @@ def may_stop_early(options: JobOptions) -> bool:
 
 @contextlib.contextmanager
 def interrupts_end(*, speaks: bool) -> Iterator[None]:
-    """In the block an interrupt ends the run at once, and says why it does no more."""
+    """Lets an interrupt in the block end the run at once, and say why the run cannot end early instead."""
 
     def speak() -> None:
         if speaks:
@@ -132,8 +133,8 @@ def interrupts_end(*, speaks: bool) -> Iterator[None]:
 def interrupts_stop(
     ask: Callable[[], None], has_begun: Callable[[], bool], *, speaks: bool
 ) -> Iterator[None]:
-    """In the block the first SIGINT calls ask(), and the next one raises KeyboardInterrupt, as does the first
-    one before the training has begun. speaks: says so on stderr."""
+    """Lets the first SIGINT in the block call ask(), and the next one raise KeyboardInterrupt. The first one
+    raises it, too, before the training has begun. speaks: says so on stderr."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

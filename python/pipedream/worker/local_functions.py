@@ -26,8 +26,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """For a pickler; None for a function that can be imported by its name, or by nothing. Raises ValueError
-    for one that holds other values, naming the first."""
+    """The function in a form for a pickler. None if its name is enough, or if a worker could not find it at
+    all. Raises ValueError for one that holds other values, naming the first."""
     module = sys.modules.get(function.__module__ or "")
     if module is None or vars(module) is not function.__globals__:
         return None

@@ -77,14 +77,14 @@ def saves_on_notice(options: JobOptions, *, under_torchrun: bool) -> bool:
 
 
 def noticed_checkpoints(options: JobOptions, *, under_torchrun: bool) -> Checkpoints | None:
-    """Those that are written on notice."""
+    """The checkpoints that are written on notice."""
     return options.checkpoints if saves_on_notice(options, under_torchrun=under_torchrun) else None
 
 
 @contextlib.contextmanager
 def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], bool]) -> Iterator[None]:
-    """In the block SIGTERM has the run saved before the process ends as it would have, and SIGUSR1 has it
-    saved. has_begun: whether the training has; before that a SIGTERM ends the process at once."""
+    """Lets SIGTERM in the block save the run before the process ends as it would have, and SIGUSR1 save it.
+    has_begun: whether the training has; before that a SIGTERM ends the process at once."""
     if checkpoints is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,7 +145,8 @@ def _is_saved_since(path: Path, asked_s: float) -> bool:
 
 
 def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
-    """In a local worker: a notice to all processes is the caller's to follow, who ends this one."""
+    """Ignores notices in a local worker. A notice to all processes is the caller's to follow, and the caller
+    ends this one."""
     if checkpoints is None:
         return
     owner = os.getpid()

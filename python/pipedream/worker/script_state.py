@@ -34,7 +34,7 @@ class ScriptState:
     """Hooks of all modules, by the name of torch's table."""
 
     def apply(self) -> None:
-        """At a worker."""
+        """Sets the script's values in a worker."""
         for module_name, values in self.names.items():
             try:
                 module = importlib.import_module(module_name)

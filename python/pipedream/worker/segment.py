@@ -79,7 +79,7 @@ class Following:
 
 
 class Segment:
-    """At one worker. Made, it is open."""
+    """A segment at one worker, open once it is made."""
 
     def __init__(
         self,
@@ -138,12 +138,12 @@ class Segment:
 
     @property
     def losses(self) -> list[float]:
-        """So far, as far as this worker knows."""
+        """The losses so far, as far as this worker knows them."""
         return [] if self._loop is None else self._loop.losses
 
     @property
     def minibatch(self) -> int | None:
-        """At which this worker is; None: it has begun none of the segment."""
+        """The minibatch at which this worker is, or None before the segment's first."""
         return None if self._loop is None else self._loop.minibatch
 
     @property
@@ -202,7 +202,8 @@ class Segment:
         return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
 
     def wait_for_all(self) -> None:
-        """Until no rank needs these links any more: all look for each other in the rendezvous again."""
+        """Waits until no rank needs these links any more. From then on all look for each other in the
+        rendezvous again."""
         run, rendezvous = self.run, self.run.place.rendezvous
         key = run.key("drained")
         rendezvous.publish(f"{key}/{run.rank}", True)
@@ -228,7 +229,7 @@ class Segment:
         return [replace(first, residuals=residuals), *others]
 
     def keep_residuals(self) -> Residuals:
-        """For the segment after this one."""
+        """The residuals for the segment after this one."""
         return keep_residuals(self.core, self.run.rank, self.channels)
 
     def _make_loop(self, checkpointing: Checkpointing | None) -> WorkerLoop:
@@ -280,7 +281,7 @@ def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> Key
 
 
 def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
-    """By stage, of those whose backward draws."""
+    """Seeds of the stages whose backward draws random numbers, by stage."""
     footprints = rehearsed.footprints if run.plan.workers_used > 1 else {}
     return {
         stage: backward_seed(run.base_seed, stage)
@@ -407,7 +408,7 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
 
 
 def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
-    """Beside the figures of its channels: by which codec tensors really travel."""
+    """Notes beside each channel's figures by which codec its tensors really travel."""
     for channel in channels:
         if channel.name in report["channels"]:
             report["channels"][channel.name]["codec"] = channel.codec_used

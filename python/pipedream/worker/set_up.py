@@ -73,7 +73,7 @@ class Rehearsed:
     """The rehearsal of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
-        """For minibatches of the other's kind, too."""
+        """The rehearsal for minibatches of the other's kind, too."""
         boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
         footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
         inputs = self.input_boundary
@@ -129,8 +129,8 @@ def rehearse_again(
     minibatch: int,
     larger: LargerMinibatch | None,
 ) -> Rehearsed:
-    """With the stages as trained so far, for what was rehearsed before and this minibatch, which is larger.
-    larger: where data are read, what is known of it."""
+    """Rehearses the stages as trained so far, for everything rehearsed before and this minibatch, which is
+    larger. larger: its sizes, where this worker reads data."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
@@ -315,7 +315,7 @@ def _rehearse(
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:
-    """Whose replicas push what they can as factors."""
+    """The stages whose replicas push gradients as factors where they can."""
     stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
     return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
 

@@ -74,7 +74,7 @@ class SparePool:
             core.add_term(_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
 
     def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
-        """By term of RunResult.memory."""
+        """Bytes by term of RunResult.memory."""
         run, optimizer = self._run, self._optimizer
         terms: dict[str, int] = {}
         for channel in channels:

@@ -223,7 +223,7 @@ class StagePool:
         torch_bytes: Mapping[int, int],
         averages_bytes: Mapping[int, int],
     ) -> dict[int, int]:
-        """By stage, of all that a checkpoint has of it."""
+        """Bytes of all that a checkpoint has of each stage."""
         found: dict[int, int] = {}
         schedule = self.run.schedule()
         for stage in self.run.own_stages():
@@ -284,7 +284,8 @@ class StagePool:
         return PushedFactors(sum(weights), sum(factors), product_bytes + stacked_bytes)
 
     def _held_stages(self) -> list[StageModule]:
-        """Whose weights lie in the device's memory: on the host also what the user made of other stages'."""
+        """The stages whose weights lie in the device's memory. On the host these include the user's modules
+        of other stages."""
         is_whole = self.run.place.returns_model and not self.run.is_made_by_stages
         return self.run.stages if is_whole and self._device.type == "cpu" else self.run.own_stages()
 
@@ -398,7 +399,7 @@ class StagePool:
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling, start)
 
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
-        """By owner, those of the stage."""
+        """The stage's tied parameters, by owner."""
         by_owner = ties_by_owner(stage, self.run.ties)
         return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
 
@@ -479,7 +480,7 @@ class StagePool:
         return frozenset(edge.from_replica for edge in edges if edge is not None)
 
     def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
-        """By name, who has these weights."""
+        """The layers that have each of these weights, by the weight's name."""
         found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
         return {weight.name: found[weight.name] for weight in weights}
 

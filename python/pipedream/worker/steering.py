@@ -83,7 +83,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
 
 
 class FolderWay:
-    """At a local worker."""
+    """The way to the callbacks from a local worker."""
 
     waits = False  # the caller looks by itself, and knows the losses
 
@@ -108,8 +108,8 @@ class FolderWay:
 
 
 class StoreWay:
-    """At a rank of torchrun, by the rendezvous. Rank 0 calls the callbacks itself, when the answer is due: by
-    then the losses have come back to stage 0 with the gradients."""
+    """The way to the callbacks from a rank of torchrun, by the rendezvous. Rank 0 calls them itself when the
+    answer is due: by then the losses have come back to stage 0 with the gradients."""
 
     waits = True
 
@@ -169,7 +169,7 @@ class StoreWay:
 
 
 class LocalSteering:
-    """At the caller of local workers."""
+    """The steering in the process that called local workers."""
 
     def __init__(self, steering: Steering, options: JobOptions, board: StatusBoard, folder: Path) -> None:
         self._steering = steering
@@ -262,7 +262,7 @@ def _read_answer(path: Path) -> dict[str, Any]:
 
 
 def answers_of(decisions: Sequence[tuple[int, Decision]]) -> list[tuple[int, int, float]]:
-    """For Continued.answers. decisions: by minibatch."""
+    """The answers in the form of Continued.answers. decisions: by minibatch."""
     answers = [(due, _answer_of(decision)) for due, decision in decisions]
     return [(due, answer["events"], answer["rate_factor"]) for due, answer in answers if answer["events"]]
 

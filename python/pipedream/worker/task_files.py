@@ -92,7 +92,8 @@ class GraphWriter:
             ) from None
 
     def add_data(self, data: Any) -> bool:
-        """At last. False: it cannot be sent, and nothing of it is in the files."""
+        """Adds the data last. Returns False where they cannot be sent; then nothing of them is in the
+        files."""
         self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
         self._pickler.sends_functions = False  # whoever iterates at the caller has them as they are
         return self.may_add(data)
@@ -216,7 +217,7 @@ def read_validation_data(graph: GraphReader, rank: int) -> Any:
 
 
 def write_batch(path: Path, batch: Any) -> None:
-    """For read_batch() of another process, which finds the file when it is whole."""
+    """Writes a minibatch for read_batch() of another process, which finds the file once it is whole."""
     content = io.BytesIO()
     HostPickler(content, None).dump(batch)
     part = path.with_suffix(".part")
@@ -247,7 +248,8 @@ def read_data(graph: GraphReader, folder: Path) -> Any:
 
 
 def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
-    """With what a segment of the run (segment.py) begins, before the one before it is told of its end."""
+    """Writes the data with which a segment of the run (segment.py) begins, before the one before is told of
+    its end."""
     content = io.BytesIO()
     HostPickler(content, None).dump(forwarded)
     (folder / _larger_name(segment_index)).write_bytes(content.getvalue())

@@ -85,8 +85,9 @@ def check_room(model: Model, folder: str) -> None:
 
 
 def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Before a run: so that no full disk keeps the trained weights from the caller of local workers. A folder
-    in host memory is looked at alone, as room there would be taken from the run itself."""
+    """Reserves room before a run, so that no full disk keeps the trained weights from the caller of local
+    workers. A folder in host memory is only checked, because room there would be taken from the run
+    itself."""
     files = [
         (stage.stage_index, replica, state_bytes(stage, only_buffers=replica > 0))
         for stage in stages
@@ -140,20 +141,20 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
 
 
 def write_averages(folder: Path, rank: int, averages: Mapping[str, Tensor]) -> None:
-    """For the caller of local workers, by each of them."""
+    """Writes a local worker's averages for the caller."""
     with (folder / _averages_file(rank)).open("wb") as file:
         write_tensors(averages, file)
 
 
 def read_averages(stages: Sequence[StageModule], plan: Plan, folder: Path) -> dict[str, Tensor] | None:
-    """By the caller: those of all workers; None where they keep none."""
+    """Reads the averages of all local workers in the caller; None where they keep none."""
     paths = [folder / _averages_file(rank) for rank in range(plan.workers_used)]
     found = {name: value for path in paths if path.exists() for name, value in saved_values(path).items()}
     return whole_averages(stages, found) if found else None
 
 
 def whole_averages(stages: Sequence[StageModule], pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In memory of their own, put together where replicas have averaged pieces."""
+    """The averages in memory of their own, put together where replicas have averaged pieces."""
     named = [pair for stage in stages for pair in stage.trainable_parameters()]
     layouts = {name: [list(parameter.shape), list(parameter.stride())] for name, parameter in named}
     joined = join_pieces(pieces, {"layouts": layouts})
@@ -165,7 +166,7 @@ def _averages_file(rank: int) -> str:
 
 
 def write_loss_state(folder: Path, replica: int, state: dict[str, Tensor]) -> None:
-    """For the caller of local workers, by the last stage's."""
+    """Writes the state of the loss for the caller of local workers; the last stage's workers do."""
     write_part(folder, _loss_file(replica), state, "")
 
 
@@ -204,8 +205,8 @@ def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 
 def keep_newest(run: AgreedRun) -> None:
-    """After a failure, for the caller of local workers: this worker's stages as it has them, all of them, as
-    it may be the only replica that is left."""
+    """Writes this worker's stages for the caller of local workers, after a failure. It writes all of them,
+    because it may be the only replica that is left."""
     folder = run.place.folder
     assert folder is not None
     replica = run.plan.replica_of(run.rank)
@@ -273,8 +274,8 @@ def drop_weights(plan: Plan, folder: Path) -> None:
 
 
 def move_weights(plan: Plan, folder: Path) -> Path | None:
-    """Into a folder of their own those that are written, but not finished, as not all are. None: there are
-    none."""
+    """Moves weights that are written, but not complete for all stages, into a folder of their own. None:
+    there are none."""
     written = [path for path in _unfinished(plan, folder) if path.exists()]
     if not written:
         return None

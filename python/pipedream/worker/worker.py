@@ -123,12 +123,12 @@ class _Worker:
         return [*before, *([] if self._segment is None else self._segment.losses)]
 
     def minibatch(self) -> int | None:
-        """At which this worker is; None: it has begun none."""
+        """The minibatch at which this worker is, or None before its first."""
         return None if self._segment is None else self._segment.minibatch
 
     def keep_newest(self) -> None:
-        """For the caller of local workers, when the run has failed: the newest versions, if they are not the
-        initial ones. Without a word where there is no room, or the device does not answer."""
+        """Writes the newest versions for the caller of local workers when the run has failed, unless they are
+        the initial ones. Says nothing where there is no room, or the device does not answer."""
         segment = self._segment
         if segment is None or segment.run.place.folder is None or segment.run.options.output.gather == "none":
             return

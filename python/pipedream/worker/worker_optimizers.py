@@ -90,7 +90,7 @@ class WorkerOptimizers:
         self._learn_layouts_of_owners()
 
     def _used_parameters(self, stage: int) -> dict[int, NamedParameters]:
-        """By owner, those of other stages that the stage uses."""
+        """The parameters of other stages that the stage uses, by owner."""
         return {
             owner: split_tied(self._run.stages[stage], [tie.parameter for tie in ties])[1]
             for owner, ties in ties_by_owner(stage, self._run.ties).items()
@@ -98,7 +98,7 @@ class WorkerOptimizers:
         }
 
     def averages(self) -> dict[str, Tensor]:
-        """By name, the averages of what this worker updates, to be put together with the others'. Replicas
+        """The averages of what this worker updates, by name, to be put together with the others'. Replicas
         that reduce together all have the same."""
         if (
             self._run.options.reduces_together
@@ -114,7 +114,7 @@ class WorkerOptimizers:
         }
 
     def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
-        """From averages of the whole model."""
+        """Takes over averages of the whole model."""
         for stage, optimizer in self.by_stage.items():
             if optimizer.averages is not None:
                 laid_out = {
@@ -153,28 +153,30 @@ class WorkerOptimizers:
             self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
 
     def plan_again(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """For larger minibatches, as rehearsed. What is pushed as factors stays so, of more rows."""
+        """Plans for larger minibatches, as rehearsed. Weights that are pushed as factors stay so, with more
+        rows."""
         for stage, layers in self.factored.items():
             if stage in self.by_stage:
                 self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
 
     def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
-        """From there, before anything has a place in a pool. Raises ValueError for another optimizer's."""
+        """Takes over the snapshot before anything has a place in a pool. Raises ValueError for another
+        optimizer's."""
         tensors = {**snapshot.optimizer, **snapshot.document_tensors}
         self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
         if stage in self.loss_scaling:
             self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
 
     def leave_slots(self) -> None:
-        """Before the pool goes in which their state lies: another takes it up again."""
+        """Takes the optimizers' state out of a pool that is about to go; another takes it up again."""
         for optimizer in self.by_stage.values():
             optimizer.leave_slots()
             if optimizer.averages is not None:
                 optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
-        """By owner with shards, and its replica: its pieces of the parameters that the stage has of it, which
-        are counted as there."""
+        """The stage's pieces of parameters that owners with shards keep, by owner and its replica; they are
+        counted as there."""
         found = {}
         for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
             layout = self.layouts.get(owner)
@@ -217,7 +219,7 @@ class WorkerOptimizers:
         return specs
 
     def shards(self) -> dict[tuple[int, int], ShardSpec]:
-        """By stage and replica."""
+        """The shards by stage and replica."""
         return {
             (stage, shard): ShardSpec(
                 len(chunks),
