@@ -1,35 +1,69 @@
-"""A bar on the standard error's terminal for what takes long and counts its steps; elsewhere nothing. The
-caller's thread."""
+"""A bar on the standard error's terminal for work that takes long; elsewhere nothing. The caller's thread."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-__all__ = ["progress_bar"]
+__all__ = ["progress_bar", "seconds_bar"]
 
 
 @contextlib.contextmanager
 def progress_bar(
     doing: str, total: float, unit: str, *, is_shown: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """Yields a function that counts so many steps on."""
-    console = Console(stderr=True)
-    if not (is_shown and sys.stderr.isatty() and console.is_terminal):
+    """Shows a bar of steps. Yields a function that counts so many steps on."""
+    console = _terminal() if is_shown else None
+    if console is None:
         yield lambda steps: None
         return
-    columns = (
-        TextColumn(doing),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
-    to_terminal = sys.stdout.isatty()  # a file gets what the user prints
-    with Progress(*columns, console=console, transient=True, redirect_stdout=to_terminal) as progress:
+    columns = (*_columns(doing, unit), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=total)
         yield lambda steps: progress.advance(task, steps)
+
+
+@contextlib.contextmanager
+def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
+    """Shows a bar that fills as time passes. Yields a function that starts its clock; later calls change
+    nothing. Before that the bar only shows that work goes on."""
+    console = _terminal()
+    if console is None:
+        yield lambda: None
+        return
+    columns = _columns(doing, "seconds")
+    with TimedProgress(
+        *columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()
+    ) as progress:
+        task = progress.add_task("", total=seconds, start=False)
+        yield lambda: progress.start_task(task)
+
+
+class TimedProgress(Progress):
+    """Fills the bars of started tasks by the time that has passed, even while nothing calls it."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            task.completed = min(task.elapsed or 0.0, task.total or 0.0)
+        yield from super().get_renderables()
+
+
+def _terminal() -> Console | None:
+    """The standard error, if it is a terminal."""
+    console = Console(stderr=True)
+    return console if sys.stderr.isatty() and console.is_terminal else None
+
+
+def _columns(doing: str, unit: str) -> tuple[ProgressColumn, ...]:
+    return (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(unit))

@@ -23,7 +23,7 @@ from torch import nn
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
 from pipedream.common.microbatches import Microbatches
-from pipedream.common.progress_bar import progress_bar
+from pipedream.common.progress_bar import progress_bar, seconds_bar
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.data_copies import copy_of, generators_of_loader_kept
@@ -140,7 +140,7 @@ def profile(
         placed,
         autocast_left() as regions,
         torch.enable_grad(),
-        _shown(minibatches, seconds) as advance,
+        _shown(minibatches, seconds) as count,
     ):
         dtype = dtype or regions.get(device.type)
         how = _How(loss_fn, cuts, check, device, dtype, weights)
@@ -148,7 +148,7 @@ def profile(
         if on_meta:
             passes: TimedPasses | LayerSweep = _sweep(measurement, model, batches, how, minibatches, seconds)
         else:
-            _measure(measurement, batches, device, minibatches, seconds, advance)
+            _measure(measurement, batches, device, minibatches, seconds, count)
             measurement.measure_microbatches(device, minibatches, seconds)
             assert measurement.passes is not None  # at least one minibatch was measured
             passes = measurement.passes
@@ -306,22 +306,15 @@ class _Measurement:
 
 
 @contextlib.contextmanager
-def _shown(minibatches: int, seconds: float | None) -> Iterator[Callable[[], None]]:
-    """Shows a bar of minibatches, or of seconds where these are the limit. Yields what a minibatch calls."""
+def _shown(minibatches: int, seconds: float | None) -> Iterator[Callable[[int], None]]:
+    """Shows a bar of minibatches, or of seconds where these are the limit. Yields a function that takes the
+    number of measured minibatches so far: 0 as measuring begins, then each number once."""
     if seconds is None:
         with progress_bar("profiling", minibatches, "minibatches") as advance:
-            yield lambda: advance(1)
+            yield lambda num_done: advance(num_done > _WARM_UP_MINIBATCHES)
         return
-    with progress_bar("profiling", seconds, "seconds") as advance:
-        reached_s = time.perf_counter()
-
-        def count() -> None:
-            nonlocal reached_s
-            now_s = time.perf_counter()
-            advance(now_s - reached_s)
-            reached_s = now_s
-
-        yield count
+    with seconds_bar("profiling", seconds) as start:
+        yield lambda num_done: start()
 
 
 def _measure(
@@ -330,7 +323,7 @@ def _measure(
     device: torch.device,
     minibatches: int,
     seconds: float | None,
-    advance: Callable[[], None],
+    count: Callable[[int], None],
 ) -> None:
     most = _WARM_UP_MINIBATCHES + minibatches
     deadline = None if seconds is None else time.perf_counter() + _WHOLE_SHARE * seconds
@@ -339,6 +332,7 @@ def _measure(
     first = list(itertools.islice(stream, NUM_CHECKED))
     with _located(0):
         measurement.begin([_on_device(batch, minibatch, device) for minibatch, batch in enumerate(first)])
+    count(0)
     for minibatch, batch in enumerate(itertools.chain(first, stream)):
         inputs, targets = parts_of(batch, minibatch)
         measurement.max_shapes = larger_of(measurement.max_shapes, shapes_of(batch))
@@ -350,8 +344,7 @@ def _measure(
             on_device = _on_device(batch, minibatch, device)
             with _located(minibatch):
                 measurement.measure(minibatch, *on_device, clock)
-            if len(measurement.forward_ms) > _WARM_UP_MINIBATCHES:
-                advance()
+            count(len(measurement.forward_ms))
         num_done = len(measurement.forward_ms)
         if measurement.is_known_well():
             return
