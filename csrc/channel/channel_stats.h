@@ -1,4 +1,4 @@
-// Figures of one end of a channel. Plain values; any thread.
+// Counters of one end of a channel. Plain values; any thread.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,19 @@
 namespace pipedream {
 
 struct ChannelStats {
-  LinkCounters link;            // on the wire, headers and credits included; what was placed is not
+  LinkCounters link;  // bytes on the wire with headers and credits, without bytes written into shared memory
   std::uint64_t num_items = 0;  // sent or received
   std::uint64_t num_chunks = 0;
-  std::uint64_t tensor_bytes = 0;  // of the items' tensors, as they are without a codec
-  std::uint64_t chunk_bytes = 0;   // sender: as it cuts its tensors now; 0 at a receiver
-  std::uint64_t placed_bytes = 0;  // of what was written into the receiver's memory
-  // Sender: time in which at least one item was under way, from send() until its last byte was handed over
-  // (the system may keep it for longer). Receiver: time from items' first bytes to their last, as far as
-  // chunks tell; that of a single chunk counts nothing.
+  std::uint64_t tensor_bytes = 0;  // the items' tensors before encoding
+  std::uint64_t chunk_bytes = 0;   // sender: the present chunk size; 0 at a receiver
+  std::uint64_t placed_bytes = 0;  // bytes that the sender wrote into the receiver's memory
+  // Sender: time during which at least one item was between send() and the release of its last byte. Bytes
+  // that the system still has to send then do not count. Receiver: time from the first bytes of an item to
+  // the last, estimated from its chunks; an item of a single chunk adds nothing.
   std::int64_t transfer_ns = 0;
-  // Sender: of that, time in which the first item in the queue had no credit.
+  // Sender: the part of transfer_ns in which the first item in the queue had no credit.
   std::int64_t credit_wait_ns = 0;
-  // Receiver: time in which the compute thread waited for this channel.
+  // Receiver: time during which the compute thread waited for this channel.
   std::int64_t wait_ns = 0;
 };
 

@@ -1,10 +1,10 @@
-// Into how large chunks a channel cuts its tensors: found out on the first items of the run itself, over the
-// link that they travel on, so that nothing is sent for the measurement's sake.
+// The chunk size of a sending channel, measured on the first items of the run itself. So no data are sent for
+// the measurement alone.
 //
-// Small chunks let copies, wire and the far copies overlap; each has a fixed cost. An item is timed from its
-// first frame until its last byte was handed over, if it was alone on its way; the sizes take turns until
-// each has kNumSamples times. The fastest by its median wins, if it is faster than the usual size by kGain at
-// least.
+// Small chunks let copies and the wire overlap, but each chunk has a fixed cost. The tuner times an item from
+// its start until its last byte was handed over, if no other item was under way. The sizes take turns until
+// each has kNumSamples times. The size with the least median time per byte wins if it beats kUsualChunkBytes
+// by at least kGain.
 //
 // Owned by a sending channel, whose mutex guards it.
 #pragma once
@@ -21,18 +21,19 @@ inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 
 class ChunkTuner {
  public:
-  // fixed_bytes: nothing is tried; 0: as described.
+  // fixed_bytes: the chunk size, without measurement; 0: measure as described above.
   explicit ChunkTuner(std::size_t fixed_bytes);
 
-  // For the next item that is timed, and for one that is not.
+  // The chunk size for the next timed item, and for an item that is not timed.
   [[nodiscard]] std::size_t chunk_bytes() const;
   [[nodiscard]] std::size_t untimed_chunk_bytes() const { return chosen_bytes_; }
   [[nodiscard]] bool decided() const { return decided_; }
-  // Items from this size on are worth timing: two of the largest chunks.
+  // Whether an item of this size should be timed: while undecided, from two of the largest chunks on.
   [[nodiscard]] bool wants(std::size_t item_bytes) const {
     return !decided_ && item_bytes >= 2 * kChunkBytesTried.back();
   }
-  // An item that was cut by chunk_bytes() and was alone on its way. elapsed_ns above 0.
+  // Takes the time of an item that had chunks of chunk_bytes() and was alone under way. elapsed_ns is above
+  // 0.
   void record(std::size_t item_bytes, std::int64_t elapsed_ns);
 
  private:

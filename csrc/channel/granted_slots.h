@@ -14,21 +14,21 @@ namespace pipedream {
 // A receiver never grants more at once, however many slots it has.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
-// The range of its own memory where the receiver wants the item that fills a slot. With no bytes the slot has
-// memory itself.
+// The place in the receiver's memory where the item that fills a slot is to land. With 0 bytes the item lands
+// in the slot's own memory.
 struct PostedRange {
-  std::size_t offset = 0;  // in the memory that is shared, if any is
+  std::size_t offset = 0;  // from the start of the shared memory, if there is any
   std::size_t num_bytes = 0;
 };
 
 class GrantedSlots {
  public:
-  // False when the slot is granted already, or too many are: the receiver breaks the protocol.
+  // False when the slot is granted already or too many slots are. Then the receiver has broken the protocol.
   [[nodiscard]] bool add(std::uint16_t slot, PostedRange range = {}) {
     if (is_granted_.test(slot) || slots_.full()) return false;
     is_granted_.set(slot);
     slots_.push_back(slot);
-    // Grows to the receiver's slots, in the first items.
+    // ranges_ grows during the first items, until it has an entry for each slot of the receiver.
     if (range.num_bytes > 0 && slot >= ranges_.size()) ranges_.resize(std::size_t{slot} + 1);
     if (slot < ranges_.size()) ranges_[slot] = range;
     return true;

@@ -1,4 +1,4 @@
-// The failure that an ABORT frame tells of. Pure; any thread.
+// The failure for an ABORT frame from the peer. Pure; any thread.
 #pragma once
 
 #include <cstddef>

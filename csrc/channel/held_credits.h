@@ -1,14 +1,14 @@
-// The credits that a receiver has not told its sender yet. One that comes alone costs a frame, on a network a
-// packet and three wake-ups, as much as a small item itself; so, while the sender has others left, they wait
-// for each other and leave together. On the thread that drives.
+// Free slots that a receiver has not yet granted to its sender. A CREDIT frame for a single slot costs a
+// packet and three wake-ups on a network, as much as a small item. So the receiver holds credits back while
+// the sender has enough slots left, and then sends them together. On the thread that drives.
 //
-//   slots 8, enough 4       granted at first: 8 in one frame
-//   items fill 5 slots      the sender has 3 left: what is free by now leaves, and what becomes free
-//   an item fills the last  as the sender says with it: what is free leaves, and each that becomes free,
-//                           until an item comes that did not
+//   slots 8, enough 4       the receiver first grants all 8 in one frame
+//   items fill 5 slots      the sender has 3 left: all free slots are granted, then each that becomes free
+//   an item fills the last  the sender says so in its frame: all free slots are granted, then each that
+//                           becomes free, until an item comes that says otherwise
 //
-// So nobody waits for a credit that is held. The receiver's own count does not tell it: items may be on their
-// way here in all the slots that it takes for the sender's.
+// The sender's word is needed: the receiver cannot count how many slots the sender has left, because items
+// may be on their way into them. So no sender waits for a credit that is held back.
 #pragma once
 
 #include <algorithm>
@@ -28,17 +28,17 @@ struct Credit {
 
 class HeldCredits {
  public:
-  // num_slots: as many as the sender can have at most. num_names: slots are named by numbers below this.
+  // num_slots: the most slots that the sender can have at once. num_names: slot numbers are below it.
   HeldCredits(std::size_t num_slots, std::size_t num_names)
       : num_enough_(std::max(kNumEnoughMin, num_slots / 2)), is_told_(num_names) {
     free_slots_.reserve(num_slots);
   }
 
   void add(std::uint16_t slot) { free_slots_.push_back(slot); }
-  // The sender was told of the slot and has not filled it since. False for a credit that is still held here:
-  // a sender that fills such a slot breaks the protocol.
+  // Whether the slot is granted to the sender and not yet filled. A sender that fills a slot whose credit is
+  // still held here breaks the protocol.
   [[nodiscard]] bool is_told(std::uint16_t slot) const { return is_told_.at(slot); }
-  // The sender has filled a slot that it was told of; was_last: it had no other then.
+  // Notes that the sender has filled a granted slot. was_last: it had no other slot left.
   void note_filled(std::uint16_t slot, bool was_last) {
     PD_CHECK(is_told(slot), "slot " << slot << " was filled, which was not granted");
     is_told_[slot] = false;
@@ -50,7 +50,7 @@ class HeldCredits {
     return !free_slots_.empty() && (was_last_ || num_told_ < num_enough_);
   }
 
-  // Tells all, by `tell(Credit)`.
+  // Grants all held slots, as few CREDIT frames as possible: calls tell(Credit) for each frame.
   template <class Tell>
   void tell_all(Tell tell) {
     note_told();
@@ -66,7 +66,7 @@ class HeldCredits {
     }
     free_slots_.clear();
   }
-  // Each by itself, in the order in which they were added.
+  // Grants each held slot in a frame of its own, in the order of add().
   template <class Tell>
   void tell_each(Tell tell) {
     note_told();
@@ -76,7 +76,7 @@ class HeldCredits {
 
  private:
   static constexpr std::size_t kNumFurtherMax = 64;
-  // One under way and one to go on with, so that a window of two slots holds nothing.
+  // One slot for the item under way and one for the next. So a window of two slots holds nothing back.
   static constexpr std::size_t kNumEnoughMin = 2;
 
   void note_told() {
@@ -85,8 +85,8 @@ class HeldCredits {
   }
 
   const std::size_t num_enough_;
-  std::size_t num_told_ = 0;   // and not seen filled yet
-  bool was_last_ = false;      // the slot that was filled last, of the sender's
+  std::size_t num_told_ = 0;   // granted, and not yet filled as far as the receiver knows
+  bool was_last_ = false;      // the last item filled the sender's last slot
   std::vector<bool> is_told_;  // by slot
   std::vector<std::uint16_t> free_slots_;
 };

@@ -149,7 +149,7 @@ void ItemCopier::enqueue_copy(SendItem& item) {
   tell_when_copied(item, 1);
 }
 
-// All of the tensor at once. to: where the item's tensors go.
+// Enqueues the encoding of the whole tensor. to: the start of the item's encoded tensors.
 void ItemCopier::enqueue_encoding(SendItem& item, std::byte* to) {
   const std::size_t tensor_index = item.copied.tensor_index;
   const TensorView& tensor = item.tensors[tensor_index];
@@ -165,7 +165,7 @@ void ItemCopier::enqueue_encoding(SendItem& item, std::byte* to) {
   stream_codec_->encode(*copy_stream_, work);
 }
 
-// All chunks of the tensor can leave once what is enqueued is done.
+// Marks all chunks of the tensor as copied once the enqueued work is done.
 void ItemCopier::pass_tensor(SendItem& item) {
   const std::size_t num_chunks = item.num_chunks_of(item.copied.tensor_index);
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) item.pass_chunk(item.copied);
@@ -180,17 +180,17 @@ void ItemCopier::tell_when_copied(SendItem& item, std::size_t num_chunks) {
   telling_stream_->call(std::move(tell));
 }
 
-// On the stream that tells.
+// Runs on the telling stream, or on the copy stream on the host.
 void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
   num_copies_.fetch_sub(1);
-  // Before the count: after it the item may be gone.
+  // Written before the counter: once the counter is complete the item may be gone.
   if (item.num_chunks_copied.load() + num_chunks == item.num_chunks) item.copied_ns = now_ns();
   item.num_chunks_copied.fetch_add(num_chunks);
   on_copied_();
 }
 
 void ItemCopier::synchronize() {
-  if (telling_stream_) telling_stream_->synchronize();  // after all copies, or after an error of the device
+  if (telling_stream_) telling_stream_->synchronize();  // its work comes after all copies
   if (copy_stream_) copy_stream_->synchronize();
 }
 

@@ -1,13 +1,13 @@
-// Copies items to where the wire, or the receiver, reads them: the middle of a sending channel.
+// Copies the items of a sending channel to where the wire or the receiver reads them.
 //
-//   placed     into the receiver's own slot, or where it has posted a place, mapped here: its memory is
-//              shared, the host's or its device's. The frames tell of the bytes
-//   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded.
-//              A GPU encodes in its own memory first: small writes of kernels are slow on the bus
-//   in place   nowhere: the wire reads the tensors
+//   placed     the copy goes into the receiver's own slot or posted place, in host or device memory that the
+//              receiver shares and the sender has mapped. The frames carry no payload
+//   staged     the copy goes into a staging buffer: the wire cannot read device memory, or the tensors travel
+//              encoded. A GPU encodes in its own memory first: small writes of kernels are slow on the bus
+//   in place   there is no copy: the wire reads the tensors
 //
-// Threads: all on who drives the transport, but for places(), any, and on_copied, which the copy stream
-// calls. place_into() before there is a link.
+// Threads: everything runs on the thread that drives the transport, except places(), which any thread may
+// call, and on_copied, which the copy stream calls. place_into() is called before there is a link.
 #pragma once
 
 #include <atomic>
@@ -30,31 +30,33 @@ namespace pipedream {
 
 class ItemCopier {
  public:
-  // staging, residual, encoded: as SendChannel has them. on_copied: more chunks of an item can be framed, or
-  // more copies be enqueued; must be short and not call the device.
+  // staging, residual, encoded: see SendChannel. on_copied: called when more chunks of an item can be framed
+  // or more copies can be enqueued. It must be short and must not call the device.
   ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
              SlotGroup* encoded, std::function<void()> on_copied);
 
-  // are_posted: not into slots, but where the receiver has posted a place.
+  // are_posted: items go to the places that the receiver posts; otherwise into its slots.
   void place_into(std::unique_ptr<SharedMemory> memory, bool are_posted);
-  // Lets go of that memory. No copy is under way.
+  // Unmaps that memory. No copy is under way.
   void end_placing() { placed_slots_.reset(); }
   // Whether items are placed.
   [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
-  // False: the receiver names a slot, or has posted a place for it, that is not in its memory.
+  // Whether the receiver's slot, or the place that it has posted, lies in the memory that it shares.
   [[nodiscard]] bool can_reach(std::uint16_t slot, PostedRange posted) const;
 
-  // Leases the staging buffer that the item needs. False when none is free: to be asked again.
+  // Leases a staging buffer if the item needs one. False when none is free: call again later.
   [[nodiscard]] bool reserve(SendItem& item);
-  // The item has its slot of the receiver. Where nothing is to be copied all its chunks can be framed.
+  // Begins an item that has its slot of the receiver. If nothing has to be copied, all its chunks can be
+  // framed now.
   void start(SendItem& item);
-  // Copies what is left of the item, now or on the copy stream. False when no more copies may be enqueued
-  // now: to be asked again after the next on_copied.
+  // Copies the rest of the item, at once or on the copy stream. False when no more copies may be enqueued:
+  // call again after the next on_copied.
   [[nodiscard]] bool copy(SendItem& item);
-  // Until no copy is under way. Throws DeviceError.
+  // Waits until no copy is under way. Throws DeviceError.
   void synchronize();
-  // The codec's residuals, item by item in turn, one per tensor, in device memory. Empty where it keeps
-  // nothing. Changes while items are copied; another's may take its place before the first.
+  // The codec's residuals in device memory: one entry per residual slot, with one span per tensor. Items use
+  // the slots in turn. Empty when the codec keeps no residual. The contents change while items are copied.
+  // Before the first item the caller may write residuals of an earlier run.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const;
 
  private:
@@ -64,18 +66,18 @@ class ItemCopier {
     std::size_t num_bytes;
   };
 
-  // Between host memories a placed item of at most so many bytes is copied at once by the calling thread:
-  // that takes no longer than to wake the copy stream's thread and to be woken by it (24 us for 1 MiB in the
-  // cache, while either takes 15 to 25 us).
+  // Between host memories the calling thread itself copies a placed item of at most so many bytes. That takes
+  // no longer than two wake-ups, of the copy stream's thread and back (24 us for 1 MiB in the cache; a
+  // wake-up takes 15 to 25 us).
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
-  // Copies that may be enqueued and not done, of two or three operations each on a stream: who drives must
-  // not wait for room in it (kStreamDepth). Where channels share a stream it may, until the device has gone
-  // on.
+  // The most copies that may be enqueued and not done. Each is two or three operations on a stream, so that
+  // the thread that drives never waits for room in it (kStreamDepth). It may wait where channels share a
+  // stream, until the device has done some work.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;
   [[nodiscard]] CopyRange next_copy(const SendItem& item) const;
-  // Whether the tensor whose turn it is travels encoded.
+  // Whether the next tensor travels encoded.
   [[nodiscard]] bool is_encoded(const SendItem& item) const;
   void copy_here(SendItem& item);
   void enqueue_copy(SendItem& item);
@@ -88,18 +90,19 @@ class ItemCopier {
   const WireLayout& layout_;
   Device& device_;
   SlotGroup* const staging_;            // null when the wire reads the tensors
-  const std::vector<Lease> residuals_;  // of the items in turn; empty when the codec keeps none
-  std::size_t num_started_ = 0;         // items, where there are residuals
-  const Lease encoded_;  // in the copy stream's order; invalid where nothing is encoded on a device
+  const std::vector<Lease> residuals_;  // the items use them in turn; empty when the codec keeps none
+  std::size_t num_started_ = 0;         // counted only where there are residuals
+  const Lease encoded_;  // used in the copy stream's order; invalid where nothing is encoded on a device
   const std::function<void()> on_copied_;
-  std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared, or was let go
+  std::unique_ptr<PlacedSlots> placed_slots_;  // null without shared memory, and after end_placing()
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded
   std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
-  std::unique_ptr<Stream> copy_stream_;        // null when nothing is copied; its callbacks use the above
-  // On a device its host functions run on a stream of their own: one holds up the copies behind it for 10 to
-  // 30 us, in which NVLink moves a MiB. Null on the host, whose streams lose no time by it.
+  std::unique_ptr<Stream> copy_stream_;  // null when nothing is copied; its callbacks use the members above
+  // A second stream for host functions, so that they do not hold up copies. On a device one host function
+  // delays the copies behind it by 10 to 30 us, in which NVLink moves a MiB. Null on the host, where they
+  // cost no such time.
   std::unique_ptr<Stream> telling_stream_;
-  std::unique_ptr<Event> copied_;  // recorded anew for each
+  std::unique_ptr<Event> copied_;  // recorded again for each host function
 };
 
 }  // namespace pipedream

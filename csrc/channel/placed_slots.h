@@ -1,6 +1,6 @@
-// The memory of a receiver of the same host, mapped here: the sender writes its items there itself, into the
-// receiver's device where that memory is. Into its slots, which lie at equal distances, or where the receiver
-// has posted a place for the item. Owned by the send channel; written on its copy stream.
+// The memory of a receiver on the same host, mapped into the sender. The sender writes its items there
+// itself: into the receiver's slots, which lie at equal distances, or into places that the receiver has
+// posted. The memory may be host or device memory. Owned by the send channel; its copy stream writes.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,8 @@ namespace pipedream {
 
 class PlacedSlots {
  public:
-  // slot_bytes: as the receiver plans them, too; 0 where it posts places. Pins host memory for the device.
+  // slot_bytes: the same as in the receiver's plan; 0 where the receiver posts places. Pins host memory for
+  // the device.
   PlacedSlots(std::unique_ptr<SharedMemory> memory, Device& device, std::size_t slot_bytes)
       : memory_(std::move(memory)),
         registration_(memory_->on_device()
@@ -31,7 +32,7 @@ class PlacedSlots {
     return slot * slot_stride_bytes(slot_bytes_);
   }
   [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
-  // Whether all of this lies in the memory. To be asked of whatever the receiver names.
+  // Whether the range lies in the memory. Ask this about every range that the receiver names.
   [[nodiscard]] bool contains(std::size_t offset, std::size_t num_bytes) const {
     return offset <= memory_->size_bytes() && num_bytes <= memory_->size_bytes() - offset;
   }

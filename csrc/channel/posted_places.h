@@ -1,5 +1,5 @@
-// Places where the next items of a receiving channel are to land, in the order of the items. One thread
-// posts, the driving one takes.
+// The places where a receiving channel's next items will land, in the order of the items. One thread posts
+// places; the thread that drives takes them.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class PostedPlaces {
     const std::lock_guard lock(mutex_);
     for (const std::span<std::byte> place : places) places_.push_back(place);
   }
-  // It stays; empty when there is none.
+  // The first place, which stays in the queue; empty when no place is queued.
   [[nodiscard]] std::optional<std::span<std::byte>> next() {
     const std::lock_guard lock(mutex_);
     if (places_.empty()) return std::nullopt;

@@ -41,7 +41,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
            options_.name);
-  // Who computes apart is staged, or the sender writes its memory; what is decoded is staged.
+  // A device with a compute stream is staged, or the sender writes its memory. Encoded tensors are staged.
   PD_CHECK(compute_stream == nullptr || staging != nullptr || is_placed_on_device(), options_.name);
   PD_CHECK(staging == nullptr || !is_placed_on_device(), options_.name);
   PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);
@@ -56,8 +56,8 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   slots_.on_release([access = access_] { access->slot_released(); });
 }
 
-// Copies of half an item may still be enqueued: they write into slots that go back to the pool now, with
-// those that were granted and never filled. Others are held by items, which may live on.
+// Waits for the copies of an item that is half received: they write into its slot. Then gives back the slots
+// that were granted and never filled. Items hold the other slots and may outlive the channel.
 ReceiveChannel::~ReceiveChannel() {
   detach();
   finish_copies();
@@ -97,7 +97,7 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
-  // Copies of a stream of its own begin before anybody waits for the item.
+  // With a copy stream, copies can begin before anyone waits for the item.
   link.let_wait(copy_stream_ == nullptr ? Patience::kUntilOneWaits : Patience::kNone);
   grant_free_slots();
   wakeup_.update([&] { open_.store(true); });
@@ -114,18 +114,18 @@ bool ReceiveChannel::has_post_to_grant() {
   return next && !is_awaited(next->data());
 }
 
-// An item that has not come whole is to land there.
+// Whether an item that is not complete yet will land in this place.
 bool ReceiveChannel::is_awaited(const std::byte* place) const {
   if (current_ && current_->held->data == place) return true;
   return std::ranges::any_of(
       granted_, [&](const ReceivedSlot* received) { return received != nullptr && received->data == place; });
 }
 
-// Any thread. Whether it is the caller who must see to it that the free slots are granted.
+// Returns true if the caller must arrange for grant_free_slots() to run. Any thread.
 bool ReceiveChannel::note_release() { return !grant_scheduled_.exchange(true); }
 
 void ReceiveChannel::grant_free_slots() {
-  grant_scheduled_.store(false);  // before looking: what is released from now on schedules anew
+  grant_scheduled_.store(false);  // before looking: slots released later schedule this again
   on_device([this] {
     while (!failed_ && grant_slot()) {
     }
@@ -133,7 +133,7 @@ void ReceiveChannel::grant_free_slots() {
   });
 }
 
-// False when there is nothing to grant.
+// Grants one slot. False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
   if (takes_posts() && !has_post_to_grant()) return false;
   if (num_granted_.fetch_add(1) < kNumGrantsMax) {  // before the slot is leased, for all_slots_held()
@@ -146,7 +146,7 @@ bool ReceiveChannel::grant_slot() {
         received.data = place.data();
         received.num_posted_bytes = place.size();
       }
-      if (staging_ != nullptr) received.staging = staging_->lease();  // whichever is free
+      if (staging_ != nullptr) received.staging = staging_->lease();  // any free one
       received.awaits_item = true;
       if (is_placed_on_device() && received.has_readers()) {
         grant_when_read(received);
@@ -160,7 +160,8 @@ bool ReceiveChannel::grant_slot() {
   return false;
 }
 
-// The sender writes into the slot itself, so it must not have it before.
+// Grants the slot after kernels that read it are done. The sender writes into it, so it must not know of it
+// earlier.
 void ReceiveChannel::grant_when_read(ReceivedSlot& received) {
   received.wait_for_readers(*copy_stream_);
   copy_stream_->call([this, &received] {
@@ -209,14 +210,14 @@ void ReceiveChannel::on_device(Function function) {
   if (!wakeup_.try_on_device(options_.name, function)) give_up();
 }
 
-// The link may live on: by it the peer learns why.
+// Leaves the link open, so that the peer can be told why.
 void ReceiveChannel::give_up() {
   failed_ = true;
-  finish_copies();  // nothing writes into a slot that is given back
+  finish_copies();  // so that no copy writes into a slot after its release
   current_.reset();
 }
 
-// After an error of the device nothing is under way any more, though it may say so by another error.
+// Waits for all copies. After a device's error none is under way, but waiting may report the error once more.
 void ReceiveChannel::finish_copies() {
   if (copy_stream_) {
     static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copy_stream_->synchronize(); }));
@@ -255,8 +256,8 @@ std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
   return std::nullopt;
 }
 
-// Returns why the frame is out of order, if it is. Chunks of a tensor, tensors of an item, microbatches and
-// minibatches come strictly in order, each complete before the next begins.
+// Returns an error message if the frame is out of order. Chunks of a tensor, tensors of an item, microbatches
+// and minibatches come strictly in order. Each is complete before the next begins.
 std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) const {
   if (ended_) return "a tensor after the end";
   if (header.num_tensors != options_.spec.num_tensors()) {
@@ -292,7 +293,7 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
   return std::nullopt;
 }
 
-// Returns why the plan has no such frame, if it has none.
+// Returns an error message if the plan does not allow the frame.
 std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) const {
   const TensorView tensor{header.dtype, header.num_dims, header.shape, nullptr};
   const std::size_t tensor_bytes = tensor.size_bytes();
@@ -366,12 +367,13 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
   num_placed_bytes_.fetch_add(header.placed_bytes, std::memory_order_relaxed);
 }
 
-// The memory that the device decodes from; null if that is the staging buffer.
+// The device memory from which the tensor is decoded; null if it is decoded from the staging buffer.
 std::byte* ReceiveChannel::encoded_at(std::size_t tensor_index) const {
   return encoded_.valid() ? encoded_.data() + layout_.offset_bytes(tensor_index) : nullptr;
 }
 
-// The first chunk's bytes were under way before it came: as long as their share of the rest.
+// Keeps the time and the size of the first chunk. arrival_ns() estimates from the later chunks how long the
+// first one took.
 void ReceiveChannel::note_arrival(std::size_t num_bytes) {
   if (num_item_bytes_ == 0) {
     first_arrival_ns_ = now_ns();
@@ -395,7 +397,7 @@ std::int64_t ReceiveChannel::arrival_ns(std::int64_t complete_ns) const {
   return static_cast<std::int64_t>(static_cast<double>(complete_ns - first_arrival_ns_) * of_rest);
 }
 
-// Decodes it where that is due. What is wrong with its bytes otherwise.
+// Decodes the tensor if it is encoded. Returns an error message if its encoding is wrong.
 std::optional<std::string> ReceiveChannel::finish_tensor(const FrameHeader& header) {
   const ReceivedSlot& received = *current_->held;
   const TensorView& tensor = received.tensors.back();
@@ -430,7 +432,7 @@ void ReceiveChannel::finish_item() {
     copy_stream_->record(*received.ready);
     item.ready = received.ready.get();
     ++received.num_holders;
-    copy_stream_->call([&received] {  // when the copies before it are done
+    copy_stream_->call([&received] {  // runs after the copies above
       const PassiveScope on_the_stream;
       received.drop();
     });
@@ -439,7 +441,7 @@ void ReceiveChannel::finish_item() {
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();
-  // There may be more free slots than are granted at once, and credits that were not due before this item.
+  // More slots may be free than can be granted at once, and credits may be due only after this item.
   if (slots_.num_free() > 0) {
     grant_free_slots();
   } else {
@@ -454,7 +456,7 @@ void ReceiveChannel::deliver(ReceivedItem item) {
 std::optional<Failure> ReceiveChannel::on_end(const FrameHeader& header) {
   const std::int64_t num_minibatches = header.minibatch.value();
   const std::int64_t end = num_minibatches * options_.num_microbatches;
-  const std::int64_t last = next_number_ - options_.microbatch_stride;  // that has come
+  const std::int64_t last = next_number_ - options_.microbatch_stride;  // the last microbatch received
   const bool lacks = next_number_ < end;
   const bool exceeds = last >= options_.first_microbatch && last >= end;
   if (ended_ || current_ || lacks || exceeds) {
@@ -479,7 +481,7 @@ void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
   wakeup_.fail(failure);
 }
 
-// The sender writes into memory of this channel itself.
+// Whether the sender writes into memory of this channel itself.
 bool ReceiveChannel::is_claimed() const {
   if (shared_ == nullptr) return false;
   return takes_posts() ? shared_->is_claimed_for(options_.channel_id) : shared_->is_claimed();

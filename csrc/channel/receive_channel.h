@@ -1,26 +1,25 @@
-// The receiving end of one directed channel: checks each frame against the plan, lands its bytes in a
+// The receiving end of one directed channel. It checks each frame against the plan, writes its bytes into a
 // leased slot, and hands whole items to the compute thread in order.
 //
 //   wire             who drives                             copy stream            compute thread
 //   credit <-------- 1 a free slot is leased and granted, once the sender has few left
 //   frame ---------> 2 checked against plan and order
-//                    3 payload -> the granted slot; the sender has written it already where memory is shared
-//                      staged: that is a staging buffer, its bytes (or what they decode to) -> 4 device slot
-//                      placed on the device: the sender has written the device slot, 4 and its event fall
-//                      away
+//                    3 payload -> the granted slot; with shared memory the sender has written it already
+//                      staged: the granted slot is a staging buffer -> 4 copied or decoded to the device slot
+//                      placed on the device: the sender has written the device slot; no step 4, no event
 //                    5 last chunk: item into the inbox, event after its copies ---> 6 try_take()
 //   credit <-------- 1 <-------------------------------------------------------- 7 the lease dies
 //
-// A sender fills only slots that were granted to it by their index (of the staging buffer when there is one),
-// so the bytes in flight are bounded by the plan. What an item needs besides is kept per slot, so that to
-// receive one allocates nothing.
+// The sender fills only slots that were granted to it, named by their index (of the staging buffer when there
+// is one). So the plan bounds the bytes in flight. Each slot has a record with everything else that an item
+// needs, so that receiving an item allocates nothing.
 //
-// Where num_posts_max is set the slots have no memory, and an item lands where it is wanted: post() says
-// where the next ones go, in their order, and a slot is granted with the place of one of them. It is given
-// back with the item, whose bytes stay. A place that is posted again is granted when what was to come there
-// before has.
+// With num_posts_max above 0 the slots have no memory. post() names the places where the next items will
+// land, in their order. A slot is granted together with one such place. When the item is dropped its slot
+// becomes free, and its bytes stay in the place. A place that is posted again is granted only after the
+// earlier item has arrived there.
 //
-// Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
+// Threads: as drawn. The Wakeup's mutex guards the inbox.
 #pragma once
 
 #include <atomic>
@@ -73,33 +72,34 @@ class ReceiveChannel final : public LinkHandler {
 
   void attach(Link& link) { link_.store(&link); }
 
-  // Gives the next items that have no place yet these places, in this order; each item has exactly its
-  // place's bytes. The memory outlives the channel, and must not be read before its item has been taken.
-  // Any one thread.
+  // Posts one place for each of the next items that have none yet, in this order. Each item has exactly as
+  // many bytes as its place. The memory outlives the channel and must not be read before its item is taken.
+  // Any thread; one at a time.
   void post(std::span<const std::span<std::byte>> places);
 
-  // Call inside Wakeup::wait_until. Moves the next item out; false when there is none.
+  // Moves the next item out; false when there is none. Call it inside Wakeup::wait_until.
   [[nodiscard]] bool try_take(ReceivedItem& item);
-  // The peer said BYE and the inbox is empty: nothing will come.
+  // exhausted(): the peer said BYE and the inbox is empty, so nothing more will come.
   [[nodiscard]] bool has_item() const { return !inbox_.empty(); }
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
 
-  // The sender writes into this end's memory itself; known from the link's opening on.
+  // Whether the sender writes into this end's memory itself. Known once the link is open.
   [[nodiscard]] bool is_claimed() const;
 
-  // No slot is free, granted or being filled. Never so while the compute thread waits for this channel and
-  // gives back what it was given: the plan has a slot more than it keeps.
+  // Whether the compute thread holds all slots: none is free, granted or being filled. The plan has one slot
+  // more than the compute thread keeps. So this is false while the compute thread waits for this channel,
+  // unless items are not given back.
   [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0 && num_granted_.load() == 0; }
 
-  // Grants no more slots; items may die after this.
+  // Stops granting slots. Items may be dropped after this call.
   void detach();
 
   [[nodiscard]] bool open() const { return open_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
-  // Transfers of the items that were received last, taken or not, in their order. Any thread.
+  // The transfers of the most recently received items, taken or not, in their order. Any thread.
   [[nodiscard]] std::vector<ReceivedTransfer> transfers() const;
-  // The compute thread waited for this channel.
+  // Adds a time during which the compute thread waited for this channel.
   void add_wait(std::int64_t wait_ns) { wait_ns_.fetch_add(wait_ns, std::memory_order_relaxed); }
 
   void on_open(Link& link) override;
@@ -148,15 +148,15 @@ class ReceiveChannel final : public LinkHandler {
   Wakeup& wakeup_;
   SlotGroup& slots_;
   SlotGroup* const staging_;
-  const Lease encoded_;               // of the item being received, in the copy stream's order
+  const Lease encoded_;               // used by the item being received, in the copy stream's order
   const SharedMemory* const shared_;  // null when the memory is not shared
-  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by the device's slots
+  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by slot of `slots_`
   std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
-  std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged, and no grant waits for readers
+  std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged and no grant waits for readers
   std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<bool> grant_scheduled_{false};
-  std::atomic<std::size_t> num_granted_{0};  // granted or being filled; never less than there are
+  std::atomic<std::size_t> num_granted_{0};  // an upper bound of the slots that are granted or being filled
   const std::shared_ptr<ReceiverAccess> access_;
 
   // Counters of stats().
@@ -173,24 +173,24 @@ class ReceiveChannel final : public LinkHandler {
   PostedPlaces posts_;
 
   // Guarded by wakeup_'s mutex.
-  RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
+  RingBuffer<ReceivedItem> inbox_;  // one item per slot, and the end
   bool closed_ = false;
 
-  // Who drives: the slots that await an item, by what the wire calls them; else null. The sender was told of
-  // those that credits_ does not hold back.
+  // Who drives: for each slot number on the wire, the slot that waits for an item; else null. The sender
+  // knows about all of them but those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
-  HeldCredits credits_;  // of these
+  HeldCredits credits_;  // the slots of granted_
 
   // Who drives: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;    // being received
-  std::size_t tensor_offset_ = 0;   // bytes of it that are here
-  std::size_t num_item_bytes_ = 0;  // of the item, and of them in its first chunk
+  std::size_t tensor_offset_ = 0;   // bytes of it that have arrived
+  std::size_t num_item_bytes_ = 0;  // bytes of the item so far
   std::size_t num_first_bytes_ = 0;
-  std::int64_t arrived_ns_ = 0;        // its first chunk
-  std::int64_t first_arrival_ns_ = 0;  // and had been landed
-  std::int64_t next_number_;           // of the microbatch that comes next
+  std::int64_t arrived_ns_ = 0;        // when the first chunk was noticed
+  std::int64_t first_arrival_ns_ = 0;  // when the first chunk was in its slot
+  std::int64_t next_number_;           // the number of the next microbatch
   bool ended_ = false;
   bool failed_ = false;
 };

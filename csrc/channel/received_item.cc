@@ -1,4 +1,4 @@
-// The end of a received item: its slot goes back to the channel, where that is still there.
+// How a received item ends: its slot goes back to the channel, if the channel still exists.
 #include "channel/received_item.h"
 
 #include <utility>
@@ -34,8 +34,8 @@ bool ReceivedSlot::has_readers() const {
   return last_read && (!last_read->done() || (is_read_aside && !last_read_aside->done()));
 }
 
-// The staging buffer goes first: a slot that is free has one. After the slot has gone, all of this belongs to
-// the next item.
+// Releases the staging buffer first, because every free slot must find a free staging buffer. After the
+// slot's release this record belongs to the next item.
 void ReceivedSlot::drop() {
   if (num_holders.fetch_sub(1) != 1) return;
   Lease released = std::move(slot);
@@ -46,7 +46,8 @@ void ReceivedSlot::drop() {
 ReceivedItem::~ReceivedItem() {
   if (!held) return;
   if (!held->receiver->is_in_its_process()) {
-    // Nor may its death, with all it leases, be theirs: nobody owns it from now on.
+    // In a child of fork() the record must not be destroyed either, because its leases are the parent's. So
+    // it is leaked.
     // NOLINTNEXTLINE(*-owning-memory, bugprone-unhandled-exception-at-new): no memory ends the process
     static_cast<void>(new std::shared_ptr<ReceivedSlot>(std::move(held)));
     return;
@@ -79,7 +80,7 @@ void ReceiverAccess::detach() {
   none_reaches_.wait(lock, [&] { return num_reaching_ == 0; });
 }
 
-// Not under the mutex: a handler takes it, too.
+// Calls the channel without the mutex, because a handler may take the mutex.
 template <class Call>
 void ReceiverAccess::reach(Call call) {
   ReceiveChannel* channel = nullptr;
@@ -94,7 +95,7 @@ void ReceiverAccess::reach(Call call) {
   if (--num_reaching_ == 0) none_reaches_.notify_all();
 }
 
-// The compute thread, most often: the credit leaves with what its work item sends.
+// Most calls come from the compute thread. The credit then leaves together with what its work item sends.
 void ReceiverAccess::slot_released() {
   reach([](ReceiveChannel& channel) {
     if (!channel.note_release()) return;

@@ -24,26 +24,27 @@ namespace pipedream {
 
 class ReceiveChannel;
 
-// The way from the slots, and from the items in them, to their channel: both may outlive it. Lives as long as
-// the slots' group. Any thread.
+// A channel's slots and the items in them reach the channel through this object. Slots and items may outlive
+// the channel; this object lives as long as the slots' group. Any thread.
 class ReceiverAccess {
  public:
-  // side_stream: as ChannelOptions has it.
+  // side_stream: see ChannelOptions.
   ReceiverAccess(ReceiveChannel& channel, std::function<std::unique_ptr<Stream>()> side_stream)
       : side_stream_(std::move(side_stream)), channel_(&channel) {}
-  // Whichever thread drops the last reference to an item's tensors.
+  // A slot became free. Called by whichever thread drops the last reference to an item's tensors.
   void slot_released();
-  // Fails the run: nobody knows whether the last reader of the item read it whole.
+  // Fails the run. After a device's error it is unknown whether an item was read completely.
   void tell(const DeviceError& error);
-  // The stream beside the compute stream on which this thread may have read last; null when there is none.
+  // The other stream on which this thread may have read the item; null when it reads on the compute stream
+  // only.
   [[nodiscard]] std::unique_ptr<Stream> side_stream() const {
     return side_stream_ ? side_stream_() : nullptr;
   }
-  // Calls it when the compute thread next asks for work. False: there is no channel any more.
+  // Runs the function when the compute thread next asks for work. False: the channel is gone.
   bool defer(std::function<void()> function);
-  // Afterwards nothing reaches the channel: waits for those who do.
+  // Cuts the way to the channel, and waits for threads that are using it.
   void detach();
-  // False in a child of fork(): slots, streams and threads are its parent's.
+  // False in a child of fork(): the slots, streams and threads are its parent's.
   [[nodiscard]] bool is_in_its_process() const { return home_.is_this(); }
 
  private:
@@ -55,39 +56,40 @@ class ReceiverAccess {
   std::mutex mutex_;  // guards the members below
   std::condition_variable none_reaches_;
   ReceiveChannel* channel_;
-  int num_reaching_ = 0;  // threads on their way to the channel, or there
+  int num_reaching_ = 0;  // threads inside reach()
 };
 
-// The channel's record of the item in one slot of the device, from the slot's lease to the item's last
-// holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
-// dropped before the device has copied it. Shared with the items, which may outlive the channel.
+// The channel's record of one device slot, from the slot's lease until the item's last holder drops it. A
+// staged item has two holders: the item, and the copy stream until its copies are done. So an item may be
+// dropped before the device has copied it. Items share the record and may outlive the channel.
 struct ReceivedSlot {
-  // Takes what was enqueued so far for the item's last readers; any thread. False: not now, as the compute
-  // stream is being captured, and the graph would have our event.
+  // Records events after everything enqueued so far, as the end of the last read. Any thread. False: the
+  // compute stream is being captured. The event would become part of the graph, so the caller must try again
+  // later.
   [[nodiscard]] bool end_reading();
-  void drop();  // by a holder, once each; any thread
+  void drop();  // called once by each holder; any thread
   void wait_for_readers(Stream& stream) const;
-  [[nodiscard]] bool has_readers() const;  // that are not done
+  [[nodiscard]] bool has_readers() const;  // kernels that still read the slot
 
   ReceiverAccess* receiver = nullptr;
-  bool awaits_item = false;          // leased for one that has not begun; who drives
-  std::byte* data = nullptr;         // where the item lands: the slot's, or what was posted
-  std::size_t num_posted_bytes = 0;  // 0: it was not
+  bool awaits_item = false;          // leased, and no item has begun; used by who drives
+  std::byte* data = nullptr;         // where the item lands: the slot's memory or the posted place
+  std::size_t num_posted_bytes = 0;  // 0: no place was posted
   std::atomic<int> num_holders{0};
   Lease slot;
   Lease staging;                    // invalid when it was not staged
-  std::vector<TensorView> tensors;  // with room for all
+  std::vector<TensorView> tensors;  // capacity for all tensors is reserved
   std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
 
-  // On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
-  // copy into it waits for the event that its last reader recorded, and so does its grant where the sender
-  // makes that copy. A thread that reads on another stream than the compute stream, as a backward of a layer
-  // that does, records there, too. All null when the device is the host.
-  Device* device = nullptr;  // outlives the items, as the next
+  // On an asynchronous device an item may be dropped while enqueued kernels still read its slot. The last
+  // reader's event marks their end. The next copy into the slot waits for it; where the sender makes that
+  // copy, the slot's grant waits. A thread may have read on another stream than the compute stream, as some
+  // backwards do; then a second event marks the end there. All of these are null on the host.
+  Device* device = nullptr;  // device and compute_stream outlive the items
   Stream* compute_stream = nullptr;
   std::unique_ptr<Event> last_read;
-  std::unique_ptr<Event> last_read_aside;  // null until there is one
-  bool is_read_aside = false;              // by the last item
+  std::unique_ptr<Event> last_read_aside;  // null until first needed
+  bool is_read_aside = false;              // the last item was read on another stream, too
 };
 
 // A view of an item's tensors.
@@ -106,7 +108,7 @@ class TensorList : public std::span<const TensorView> {
 struct ReceivedItem {
   ReceivedItem() = default;
   ReceivedItem(ReceivedItem&&) noexcept = default;
-  ReceivedItem& operator=(ReceivedItem&& other) noexcept;  // what was held is dropped as by the destructor
+  ReceivedItem& operator=(ReceivedItem&& other) noexcept;  // drops the old item as the destructor does
   ReceivedItem(const ReceivedItem&) = delete;
   ReceivedItem& operator=(const ReceivedItem&) = delete;
   ~ReceivedItem();
@@ -117,8 +119,8 @@ struct ReceivedItem {
   MicrobatchIndex microbatch;
   ItemFields fields{};
   TensorList tensors;
-  const Event* ready = nullptr;  // null when the bytes are there; else wait for it on the compute stream
-  std::shared_ptr<ReceivedSlot> held;  // what the above lies in; null for the end
+  const Event* ready = nullptr;        // wait for it on the compute stream; null when the bytes are there
+  std::shared_ptr<ReceivedSlot> held;  // owns the tensors' memory; null for the end
 };
 
 }  // namespace pipedream

@@ -21,7 +21,7 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
   PD_CHECK(options_.num_items_max > 0, options_.name);
 }
 
-// Copies of items that never left may still be enqueued: they read the items' memory and call back.
+// Waits for copies of items that were never sent. They read the items' memory and call this object.
 SendChannel::~SendChannel() { finish_copies(); }
 
 void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
@@ -39,7 +39,7 @@ void SendChannel::place(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   places_ = true;
 }
 
-// Copies that have not been made by now never will be.
+// The transport has stopped, so copies that are not enqueued by now never will be.
 void SendChannel::end_placing() {
   finish_copies();
   copier_.end_placing();
@@ -82,7 +82,7 @@ void SendChannel::send_end(std::int64_t num_minibatches, std::uint8_t boundary_e
   enqueue(item);
 }
 
-// Throws what is wrong with the tensors; else how many bytes travel.
+// Returns the number of bytes on the wire. Throws UserError when the tensors do not fit the plan.
 std::size_t SendChannel::check_and_count_bytes(MinibatchId minibatch,
                                                const std::vector<TensorView>& tensors) const {
   const auto refuse = [&](const std::string& why) {
@@ -111,14 +111,14 @@ bool SendChannel::wait_for_room(Deadline deadline) {
 bool SendChannel::wait_until_sent(Deadline deadline) { return wait_until_fewer(1, deadline); }
 
 bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
-  waiting_for_release_.store(true);  // before looking, so that a release from now on wakes us
+  waiting_for_release_.store(true);  // before looking, so that a later release wakes this thread
   const bool fewer = wakeup_.wait_until(deadline, [&] { return num_unreleased() < num_items; });
   waiting_for_release_.store(false);
   return fewer;
 }
 
-// The program bounds what is under way by what has come back for it. So the receiver has answered items that
-// it gave no slots for.
+// The program sends an item only after the answers to earlier ones. So when no item is free, the receiver has
+// answered items without giving back their slots.
 Failure SendChannel::starved() const {
   return broken("holds back the slots for " + std::to_string(options_.num_items_max) +
                 " items and goes on without them");
@@ -129,16 +129,16 @@ void SendChannel::enqueue(SendItem& item) {
   if (!pump_scheduled_.exchange(true)) transport_.post_and_drive([this] { pump(); });
 }
 
-// From callbacks, whose threads do not drive.
+// Called from callbacks, on threads that do not drive.
 void SendChannel::schedule_pump() {
   if (!pump_scheduled_.exchange(true)) transport_.post([this] { pump(); });
 }
 
 // ---- Who drives: everything strictly in order ----
 
-// Starts what has a slot, copies what has been started, and frames what has been copied.
+// Starts the items that have a slot, copies the started ones, and sends frames for the copied chunks.
 void SendChannel::pump() {
-  pump_scheduled_.store(false);  // before looking: what comes from now on schedules anew
+  pump_scheduled_.store(false);  // before looking at the queue: later items schedule pump() again
   if (failed_) return fail_queued();
   if (peer_left_ && has_unsent_tensors()) return on_closed(*link_.load());
   const bool works = wakeup_.try_on_device(options_.name, [this] {
@@ -151,7 +151,7 @@ void SendChannel::pump() {
   if (Link* link = link_.load()) link->let_wait(patience());
 }
 
-// Credits are for items that have none.
+// Credits can wait unless a queued item needs one.
 Patience SendChannel::patience() {
   return queue_.next() == nullptr ? Patience::kUntilOneDrives : Patience::kNone;
 }
@@ -200,7 +200,7 @@ void SendChannel::frame_copied() {
     const std::size_t num_chunks_copied = item.num_chunks_copied.load();
     const bool complete = num_chunks_copied == item.num_chunks;
     std::size_t num_chunks = num_chunks_copied - item.framed.num_passed;
-    if (complete) started_.pop_front();  // once its last chunk has left it may be another item
+    if (complete) started_.pop_front();  // after its last chunk is sent the object may hold another item
     for (; num_chunks > 0; --num_chunks) frame_chunk(item);
     if (!complete) return;
   }
@@ -296,7 +296,7 @@ std::optional<Failure> SendChannel::on_frame(Link& link, const FrameHeader& head
   }
 }
 
-// Returns why the grants are wrong, if they are.
+// Adds the slots of a CREDIT frame. Returns an error message if a grant is wrong.
 std::optional<std::string> SendChannel::add_grants(const FrameHeader& credit) {
   const PostedRange posted{credit.chunk_offset, credit.tensor_bytes};
   std::uint64_t slots_left = credit.further_slots;
@@ -319,7 +319,7 @@ void SendChannel::on_failed(Link& /*link*/, const Failure& failure) {
   wakeup_.fail(failure);
 }
 
-// The link may live on: by it the peer learns why.
+// Leaves the link open, so that the peer can be told why.
 void SendChannel::give_up() {
   failed_ = true;
   record_.note_credit_wait(false);
@@ -327,12 +327,12 @@ void SendChannel::give_up() {
   fail_queued();
 }
 
-// After an error of the device nothing is under way any more, though it may say so by another error.
+// Waits for all copies. After a device's error none is under way, but waiting may report the error once more.
 void SendChannel::finish_copies() {
   static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copier_.synchronize(); }));
 }
 
-// A receiver leaves first only when it has all it needs; it may do without the end.
+// A receiver that closes first must have all tensors; it does not need the end.
 void SendChannel::on_closed(Link& link) {
   peer_left_ = true;
   if (has_unsent_tensors()) {
@@ -348,7 +348,8 @@ bool SendChannel::has_unsent_tensors() {
   return queue_.has_tensors();
 }
 
-// Frames that were handed to the link are released by it; the rest here. No copy is under way.
+// Releases all items that the link does not have. The link itself releases those whose frames it has. No copy
+// is under way.
 void SendChannel::fail_queued() {
   while (SendItem* item = queue_.take_next()) release(*item);
   while (!started_.empty()) {

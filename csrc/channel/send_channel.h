@@ -1,4 +1,4 @@
-// The sending end of one directed channel between two stages: takes the tensors of a work item on the
+// The sending end of one directed channel between two stages. It takes the tensors of a work item on the
 // device and puts them on the wire in chunks, asynchronously. Compute never waits for a send.
 //
 //   compute thread     copy stream                    who drives                        wire
@@ -7,13 +7,13 @@
 //                      4 chunk copied -----------------> 5 frame of the chunk ------------> ...
 //   7 collect_released() <----------------------------- 6 last chunk has left
 //
-// SendQueue has the items, ItemCopier does step 3, SendRecord counts and times; what is left is here: when an
-// item may start, its frames, and what the link tells.
+// SendQueue has the items, ItemCopier does step 3, SendRecord counts and times. This class decides when an
+// item may start, makes its frames, and handles the link's events.
 //
-// Threads: send(), send_end() and collect_released() on the compute thread; the rest on whoever drives the
-// transport, which a compute thread that sends does itself when nobody else does. Which member belongs to
-// whom is said below. Bound: num_items_max items that are not released, and kNumSpareItems. All of them are
-// made with the channel: to send an item allocates nothing.
+// Threads: send(), send_end() and collect_released() run on the compute thread. Everything else runs on the
+// thread that drives the transport; that is the sending compute thread itself when no other thread drives.
+// The members below are grouped by the thread that uses them. Bound: num_items_max unreleased items and
+// kNumSpareItems. All of them are made with the channel, so that sending an item allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -48,68 +48,73 @@ namespace pipedream {
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
   ItemSpec spec;
-  std::size_t chunk_bytes = 0;  // of what a sender cuts; 0: measured, see chunk_tuner.h
+  std::size_t chunk_bytes = 0;  // the sender's chunk size; 0: measured, see chunk_tuner.h
   std::size_t num_items_max = 16;
-  // The microbatches whose items come, counted through the run: this one, and every so many after it, or with
-  // 0 any after it in ascending order. Where minibatches are not cut a microbatch is a minibatch.
+  // The numbers of the channel's microbatches, counted through the whole run. The channel carries
+  // first_microbatch and every microbatch_stride-th one after it. With a stride of 0 it carries any later
+  // ones in ascending order. With one microbatch per minibatch a microbatch's number is its minibatch's.
   std::int64_t first_microbatch = 0;
   std::int64_t microbatch_stride = 1;
-  std::int64_t num_microbatches = 1;   // of every minibatch
-  Codec codec{};                       // of the float tensors
-  std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
-  // Number of places that a receiver may post and has not granted yet, if its items land in posted places and
-  // not in slots; else 0.
+  std::int64_t num_microbatches = 1;   // per minibatch
+  Codec codec{};                       // applied to float tensors only
+  std::size_t num_transfers_kept = 0;  // each end keeps the times of so many newest items
+  // The most places that the receiver may have posted and not yet granted; 0 if its items land in slots and
+  // not in posted places.
   std::size_t num_posts_max = 0;
-  std::uint32_t channel_id = 0;  // of those
-  // For a receiver: gives the stream that the calling thread's framework computes on, where that is not the
-  // compute stream. Null on the host; it gives null for the compute stream itself. Any thread.
+  std::uint32_t channel_id = 0;  // the channel's id in shared memory with posted places
+  // For a receiver: returns the stream on which the framework computes on the calling thread, or null if that
+  // is the compute stream. Any thread may call it. Empty on the host.
   std::function<std::unique_ptr<Stream>()> side_stream{};
 };
 
 class SendChannel final : public LinkHandler {
  public:
-  // staging: null when the wire reads the tensors. Otherwise slots of WireLayout::slot_bytes(), and the
-  // device whose copy stream fills them. residual: slots of WireLayout::residual_bytes(), zeroed, which the
-  // items use in turn; null when the codec keeps none. encoded: a slot as large as staging's, in which the
-  // device encodes; null where it encodes into staging at once. All outlive the channel.
+  // staging: slots of WireLayout::slot_bytes(), which the copy stream of `device` fills; null when the wire
+  //   reads the tensors.
+  // residual: zeroed slots of WireLayout::residual_bytes(), which the items use in turn; null when the codec
+  //   keeps no residual.
+  // encoded: a slot as large as staging's, in which the device encodes; null where it encodes straight into
+  //   staging.
+  // All outlive the channel.
   SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
               SlotGroup* staging, SlotGroup* residual = nullptr, SlotGroup* encoded = nullptr);
   ~SendChannel() override;  // the transport has been shut down
 
-  // From now on items are written into the receiver's slots, which lie in this memory. Where it is device
-  // memory, a channel that the wire can neither read from nor stage for must have it. Before there is a link.
-  // Claims it.
+  // Maps the receiver's slots: from now on items are written into `memory`. Claims it. Called before there is
+  // a link. Where the wire can neither read device memory nor stage it, the channel needs this with device
+  // memory.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  // Places items like place_in(), into memory where the receiver posts places for them. The caller has
-  // claimed it.
+  // Does the same where the receiver posts places: items are written to those places in `memory`. The caller
+  // has claimed the memory.
   void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
-  // Lets go of that memory, which the receiver frees then. The transport has been shut down.
+  // Unmaps that memory, so that the receiver may free it. Called after the transport's shutdown.
   void end_placing();
 
   // Before the first send.
   void attach(Link& link) { link_.store(&link); }
 
-  // The tensors are read until they show up in collect_released(); keep_alive owns their memory. ready:
-  // an event on the compute stream after which the tensors are written; null when they are. Never
-  // blocks. Throws UserError when a tensor is not what the plan says.
+  // Sends the tensors of a work item. Never blocks. They are read until collect_released() destroys
+  // keep_alive, which owns their memory. ready: an event of the compute stream after which the tensors are
+  // written; null when they are written already. Throws UserError when a tensor does not fit the plan.
   void send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
             const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
             std::shared_ptr<void> keep_alive);
-  // No more items; the receiver learns how many minibatches there were, and what is due at their end.
+  // Ends the channel: no items follow. Tells the receiver how many minibatches there were and what is due at
+  // the end (ItemFields::boundary_events).
   void send_end(std::int64_t num_minibatches, std::uint8_t boundary_events = 0);
-  // Destroys, on this thread, the keep_alives of items that have left.
+  // Destroys the keep_alives of sent items on the calling thread.
   void collect_released() { queue_.collect_released(); }
   // True once the link is open.
   [[nodiscard]] bool open() const { return open_.load(); }
-  // Waits until an item can be sent without exceeding num_items_max: for senders without a schedule,
-  // which bounds the others. False at the deadline or when the run has failed.
+  // Waits until an item can be sent without exceeding num_items_max. For senders that no schedule bounds.
+  // False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_room(Deadline deadline);
-  // Waits until everything that was given to send() and send_end() has left. False as above.
+  // Waits until all items given to send() and send_end() are sent. False as above.
   bool wait_until_sent(Deadline deadline);
-  // Waits until fewer items than these are not released. False as above.
+  // Waits until fewer than num_items are unreleased. False as above.
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
-  // The residuals of ItemCopier: valid before the first send, and when all items have left.
+  // ItemCopier::residuals(). Valid before the first send and after all items are sent.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const {
     return copier_.residuals();
   }
@@ -117,7 +122,7 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] std::size_t num_unreleased() const { return queue_.num_unreleased(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
-  // Transfers of the items that were released last, in the order in which they were sent. Any thread.
+  // The transfers of the most recently released items, in the order in which they were sent. Any thread.
   [[nodiscard]] std::vector<SentTransfer> transfers() const { return record_.transfers(); }
 
   void on_open(Link& link) override;
@@ -128,10 +133,11 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] bool is_quick() const override { return true; }  // credits
 
  private:
-  // Size of a placed tensor's chunks: the receiver copies nothing, so that small chunks gain nothing on the
-  // host, and little on a device.
+  // The chunk size of placed tensors. The receiver does not copy them, so that small chunks gain nothing on
+  // the host and little on a device.
   static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
-  // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
+  // One item for the end, which does not wait for room, and one whose on_sent comes late: the receiver's
+  // answer to an item can arrive before it.
   static constexpr std::size_t kNumSpareItems = 2;
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
@@ -173,10 +179,10 @@ class SendChannel final : public LinkHandler {
   RingBuffer<SendItem*> started_;
   GrantedSlots granted_;
   bool failed_ = false;
-  std::optional<std::string> refused_;  // what the receiver has posted wrongly
-  bool peer_left_ = false;              // it said BYE: what is sent from now on would vanish
+  std::optional<std::string> refused_;  // why a place that the receiver has posted is wrong
+  bool peer_left_ = false;              // the peer said BYE: items sent from now on would be lost
 
-  ItemCopier copier_;  // its callbacks use the above
+  ItemCopier copier_;  // last, because its callbacks use the members above
 };
 
 }  // namespace pipedream

@@ -1,4 +1,4 @@
-// Chunks of an item and the step from one to the next. Threads as in send_item.h.
+// The arithmetic of an item's chunks. Threads as in send_item.h.
 #include "channel/send_item.h"
 
 namespace pipedream {

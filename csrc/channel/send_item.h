@@ -1,7 +1,9 @@
-// One item on its way through a sending channel: what it is, how it is cut, and how far it has come. Made
-// with the channel, in a fixed place, so that callbacks capture two pointers and allocate nothing.
+// One item on its way through a sending channel: its description, its chunks and its progress. The channel
+// makes all its items when it is made, and they never move. So a callback captures two pointers and allocates
+// nothing.
 //
-// Threads: the compute thread until it is queued, then whoever drives the transport; the two counters any.
+// Threads: the compute thread until the item is queued, then the thread that drives the transport. Any thread
+// may change the two counters.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +26,7 @@ namespace pipedream {
 class ItemCopier;
 
 struct SendItem {
-  // The next chunk, and how many came before it.
+  // The position of the next chunk, and the number of chunks before it.
   struct Cursor {
     std::size_t tensor_index = 0;
     std::size_t offset = 0;
@@ -33,7 +35,8 @@ struct SendItem {
 
   explicit SendItem(const WireLayout& wire_layout) : layout(wire_layout) {}
 
-  // By chunk_bytes, which has been chosen: counts the chunks, none of which has been copied, framed or sent.
+  // Counts the item's chunks of chunk_bytes each and sets its progress to zero. chunk_bytes is set before the
+  // call.
   void cut();
   [[nodiscard]] std::size_t wire_bytes(std::size_t tensor_index) const {
     return layout.wire_bytes(tensor_index, tensors[tensor_index].size_bytes());
@@ -59,28 +62,28 @@ struct SendItem {
   std::shared_ptr<void> keep_alive;
   std::size_t num_wire_bytes = 0;
 
-  // How it travels.
-  bool is_placed = false;  // written into the receiver's slot
+  // How the item travels.
+  bool is_placed = false;  // the sender writes the tensors into the receiver's memory
   std::size_t chunk_bytes = 0;
   std::size_t num_chunks = 0;
   std::uint16_t slot = 0;  // of the receiver
-  PostedRange posted;      // what it has posted for the slot, if anything
-  Lease staging;  // what it is copied to, unless it is placed; invalid when the wire reads the tensors
-  std::byte* copy = nullptr;      // in one of the two; null when there is none
-  std::byte* residual = nullptr;  // what the codec has left out before it; null when it keeps none
+  PostedRange posted;      // the place that the receiver has posted for the slot, if any
+  Lease staging;  // the staging buffer; invalid when the item is placed or the wire reads the tensors
+  std::byte* copy = nullptr;  // the start of the copy, in the slot or in staging; null when nothing is copied
+  std::byte* residual = nullptr;  // what the codec left out of earlier items, or null
   ItemCopier* copier = nullptr;
 
-  // How far it has come.
-  Cursor copied;  // or given to the copy stream
+  // The item's progress.
+  Cursor copied;  // the next chunk to copy; earlier ones are copied or enqueued on the copy stream
   Cursor framed;
-  std::atomic<std::size_t> num_chunks_copied{0};  // by the copy stream
+  std::atomic<std::size_t> num_chunks_copied{0};  // chunks whose copy is complete
   std::atomic<std::size_t> num_chunks_left{0};    // not yet sent
 
   // For SendRecord.
-  bool is_timed = false;         // for the tuner, if it stays alone on its way
+  bool is_timed = false;         // ChunkTuner gets its time, if no other item follows it
   std::uint64_t send_index = 0;  // among the items with tensors
   std::int64_t queued_ns = 0;
-  std::int64_t started_ns = 0;  // these three: 0 until then
+  std::int64_t started_ns = 0;  // this time and the next two are 0 until they are known
   std::int64_t copied_ns = 0;
   std::int64_t framed_ns = 0;
 };

@@ -1,4 +1,5 @@
-// Items change hands under the lock; what kept them alive dies outside of it. Threads as in send_queue.h.
+// Items change hands under the lock. Their keep_alives are destroyed outside of it. Threads as in
+// send_queue.h.
 #include "channel/send_queue.h"
 
 #include <utility>

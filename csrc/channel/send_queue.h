@@ -1,5 +1,5 @@
-// The items of a sending channel, all made with it: free -> queued -> taken -> released, and free again.
-// Bound: their number. Any thread, but for collect_released().
+// All items of a sending channel, made together with it. An item goes free -> queued -> taken -> released,
+// and then is free again. Their number bounds the queue. Any thread; collect_released() one at a time.
 #pragma once
 
 #include <atomic>
@@ -17,19 +17,19 @@ class SendQueue {
  public:
   SendQueue(std::size_t num_items, const WireLayout& layout);
 
-  // Null when there is none: more are in use than the owner's bound allows.
+  // Null when all items are in use, which is more than the owner's bound allows.
   [[nodiscard]] SendItem* take_free();
   void push(SendItem* item);
-  // The next one stays queued; null when there is none.
+  // Returns the first queued item and leaves it in the queue; null when the queue is empty.
   [[nodiscard]] SendItem* next();
   [[nodiscard]] SendItem* take_next();
-  // Some queued item is more than the end.
+  // Whether some queued item has tensors; the item that marks the end has none.
   [[nodiscard]] bool has_tensors();
-  // It is free again; its keep_alive waits for collect_released().
+  // Makes the item free again. Its keep_alive lives until collect_released().
   void release(SendItem& item);
-  // Destroys what kept released items alive, on this thread; one at a time.
+  // Destroys the keep_alives of released items, on the calling thread.
   void collect_released();
-  // From take_free() to release().
+  // The number of items between take_free() and release().
   [[nodiscard]] std::size_t num_unreleased() const { return num_unreleased_.load(); }
 
  private:
@@ -41,7 +41,7 @@ class SendQueue {
   RingBuffer<SendItem*> queued_;
   std::vector<std::shared_ptr<void>> released_;
 
-  std::vector<std::shared_ptr<void>> collected_;  // of who collects
+  std::vector<std::shared_ptr<void>> collected_;  // used by collect_released() alone
 };
 
 }  // namespace pipedream

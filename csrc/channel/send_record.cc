@@ -34,7 +34,7 @@ void SendRecord::note_framed(SendItem& item) {
   if (num_passed + 1 == item.num_chunks) num_items_sent_.fetch_add(1, std::memory_order_relaxed);
 }
 
-// A failed run keeps no record of items that never left.
+// Items that were never sent, in a failed run, leave no transfer.
 void SendRecord::end(const SendItem& item, std::int64_t released_ns) {
   const std::lock_guard lock(mutex_);
   if (item.is_timed) time(item, released_ns);
@@ -44,7 +44,7 @@ void SendRecord::end(const SendItem& item, std::int64_t released_ns) {
                   item.copied_ns, item.framed_ns, released_ns});
 }
 
-// Under the mutex. An item that another one followed, or that never started, says nothing.
+// Takes the item's time under the mutex, unless another item followed it or it never started.
 void SendRecord::time(const SendItem& item, std::int64_t released_ns) {
   if (item.started_ns == 0 || item.send_index + 1 != num_sent_ || !tuner_.wants(item.num_wire_bytes)) return;
   tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, released_ns - item.started_ns));
@@ -72,7 +72,7 @@ ChannelStats SendRecord::stats() const {
   return stats;
 }
 
-// Kept in the order of their releases, which come from several threads.
+// Sorts the transfers: they are kept in the order of releases, which come from several threads.
 std::vector<SentTransfer> SendRecord::transfers() const {
   std::vector<SentTransfer> in_order;
   {

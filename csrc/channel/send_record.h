@@ -1,5 +1,5 @@
-// The record of a sending channel: its figures, the times of its newest items, and the best chunk size by
-// them. Any thread.
+// A sending channel's statistics: its counters, the times of its newest items, and the best chunk size that
+// it has measured. Any thread.
 #pragma once
 
 #include <atomic>
@@ -18,21 +18,21 @@ namespace pipedream {
 
 class SendRecord {
  public:
-  // chunk_bytes as ChunkTuner has them.
+  // chunk_bytes: as in ChunkTuner's constructor.
   SendRecord(std::size_t chunk_bytes, std::size_t num_transfers_kept);
 
-  // The item with tensors is given to the channel. Chooses its chunk_bytes; is_placed is known.
+  // Notes that send() got an item with tensors, and chooses its chunk_bytes. is_placed is already set.
   void begin(SendItem& item);
-  // A chunk is about to be given to the link: the one at item.framed.
+  // Notes that the chunk at item.framed is about to be given to the link.
   void note_framed(SendItem& item);
-  // The transport no longer reads the item, or never will.
+  // Notes that the transport no longer reads the item, or never will.
   void end(const SendItem& item, std::int64_t released_ns);
-  // Whether the first item in the queue has to wait for a slot of the receiver. One thread at a time.
+  // Notes whether the first item in the queue waits for a slot of the receiver. One thread at a time.
   void note_credit_wait(bool waits);
 
-  // But for those of the link.
+  // All counters except the link's.
   [[nodiscard]] ChannelStats stats() const;
-  // Transfers of the items that were released last, in the order in which they were sent.
+  // The transfers of the most recently released items, in the order in which they were sent.
   [[nodiscard]] std::vector<SentTransfer> transfers() const;
 
  private:
@@ -48,7 +48,7 @@ class SendRecord {
   mutable std::mutex mutex_;  // guards the members below
   ChunkTuner tuner_;
   std::uint64_t num_sent_ = 0;     // items with tensors
-  std::size_t num_under_way_ = 0;  // of them, from begin() to end()
+  std::size_t num_under_way_ = 0;  // items between begin() and end()
   std::int64_t under_way_since_ns_ = 0;
   std::int64_t transfer_ns_ = 0;
   NewestLog<SentTransfer> transfers_;

@@ -27,8 +27,9 @@ struct TensorView {
 // "float32[64, 3, 32, 32]"
 [[nodiscard]] std::string to_string(const TensorView& tensor);
 
-// One tensor of a boundary, as the rehearsal of the first minibatch saw it. Later ones have the same rank
-// and dtype and at most as many bytes (a short last batch is smaller).
+// The plan's limits for one tensor of a boundary, taken from the rehearsal of the first minibatch. Later
+// tensors have the same dtype and number of dimensions and at most as many bytes: a short last batch has
+// fewer.
 struct TensorSpec {
   DType dtype = DType::kFloat32;
   std::uint8_t num_dims = 0;
@@ -50,7 +51,7 @@ class ItemSpec {
   [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
   [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const { return offsets_.at(tensor_index); }
 
-  // Says why this tensor may not be sent as the index-th of an item; empty if it may.
+  // The reason why the plan forbids this tensor as the one at tensor_index; empty if the plan allows it.
   [[nodiscard]] std::optional<std::string> mismatch(std::size_t tensor_index, DType dtype,
                                                     std::uint8_t num_dims, std::size_t tensor_bytes) const;
 

@@ -1,6 +1,7 @@
-// The place where a stage's compute thread sleeps until a channel has something for it, or the run has
-// failed. One per worker, shared by its channels. The mutex guards every channel's inbox and the failure. A
-// thread that sleeps drives the transport meanwhile, so that what it waits for needs no other thread.
+// The compute thread of a stage sleeps here until a channel has something for it or the run has failed. Each
+// worker has one Wakeup, and all its channels share it. Its mutex guards every channel's inbox and the
+// failure. A sleeping thread drives the transport, so that no other thread is needed to bring what it waits
+// for.
 #pragma once
 
 #include <atomic>
@@ -23,18 +24,18 @@ namespace pipedream {
 
 class Wakeup {
  public:
-  // Before the first wait; outlives the last.
+  // Called before the first wait. The transport outlives the last wait.
   void drive_while_waiting(Transport& transport) { transport_ = &transport; }
 
-  // The first failure is the cause and stays; later ones are consequences.
+  // Only the first failure is kept: it is the cause, and later ones are consequences.
   void fail(Failure failure) {
     update([&] {
       if (!failure_) failure_ = std::move(failure);
     });
   }
 
-  // Runs what may call the device, on a thread that nobody can throw to. False: that has failed, and so has
-  // the run, in the device's words.
+  // Runs a function that may call the device, on a thread where an exception has no one to catch it. On a
+  // DeviceError the run fails with its message, and the result is false.
   template <class Function>
   [[nodiscard]] bool try_on_device(const std::string& channel_name, Function function) {
     try {
@@ -62,9 +63,9 @@ class Wakeup {
     if (waiter_drives) transport_->interrupt();
   }
 
-  // Runs `look` under the lock until it returns true, the run fails or the deadline passes. What `look`
-  // accepts wins over a failure, so that what had arrived before it is still used.
-  // True: accepted. False: deadline, or failure() is set.
+  // Runs `look` under the lock until it returns true, the run fails or the deadline passes. If `look` returns
+  // true although the run has failed, the result is true: items that arrived before the failure are still
+  // used. False: the deadline has passed, or failure() is set.
   template <class Look>
   [[nodiscard]] bool wait_until(Deadline deadline, Look look) {
     std::unique_lock lock(mutex_);
@@ -83,7 +84,7 @@ class Wakeup {
       bool drove = false;
       {
         lock.unlock();
-        const ScopeExit has_waited([&] {  // or has had a device's error
+        const ScopeExit has_waited([&] {  // also when a device's error is thrown
           lock.lock();
           waiter_drives_ = false;
         });
@@ -105,14 +106,15 @@ class Wakeup {
     return accepted;
   }
 
-  // The compute thread, around each work item that it does: what it posts with the item leaves at its end, in
-  // one turn with what the item sends.
+  // The compute thread calls begin_item() and end_item() around each work item. Functions that it posts in
+  // between run at end_item(), together with what the item sends.
   void begin_item() { item_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
   void end_item() {
     item_thread_.store({}, std::memory_order_relaxed);
     if (Transport* const transport = std::exchange(posted_to_, nullptr)) transport->drive_posted();
   }
-  // Any thread; at once where it does no work item.
+  // Posts the function. It runs at end_item() if this thread is within a work item, and otherwise as soon as
+  // possible. Any thread.
   void post_with_item(Transport& transport, std::function<void()> function) {
     if (item_thread_.load(std::memory_order_relaxed) != std::this_thread::get_id()) {
       transport.post_and_drive(std::move(function));
@@ -122,7 +124,8 @@ class Wakeup {
     transport.post_for_later(std::move(function));
   }
 
-  // Any thread: until run_deferred(), which the compute thread calls between its work items.
+  // Keeps the function until run_deferred(), which the compute thread calls between its work items. Any
+  // thread may defer.
   void defer(std::function<void()> function) {
     const std::lock_guard lock(mutex_);
     deferred_.push_back(std::move(function));
@@ -153,8 +156,8 @@ class Wakeup {
 
   Transport* transport_ = nullptr;
   std::atomic<bool> has_deferred_{false};
-  std::atomic<std::thread::id> item_thread_{};  // that does a work item; none while nobody does
-  Transport* posted_to_ = nullptr;              // that thread's; null when nothing waits for the item's end
+  std::atomic<std::thread::id> item_thread_{};  // default id: no thread is within a work item
+  Transport* posted_to_ = nullptr;  // where that thread has posted during its item; null when it has not
 };
 
 }  // namespace pipedream

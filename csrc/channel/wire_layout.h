@@ -1,5 +1,5 @@
-// How the tensors of a work item lie in a slot on the wire: as they are, or encoded. Both ends compute it
-// from the plan. Plain values; any thread.
+// The places of a work item's tensors in one slot on the wire, either as they are or encoded. Both ends
+// compute the layout from the plan. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -15,21 +15,21 @@ class WireLayout {
   WireLayout(const ItemSpec& item, const Codec& codec);
 
   [[nodiscard]] std::size_t num_tensors() const { return codecs_.size(); }
-  // Some tensor travels encoded.
+  // Whether at least one tensor travels encoded.
   [[nodiscard]] bool encodes() const { return num_elements_max_ > 0; }
-  // The codec that the tensor travels by: the channel's, or none if that does not apply to it.
+  // The tensor's codec: the channel's, or kNone where the channel's does not apply to the tensor's dtype.
   [[nodiscard]] const Codec& codec(std::size_t tensor_index) const { return codecs_.at(tensor_index); }
-  // Most elements of an encoded tensor.
+  // The number of elements of the largest encoded tensor.
   [[nodiscard]] std::size_t num_elements_max() const { return num_elements_max_; }
 
   [[nodiscard]] std::size_t slot_bytes() const { return wire_.slot_bytes(); }
   [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const {
     return wire_.offset_bytes(tensor_index);
   }
-  // On the wire, of a tensor that has so many bytes itself.
+  // The number of bytes on the wire of a tensor that has tensor_bytes in memory.
   [[nodiscard]] std::size_t wire_bytes(std::size_t tensor_index, std::size_t tensor_bytes) const;
 
-  // Bytes that the sender keeps between items: the codec's residual.
+  // The bytes that the sender keeps between items for the codec's residual.
   [[nodiscard]] std::size_t residual_bytes() const { return residual_.slot_bytes(); }
   [[nodiscard]] bool has_residual(std::size_t tensor_index) const {
     return codecs_.at(tensor_index).kind == CodecKind::kTopK;
@@ -45,8 +45,8 @@ class WireLayout {
   std::vector<DType> dtypes_;
   std::vector<Codec> codecs_;
   std::size_t num_elements_max_ = 0;
-  ItemSpec wire_;      // each tensor with its bytes on the wire
-  ItemSpec residual_;  // each tensor with those that it keeps
+  ItemSpec wire_;      // bytes_max: the tensor's bytes on the wire
+  ItemSpec residual_;  // bytes_max: the tensor's residual
 };
 
 }  // namespace pipedream
