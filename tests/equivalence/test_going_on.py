@@ -94,6 +94,75 @@ def test_runs_one_after_the_other_are_one_run(
     _assert_parts_equal_the_whole(farm, training, 1, 1)
 
 
+class _StopAt(pipedream.callbacks.Callback):
+    every = 1
+
+    def __init__(self, minibatch: int) -> None:
+        self.minibatch = minibatch
+        self.stopped_at = 0
+
+    def on_minibatches(self, report: Any) -> Any:
+        if self.stopped_at == 0 and report.takes_effect is not None and report.takes_effect >= self.minibatch:
+            self.stopped_at = report.takes_effect
+            return False
+        return None
+
+
+def _train_on_after_a_stop(training: Training) -> tuple[list[float], State, list[float], State]:
+    """Both of a run that was stopped and one that went on with the data behind, and of one run of all."""
+    found: list[Any] = []
+    data = list(training.data())
+    how = {**training.options(), "progress": False}
+    for is_stopped in (True, False):
+        model = training.model()
+        callbacks = [_StopAt(4)] if is_stopped else []
+        first = pipedream.run(model, training.plan, **how | {"data": data}, callbacks=callbacks)
+        losses = list(first.losses)
+        assert first.stopped_at == (len(losses) if is_stopped else None)
+        if is_stopped:
+            assert 4 <= len(losses) < len(data)
+            rest = how | {"data": data[len(losses) :], "state": first.state}
+            losses += pipedream.run(model, training.plan, **rest).losses
+        found += [losses, model.state_dict()]
+    return tuple(found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("case_name", "num_stages", "how"),
+    [
+        ("cnn", 3, {}),
+        ("dropout", 1, {}),
+        ("dropout", 2, {"replicas": (2, 1), "schedule": "unstashed", "optimizer": OPTIMIZERS["adam"]}),
+        ("transformer", 2, {"replicas": (1, 2), "schedule": "flush", "microbatches": 3}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_a_run_goes_on_from_one_that_was_stopped(
+    farm: Farm, case_name: str, num_stages: int, how: dict[str, Any]
+) -> None:
+    training = Training(case_name, num_stages, num_minibatches=14, short_last=False, **how)
+    outcome = farm.results(_train_on_after_a_stop, training, num_ranks=training.num_workers)
+    losses, state, losses_of_one, state_of_one = outcome[0]
+    assert losses == losses_of_one
+    assert_equal_state(state, state_of_one)
+
+
+def _shuffle_after_a_stop(training: Training) -> list[list[float]]:
+    how = {**training.options(), "progress": False}
+    found = []
+    for _ in range(2):
+        model = training.model()
+        first = pipedream.run(model, training.plan, **how, callbacks=[_StopAt(2)])
+        found.append(pipedream.run(model, training.plan, **how | {"seed": None}, state=first.state).losses)
+    return found
+
+
+def test_shuffles_after_a_stop_are_the_same_at_all_workers_each_time(farm: Farm) -> None:
+    training = Training("mlp", 2, replicas=(2, 1), num_minibatches=12, shuffled=True)
+    one, other = farm.results(_shuffle_after_a_stop, training, num_ranks=3)[0]
+    assert len(one) == 12 and one == other
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -92,9 +92,10 @@ def process_seed(base: int, stage_index: int) -> int:
     return _mix(b"process", f"{base} {stage_index}".encode())
 
 
-def data_seed(base: int) -> int:
-    """The 63-bit seed of the stream that the data (shuffling, augmentation) draw from."""
-    return _mix(b"data", str(base).encode())
+def data_seed(base: int, stopped_at: int | None = None) -> int:
+    """The 63-bit seed of the stream that the data (shuffling, augmentation) draw from. stopped_at: the
+    minibatch before which the run was stopped that this one goes on from."""
+    return _mix(b"data", (str(base) if stopped_at is None else f"{base} {stopped_at}").encode())
 
 
 def seed_all(seed: int) -> None:

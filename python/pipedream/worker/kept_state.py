@@ -24,6 +24,7 @@ from pipedream.common.units import format_bytes
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream
 from pipedream.links.residuals import Residuals
+from pipedream.model.seeding import RngStream, data_seed
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.program import Program
 from pipedream.planning.shapes import Shapes, listed
@@ -104,11 +105,7 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
     try:
         if isinstance(run.options.schedule, Program):
             raise ValueError("its schedule is a program, which begins with the version that is there")
-        if segment.was_stopped:
-            raise ValueError("the run was stopped, and its data would go on")
-        if run.reads_inputs or run.reads_targets:
-            source.fetch(end)  # a replica may not have seen the end of the data
-        stream = source.stream.generators if isinstance(source.stream, DataStream) else None
+        stream = _data_generators(segment, source, end)
         kept = WorkerState.of(segment.take_snapshots(), stream)
         if run.rank == 0:
             of_process = kept.process if run.plan.workers_used == 1 else kept.data
@@ -123,6 +120,21 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
     except Exception as error:  # of an optimizer, of data after the last minibatch, of a full disk
         state["missing"] = f"{run.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
+
+
+def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> RngStream | None:
+    """The generators from which the next run's data draw. Where a run was stopped its readers have read ahead
+    of each other, and all begin with other generators, which follow from the minibatch."""
+    run = segment.run
+    if segment.was_stopped:
+        if run.plan.workers_used == 1:
+            return None
+        stream = RngStream(data_seed(run.base_seed, end))
+        with stream:
+            return stream
+    if run.reads_inputs or run.reads_targets:
+        source.fetch(end)  # a replica may not have seen the end of the data
+    return source.stream.generators if isinstance(source.stream, DataStream) else None
 
 
 def _document_of(
