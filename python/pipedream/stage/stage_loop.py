@@ -1,4 +1,5 @@
-"""The loop of one worker: asks the core for work, hands it to its stages' runners, reports what was done.
+"""The loop of one worker. It takes work items from the core, has the runner of the item's stage do each,
+and reports what was done.
 
 Owned by the worker's compute thread.
 """
@@ -90,7 +91,7 @@ class PreparedStage:
 
 
 class WorkerLoop:
-    """The work items of one worker."""
+    """Does the work items of one worker."""
 
     def __init__(
         self,
@@ -114,13 +115,19 @@ class WorkerLoop:
         make_saver: Callable[[Sequence[PreparedStage]], StageSaver] | None = None,
         saving: Saving | None = None,
     ) -> None:
-        """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
-        must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
-        by stage, of what backwards draw. boundaries: by the stage upstream, of the cuts at these stages.
-        edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
-        torch_pool: where forwards and backwards make their tensors, None leaves it to torch. steered: by whom
-        the run is. evaluation: None without validation. make_saver: of what saves the stages at boundaries,
-        if anything does. saving: of what is due beside what is planned."""
+        """prepared: this worker's stages in ascending order.
+        input_boundary: the boundary that the inputs of stage 0 are checked against. None checks nothing.
+        draws: keys the random draws of these stages. None keys nothing.
+        backward_seeds: seeds of the backwards' random draws, by stage.
+        boundaries: the cuts at these stages, by the index of the stage upstream.
+        edges: the edges with one end at this worker, each with the name of its channel.
+        predicted: bytes of each memory term.
+        torch_pool: the memory in which forwards and backwards make their tensors. None leaves that to
+            torch.
+        steered: what ends or steers the run.
+        evaluation: None without validation.
+        make_saver: makes the saver of the stages. None where no checkpoint is written.
+        saving: decides on checkpoints that do not follow from the data."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -131,7 +138,7 @@ class WorkerLoop:
         self._steered = steered
         self._edges = edges
         self._predicted = predicted
-        self._memory: MeasuredMemory | None = None  # while it trains
+        self._memory: MeasuredMemory | None = None  # None while it does not train
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
         self._position = Position(options.plan, place.rank, prepared[0].stage.stage_index)
@@ -160,11 +167,11 @@ class WorkerLoop:
         )
         self._losses = self._make_losses()
         self.has_updated = False
-        """Whether a stage has another version than the first."""
+        """Whether any stage has made a version after its first."""
         self._saving = saving
         self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
-        """Before the data were over."""
+        """Whether the run ended before its data did."""
         self._evaluations = None if evaluation is None else self._make_evaluations(evaluation)
         self._boundaries = Boundaries(schedule, stages, self._boundary_listeners())
         self._gate = self._make_gate() if 0 in stages else None
@@ -190,8 +197,8 @@ class WorkerLoop:
         self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_norms(self) -> dict[int, NormExchange]:
-        """The exchanges of norms by stage, where norms are asked for. All stages here share one where the
-        schedule drains."""
+        """Returns the exchange of norms by stage; empty if no norms are asked for. Where the schedule
+        drains, all stages of this worker share one exchange. Otherwise each stage has its own."""
         if not self._options.measures_gradients:
             return {}
         found: dict[int, NormExchange] = {}
@@ -228,12 +235,12 @@ class WorkerLoop:
         return (EVALUATE if is_evaluated else 0) | (STOP if stops else 0)
 
     def _planned_events(self) -> list[Planned]:
-        """Returns the events at boundaries that follow from the data, the same at every replica of stage
-        0."""
+        """Returns the events at boundaries that follow from the data. They are the same at every replica of
+        stage 0."""
         validation, checkpoints = self._options.validation, self._options.checkpoints
         planned = [] if validation is None else [Planned(EVALUATE, validation.every)]
         if checkpoints is not None:
-            # A time is for rank 0 to look at, but at the end all save.
+            # Rank 0 decides when a checkpoint is due by time. At the end all replicas save.
             planned.append(Planned(SNAPSHOT, "end" if checkpoints.seconds else checkpoints.every))
         return planned
 
@@ -243,7 +250,7 @@ class WorkerLoop:
         return [listener for listener in listeners if listener is not None]
 
     def _make_evaluations(self, plan: EvaluationPlan) -> Evaluations | None:
-        """The evaluations, at the first replica of a stage."""
+        """Makes the evaluations. Only the first replica of a stage evaluates; others get None."""
         options, last = self._options, self._options.plan.num_stages - 1
         validation = options.validation
         if validation is None or self._replica > 0:
@@ -275,8 +282,8 @@ class WorkerLoop:
         )
 
     def _tells_losses(self) -> bool:
-        """Whether the first stage is told the losses. The caller of local workers reads them on the board
-        instead."""
+        """Whether this worker tells the first stage its losses. A local worker does not: its caller reads
+        them from the status board."""
         return self._options.call_points.at_epochs and self._place.folder is None
 
     def _show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
@@ -293,7 +300,7 @@ class WorkerLoop:
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
-        # From one minibatch that this replica has a part of to the next.
+        # Minibatches from one that this replica has a part of to its next one.
         stride = -(-num_replicas // self._options.microbatches)
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
         if board is not None and not self._options.output.progress:
@@ -308,9 +315,10 @@ class WorkerLoop:
     ) -> StageRunner:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
-        # Data are copied when their memory may change while they are in flight: autograd saves them, and a
-        # recompute reads them. Inputs also when the first layer works in place: that would change the data of
-        # the next epoch, here and not at the last stage. None: not known before the first forward.
+        # Data are copied if their memory may change while they are in flight: autograd saves them, and a
+        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. That
+        # layer would change the data of the next epoch at stage 0, but not at the last stage, which reads
+        # its own. None: it is not known before the first forward whether the layer does.
         copies_data = self._data.stream.may_reuse_memory and self._has_several_in_flight(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
@@ -338,14 +346,14 @@ class WorkerLoop:
         return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
 
     def _has_several_in_flight(self, stage_index: int) -> bool:
-        """Whether the stage reads the next minibatch before it is done with this one."""
+        """Whether the stage reads the next minibatch before the backward of this one is over."""
         drains = _core.drains_every_minibatch(self._schedule)
         return not drains and self._schedule.in_flight[stage_index] > 1
 
     @property
     def losses(self) -> list[float]:
-        """The losses so far. Empty where the last stage is another worker's, or where replicas have some of
-        them."""
+        """The losses so far. Empty if another worker runs the last stage, or if the last stage has
+        replicas."""
         return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
     @property
@@ -353,12 +361,13 @@ class WorkerLoop:
         return None if self._position.minibatch < 0 else self._position.minibatch
 
     def train(self, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """goes_on: asked once all is done, whether only this segment of the run is over."""
+        """Trains until there are no more minibatches, and returns the report. goes_on: asked at the end
+        whether only this segment of the run is over."""
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
         self._memory = MeasuredMemory(self._predicted, self._runners, self._servers, self._device)
-        # Also after a failure: the user's modules get their own parameters back.
+        # After a failure, too, the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
             if self._draws is not None:
@@ -378,7 +387,8 @@ class WorkerLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of the stages when all is done. Raises ValueError for what it cannot keep."""
+        """Copies the state of the stages after all work is done. Raises ValueError for state that cannot be
+        kept."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         return [
@@ -401,16 +411,17 @@ class WorkerLoop:
         return self._options.plan.stages[part.stage.stage_index].num_replicas
 
     def _end_boundary(self, done: _core.WorkItem, newest_slots: dict[int, int]) -> None:
-        """All minibatches are done: what is due at the end. newest_slots: as of _work_through()."""
+        """Does what is due after the last minibatch. newest_slots: as in _work_through()."""
         self.was_stopped = bool(done.boundary_events & STOP)
-        if not self.was_stopped:  # else the data would go on
+        if not self.was_stopped:  # after a stop the data would go on
             self._check_end(done.num_minibatches)
         self._boundaries.end(done.num_minibatches, done.boundary_events)
         if self._evaluations is not None and done.boundary_events & EVALUATE:
             self._work_through(self._core, newest_slots)
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
-        """Does all items; what the core says when there are no more. newest_slots: of each stage, kept up."""
+        """Does all work items. Returns the core's last item, DONE. newest_slots: the slot of each stage's
+        newest version, which this updates."""
         user, position = self._user, self._position
         work = core.next_work()
         while work.kind != "DONE":
@@ -430,7 +441,7 @@ class WorkerLoop:
                 else:
                     core.end_of_data(*self._gate.end)
                 work = core.next_work()
-            elif work.edge is not None:  # its time is in the span of the item after it
+            elif work.edge is not None:  # the span of the next item includes its time
                 work = core.advance(made, _NO_FIELDS, 0, self._prepare)
             else:
                 if work.kind == "UPDATE":
@@ -446,7 +457,8 @@ class WorkerLoop:
         return work
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
-        """Does the item, and returns the tensors that it sends; None if the minibatch is not admitted."""
+        """Does the item, and returns the tensors that it sends. Returns None if the minibatch is not
+        admitted."""
         kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
@@ -473,8 +485,8 @@ class WorkerLoop:
         return []
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
-        """Does work that needs none of the next item's tensors, while the worker waits for them. upcoming:
-        that item, if it is known."""
+        """Works while the core waits for the tensors of the next item: reads data ahead, and binds weights.
+        upcoming: the next item, if it is known."""
         if self._reads:
             self._reader.read_ahead()
         if upcoming is not None:
@@ -501,7 +513,7 @@ class WorkerLoop:
         runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))
 
     def _clip_scale(self, figures: GradientFigures) -> float | None:
-        """Returns the factor of the gradients; None after an overflow."""
+        """Returns the factor by which gradients are clipped; None after an overflow."""
         if self._options.autocast is torch.float16 and figures.overflowed:
             return None
         return clip_scale(figures.squared_norm, self._options.max_grad_norm)
@@ -520,11 +532,13 @@ class WorkerLoop:
                 part.weights.tied[owner].restore(slot)
 
     def _check_end(self, num_minibatches: int) -> None:
-        """Who reads the data learns of their end by itself, but for a replica that another has told."""
+        """Checks that the data end here at the minibatch at which this worker was told that they end.
+        Without replicas stage 0 finds the end itself, so it checks nothing."""
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last
-            # Who looks ahead must know why they end; else only the last stage compares.
+            # A worker whose data look ahead must know why they end; of the others only the last stage
+            # compares.
             if not is_told or not (runner.is_last or looks_ahead):
                 continue
             if self._user.run("reading data", self._data.fetch, num_minibatches):
@@ -535,7 +549,7 @@ class WorkerLoop:
         return self._data.stream.source if reads else ""
 
     def _report(self) -> dict[str, Any]:
-        # Where that takes longer the trace is short of an item.
+        # If that takes longer than the timeout, the trace lacks the last transfers.
         self._core.wait_for_transfers(LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
@@ -576,11 +590,12 @@ class WorkerLoop:
         }
 
 
-# Functions, not methods: what the loop makes must not hold the loop, and with it the pool, in a circle.
+# These are functions and not methods: a method would hold the loop, and what the loop makes would hold the
+# loop and its pool in a reference cycle.
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
-    """The parameter servers of stages with replicas, by stage."""
+    """Returns the shard clients by stage, of the stages with replicas."""
     return {
         part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }
@@ -597,8 +612,9 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
 
 
 def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
-    """The minibatch after the last, where the data have a length. is_continued: whether they are those of the
-    run from whose checkpoint this one continues."""
+    """Returns the minibatch after the last, if the data have a length. is_continued: whether the run
+    continues from a checkpoint. Its data then begin with minibatch 0, and not with the first one that it
+    trains on."""
     num_minibatches = source.stream.num_minibatches
     if is_continued:
         return num_minibatches
@@ -619,8 +635,9 @@ def _show(
     loss: float,
     share: float,
 ) -> None:
-    """loss: this replica's part, which counts so much of the minibatch. stride: to its minibatch before."""
-    if progress.is_shown:  # the other replicas have done about as much
+    """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the minibatch
+    that the replica has. stride: minibatches from the replica's previous minibatch to this one."""
+    if progress.is_shown:  # estimates the samples of the other replicas
         index = minibatch - source.first_minibatch
         samples = sum(source.samples[max(0, index + 1 - stride) : index + 1])
         progress.advance(minibatch, source.epochs[index], loss / (share or 1.0), samples)
@@ -634,9 +651,13 @@ def _mean_scale(
     runner: StageRunner,
     minibatch: int,
 ) -> float:
-    """Returns the factor that makes a stage's gradients the mean of their round, of unscaled losses. At a
-    stage without replicas, which has them all, they are a sum; if no stage has replicas, a round is a
-    minibatch. minibatch: the round's first."""
+    """Returns the factor that turns a stage's gradients into the mean over their round, without the loss
+    scale.
+
+    A stage with replicas has means already. At a stage without replicas the gradients are a sum over the
+    round, because it computes all of the round's minibatches. If no stage has replicas, a round is one
+    minibatch.
+    minibatch: the round's first."""
     if runner.parts.gradients.takes_means:
         return 1.0
     if minibatches_per_round == 1:
@@ -649,7 +670,8 @@ def _mean_scale(
 def _figures_of(
     runners: Iterable[StageRunner], mean_scale: Callable[[StageRunner, int], float], minibatch: int
 ) -> GradientFigures:
-    """Over a worker's stages, whose gradients of the round are all there: of their mean, unscaled."""
+    """Returns the figures of the mean gradients, without the loss scale, over a worker's stages. All
+    gradients of the round must be there."""
     figures = GradientFigures()
     for runner in runners:
         runner.parts.gradients.take(minibatch, runner.gradient_slot)

@@ -1,9 +1,9 @@
-"""The work items of one stage: what each reads, computes, keeps and sends.
+"""The work items of one stage. Each kind reads, computes and keeps:
 
     FORWARD    data or received tensors -> outputs, stashed       BACKWARD  stashed, gradients -> gradients
     RECOMPUTE  stashed -> stashed with its graph                  UPDATE    gradients -> the next version
 
-Owned by the worker's compute thread, as all that it is given.
+The worker's compute thread owns the runner and everything that the runner is given.
 """
 
 from __future__ import annotations
@@ -53,36 +53,39 @@ class StageParts:
     tied: TiedParameters
     gradients: StageGradients
     boundary_in: Boundary | None
-    """Towards upstream; None at the first stage."""
+    """The boundary with the stage upstream; None at the first stage."""
     boundary_out: Boundary | None
-    """Towards downstream; None at the last stage."""
+    """The boundary with the stage downstream; None at the last stage."""
     reader: BatchReader | None
-    """At the first and the last stage."""
+    """Reads the data at the first and the last stage; None at others."""
     losses: LossRecord | None
-    """At the last stage."""
+    """None, but for the last stage."""
     boundaries: Boundaries
     """The boundaries of the worker."""
     gate: StageZeroGate | None
-    """At the first stage."""
+    """None, but for the first stage."""
     tells_losses: bool
-    """Whether the first stage wants to know the losses."""
+    """Whether the losses are sent back to the first stage."""
     backward_seed: int | None
-    """Seed of the backward's draws; None if it draws nothing, or from the process's generators."""
+    """Seed of the backward's random draws. None if it draws nothing, or draws from the process's
+    generators."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
     copies_targets: bool
     """Whether the last stage works on copies of the targets."""
     offload: StageOffload | None = None
     loss_scaling: LossScaling | None = None
-    """In float16."""
+    """None, but for float16."""
     held: HeldVersions | None = None
-    """Versions that are in no slot, of a stage that goes on without stashing."""
+    """Versions that lie in no slot. A stage that does not stash needs them after a checkpoint."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    """Around what torch computes: where its tensors lie. None leaves it to torch."""
+    """The region in which torch computes, so that its tensors lie in the pool. None leaves memory to torch.
+    """
 
 
 class StageRunner:
-    """One stage's forward, recompute, backward and update. An item sends what its method returns."""
+    """One stage's forward, recompute, backward and update. Each of these methods returns the tensors that
+    its item sends."""
 
     def __init__(
         self,
@@ -104,13 +107,14 @@ class StageRunner:
         self._losses, self._boundaries = parts.losses, parts.boundaries
         self._gate, self._tells_losses = parts.gate, parts.tells_losses
         self.fields = self._activation_fields = _core.ItemFields()
-        """Fields that travel with the tensors of the latest item."""
+        """The header fields that the core sends with the tensors of the latest item."""
         self._gradient_fields = _core.ItemFields()
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor that the latest backward's gradients carry; if replicas update alone, the count of their
-        microbatches of the round so far."""
+        """The factor by which the loss of the latest backward was multiplied, so that its gradients carry
+        it. If replicas update alone, it is the sum of the weights of their microbatches of the round so
+        far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
@@ -124,14 +128,14 @@ class StageRunner:
         self._own_per_round = self._rounds.own_per_round
         microbatches = range(schedule.num_microbatches)
         self._begins_minibatch = [self._rounds.is_first_of_minibatch(index) for index in microbatches]
-        """By microbatch, whether this replica has none of its minibatch before it; and none after it."""
+        """By microbatch: whether it is the first of its minibatch at this replica."""
         self._ends_minibatch = [self._rounds.is_last_of_minibatch(index) for index in microbatches]
         self._sums_shares = options.sums_shares
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
         self._statistics: MinibatchStatistics | None = None
         if schedule.num_microbatches > 1:
             self._statistics = MinibatchStatistics(stage) or None
-        self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward, too
+        self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward
         self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._has_looked = False
@@ -140,15 +144,16 @@ class StageRunner:
         self._tied = parts.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
         self._held = parts.held
-        """Until the first microbatches are forwarded that read them."""
+        """Versions that were kept before this pipeline began. None once no microbatch reads them any more."""
         self.kept = HeldVersions()
-        """Versions that a run which goes on reads, and that are in no slot."""
+        """Versions that lie in no slot, kept for a run that goes on from this one."""
         self._schedule = schedule
         self._loss_scaling = parts.loss_scaling
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
-        # Else what is bound also says what is to be in device memory, or follows from what ties receive.
+        # Early binding is impossible in two cases. With offloading, a bind also moves weights into device
+        # memory. Tied parameters are read from a slot that depends on what is still to be received.
         self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
@@ -166,14 +171,15 @@ class StageRunner:
         )
 
     def prepare(self, work: _core.WorkItem) -> None:
-        """The item is next; its tensors have not come."""
+        """Binds the weights of the next item before its tensors have come."""
         if self._binds_early:
             self._bind(work)
 
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> list[Tensor] | None:
-        """The outputs; none at the last stage. None when the data are over: there is no such minibatch."""
+        """Returns the outputs; an empty list at the last stage. Returns None if the minibatch is not
+        admitted, as at the end of the data."""
         piece = self._read(work)
         if piece is None:
             return None
@@ -222,7 +228,8 @@ class StageRunner:
         return boundary.sent([settled(tensor, self._buffer_memory) for tensor in crossing])
 
     def _judge_labels(self, stashed: Stashed) -> None:
-        """Raises ValueError for labels of -100 by which microbatches count otherwise than by samples."""
+        """Raises ValueError if ignored labels (-100) would give microbatches other weights than their
+        numbers of samples do."""
         reader, piece = self.parts.reader, stashed.piece
         assert reader is not None
         for uneven in piece.uneven_labels:
@@ -237,7 +244,7 @@ class StageRunner:
             )
 
     def _read(self, work: _core.WorkItem) -> Microbatch | None:
-        """None: the data are over."""
+        """Returns the microbatch's data; None if its minibatch is not admitted."""
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
@@ -246,22 +253,21 @@ class StageRunner:
         if not self.is_first and (
             piece is None or piece.fingerprint != work.data_fingerprint or piece.is_empty != work.is_empty
         ):
-            raise self.data_mismatch(work.minibatch)  # this stage has read something else than the first
+            raise self.data_mismatch(work.minibatch)  # the first stage has read something else
         if piece is not None and self.parts.copies_targets:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
 
     def _admits(self, minibatch: int) -> bool:
-        """Reads it. False: there is no such minibatch."""
+        """Reads the minibatch's data. Returns False if the minibatch does not exist or must wait."""
         assert self.parts.reader is not None
         source = self.parts.reader.source
         fetch = functools.partial(self._user.run, "reading data", source.fetch)
         return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
 
     def _begin_boundary(self, work: _core.WorkItem) -> int:
-        """Returns the events due at the boundary before the forward's group, if it is the stage's first
-        there.
-        """
+        """Returns the events that are due at the boundary before the forward's group, after telling the
+        listeners of them. Later forwards of the group tell nobody again."""
         events = work.boundary_events
         if self._gate is not None:
             events = self._gate.events
@@ -280,18 +286,20 @@ class StageRunner:
             self.fields.gradients_overflowed = overflowed or told
 
     def _take_overflow(self) -> bool:
-        """Whether an update was skipped since the last call, in the segment before too."""
+        """Returns whether an update was skipped since the last call. Counts those of the previous segment,
+        too."""
         assert self._loss_scaling is not None
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
 
     def keep_version(self, work: _core.WorkItem) -> None:
-        """The backward is next, and after it an update may write over what a run reads that goes on here."""
+        """Copies the version that the next backward reads, for a run that goes on from this one. The update
+        after that backward may overwrite it."""
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
         self.kept.keep(version, self._weights.own, work.read_slot)
 
     def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
-        """The slot has what the item reads."""
+        """Loads the version that the item reads into its slot, if that version lay in no slot."""
         assert self._held is not None
         read = _core.forward_version if is_forward else _core.backward_version
         version = read(self._schedule, self.stage_index, work.minibatch, work.microbatch)
@@ -299,14 +307,14 @@ class StageRunner:
         self._held = self._held or None
 
     def _bind(self, work: _core.WorkItem) -> None:
-        """The layers read the weights of the microbatch from now on."""
+        """Makes the layers read the weights that this microbatch reads."""
         if self._tied is None:
             self._weights.bind(work.read_slot, _NO_SLOTS)
         else:
             self._weights.bind(work.read_slot, self._tied.slots_read_by(work.minibatch, work.microbatch))
 
     def _look_at_what_was_made(self) -> None:
-        """The first forward may make buffers, and keep parameters of the version that it read."""
+        """Looks at what the first forward made: new buffers, and new references of layers to parameters."""
         self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self._weights.follow_new_references()
@@ -329,7 +337,7 @@ class StageRunner:
             self._close_minibatch(stashed.minibatch)
 
     def _explained(self, error: NonFiniteLoss, stashed: Stashed, targets: Any) -> NonFiniteLoss:
-        """The error with the NaN's origins, where these are known."""
+        """Returns the error with the origins of the NaN, if they are found."""
         origins = self._passes.origins_of_nan(stashed, targets)
         if not origins:
             return error
@@ -353,7 +361,7 @@ class StageRunner:
             )
 
     def _close_minibatch(self, minibatch: int) -> None:
-        """The forward of its last microbatch here is done."""
+        """Called after the forward of the minibatch's last microbatch at this replica."""
         if self._statistics is not None:
             self._statistics.update()
         if self._losses is not None:
@@ -366,15 +374,15 @@ class StageRunner:
         return [] if boundary is None else nothing_like(boundary, self._device, gradients=False)
 
     def _read_losses(self) -> None:
-        """Reads losses that are due. An error of the device comes out here too, so the user's code is
-        named."""
+        """Reads losses that are due. A device may report an error of earlier user code here, so the message
+        names that code."""
         assert self._losses is not None
         self._user.run("forward or loss_fn", self._losses.read_pending)
 
     # Recompute.
 
     def recompute(self, work: _core.WorkItem) -> list[Tensor]:
-        """The forward again, now with its graph. Sends nothing."""
+        """Runs the forward again, now with its graph. Sends nothing."""
         stashed = self._in_flight[work.minibatch, work.microbatch]
         if stashed.piece.is_empty:
             return []
@@ -393,7 +401,7 @@ class StageRunner:
     # Backward.
 
     def backward(self, work: _core.WorkItem) -> list[Tensor]:
-        """The gradients that go upstream; none at the first stage."""
+        """Returns the gradients that go upstream; an empty list at the first stage."""
         minibatch, microbatch, read_slot = work.minibatch, work.microbatch, work.read_slot
         stashed = self._in_flight.pop((minibatch, microbatch))
         self.fields = self._gradient_fields
@@ -404,10 +412,11 @@ class StageRunner:
             self._note_scale(work, stashed)
         if self._held is not None:
             self._load_held(work, is_forward=False)
-        # Layers that checkpoint themselves run again in the backward, on what is bound then.
+        # Layers with checkpoints of their own run their forward again in the backward. They read the
+        # weights that are bound then.
         self._bind(work)
         following: Stashed | None = None
-        if self._offload is not None:  # backwards come in the order of forwards
+        if self._offload is not None:  # backwards have the order of forwards
             following = next(iter(self._in_flight.values()), None)
         if self.parts.backward_seed is not None:
             of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
@@ -421,7 +430,7 @@ class StageRunner:
             with self.meter.backward():
                 self._passes.backward(stashed, work.tensors, following)
         work.tensors.clear()
-        if self._reads_losses_late:  # before anything of this backward leaves the stage
+        if self._reads_losses_late:  # before anything of this backward is sent
             self._read_losses()
         if self._tells_losses:
             self._tell_loss(work, stashed)
@@ -433,30 +442,28 @@ class StageRunner:
         return boundary.sent(gradients_of(stashed.leaves, self._device), gradients=True)
 
     def _tell_loss(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """The gradients carry it back to the first stage."""
+        """Puts the loss into the header of the gradients, which carry it back to the first stage."""
         bits = work.data_fingerprint
         if self._losses is not None:
             parts = self._losses.parts
             assert parts is not None
-            part = (
-                0.0 if stashed.piece.is_empty else parts.popleft()
-            )  # backwards come in the order of forwards
+            part = 0.0 if stashed.piece.is_empty else parts.popleft()  # backwards have the order of forwards
             bits = bits_of_loss(part)
         self.fields.data_fingerprint = bits
         if self._gate is not None:
             self._gate.note_loss(work.minibatch, loss_of_bits(bits))
 
     def _join_round(self, work: _core.WorkItem) -> None:
-        """The gradients of the round are in the leaves of the version that the backward reads."""
+        """Moves the gradients of the round so far to the leaves of the version that this backward reads."""
         if work.read_slot != self.gradient_slot:
             self._gradients.move(self.gradient_slot, work.read_slot)
         if self._tied is not None:
             self._tied.begin_backward(work.minibatch, work.microbatch)
 
     def _note_scale(self, work: _core.WorkItem, stashed: Stashed) -> None:
-        """Notes what the losses of the round have been multiplied by so far."""
+        """Notes the factor by which the losses of the round are multiplied so far."""
         begins = self._rounds.is_first_of_round(work.minibatch, work.microbatch)
-        if self._sums_shares:  # a mean over the replica's own microbatches is divided by what they count
+        if self._sums_shares:  # a replica's own mean is divided by the sum of its weights
             share = stashed.piece.weight if self.is_last else work.loss_scale
             self.fields.loss_scale = share
             if self._rounds.num_replicas > 1:
@@ -469,7 +476,8 @@ class StageRunner:
         self.loss_scale = scale
 
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
-        """Fills versions with NaN after their last reader, to catch later reads. freed_slot: -1 is none."""
+        """Overwrites versions with NaN after the last backward that reads them. freed_slot: the slot of
+        such a version, or -1."""
         if freed_slot >= 0:
             self._gradients.poison(freed_slot)
         self.parts.tied.poison_freed_by(done.minibatch, done.microbatch)
@@ -477,19 +485,21 @@ class StageRunner:
     # Update.
 
     def figures(self, minibatch: int) -> GradientFigures:
-        """Returns the figures of the gradients that an update takes, and what its round was told. minibatch:
-        the round's first."""
+        """Returns the figures of the gradients that an update takes, and whether the round was told of an
+        overflow.
+        minibatch: the round's first."""
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
         return self._gradients.figures()._replace(told=told)
 
     def hear(self, minibatch: int, total: GradientFigures) -> None:
-        """The figures of an update at all workers that add theirs up. minibatch: its round's first."""
+        """Takes the sum of an update's figures over all workers that exchange them. minibatch: the round's
+        first."""
         if self._loss_scaling is not None:
             round_index = self._rounds.round_of(minibatch)
             self._loss_scaling.hear(round_index, overflowed=total.overflowed or total.told)
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
-        """gradient_scale: None skips the update."""
+        """Makes the next version. gradient_scale: factor of the gradients. None skips the update."""
         read_slot, write_slot = work.read_slot, work.write_slot
         gradients, own = self._gradients, self._weights.own
         own.begin_update(read_slot, write_slot)
@@ -502,7 +512,8 @@ class StageRunner:
         own.end_update(write_slot)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
+        """Called after all updates. newest_slot: the slot of the last version. is_over: whether the run is
+        over, and not only a segment of it."""
         self._gradients.finish(newest_slot, is_over=is_over)
         if self._loss_scaling is not None and not is_over:
             self._loss_scaling.keep(overflowed=self._gradients.take_overflow())
@@ -519,7 +530,7 @@ class StageRunner:
 
 
 def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
-    """worker: which has read something else than rank 0."""
+    """Makes the error. worker: describes the worker that has read other data than rank 0."""
     return DataMismatch(
         f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
         " every worker iterates `data` itself, so its order must follow from the seeded generators of"
