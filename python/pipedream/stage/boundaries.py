@@ -1,5 +1,6 @@
-"""Boundaries of a run, at one worker: the places before a minibatch N where every stage has made the updates
-of the minibatches 0 to N - 1 and none of N. N is a multiple of the group, of `minibatches_between_drains`.
+"""Boundaries of a run, at one worker. The boundary N lies before minibatch N: all updates of minibatches 0
+to N - 1 are made there, and no update of N. Something may be due at it, as an evaluation or a checkpoint. N
+is a multiple of the group size, `minibatches_between_drains`.
 
     stage 0     decides what is due there, once it has read the group of N, or found that there is none
     the items   carry the decision: all activations of that group, or the end of the data
@@ -8,11 +9,11 @@ of the minibatches 0 to N - 1 and none of N. N is a multiple of the group, of `m
     STOP        there is no minibatch N
 
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
-                             begin       reach           what U4 has made is version N
+                             begin       reach           U4 has made version N
 
 A boundary may begin before the one before it is reached. No stage waits for another, and none looks ahead
-into its data. A replica that has no microbatch of the last, incomplete group would not hear of it, so what is
-due before such a group is due at the end of the data. Owned by the worker's compute thread.
+into its data. The last group may be incomplete, and a replica without a microbatch of it would not hear
+what is due before it. So that is due at the end of the data instead. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ __all__ = [
 
 
 class BoundaryListener(Protocol):
-    """The work of a worker at boundaries. Each call is of one stage and boundary; events: the bits above."""
+    """Works at boundaries of a worker. Each call is for one stage and one boundary. events: bits, as
+    EVALUATE."""
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """The stage has run no forward of the minibatch, and all of those before it."""
+        """Called before the stage's forward of this minibatch, after all its earlier forwards."""
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
-        """Is called after begin(), between the stage's updates of the minibatch before and of this one. A
-        replica's own shard is updated by then; it may not have pulled the others' yet."""
+        """Called after begin(), between the stage's updates of the minibatch before and of this one. A
+        replica has then updated its own shard, but may not have pulled the others' yet."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An event that follows from the position alone, so that all replicas of stage 0 plan it alike."""
+    """An event whose place follows from the position alone, so that all replicas of stage 0 plan it alike."""
 
     event: int
     every: int | str
@@ -58,7 +60,8 @@ class Planned:
 
 
 class StageZeroGate:
-    """Decides at a replica of stage 0, before it forwards a group. Lives as long as a segment."""
+    """Decides at a replica of stage 0 what is due at a boundary, and which minibatches there are. Lives as
+    long as a segment."""
 
     def __init__(
         self,
@@ -73,8 +76,10 @@ class StageZeroGate:
         first_of_run: int = 0,
         begins_with: int = 0,
     ) -> None:
-        """evaluates: this replica of the stage does. saving: decides on a SNAPSHOT that does not follow from
-        the data. first_of_run: the boundary with which it begins, at which nothing is due but begins_with."""
+        """evaluates: whether this replica runs the evaluations.
+        saving: decides on a SNAPSHOT that does not follow from the data.
+        first_of_run: the boundary at which the run begins.
+        begins_with: the only events that are due at first_of_run."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
@@ -85,31 +90,33 @@ class StageZeroGate:
         self._first_of_run = first_of_run
         self._begins_with = begins_with
         self._group = -1
-        self._evaluated = -1  # before this group, whose first forward was then put off
-        self._late = 0  # events that are due at the end
+        self._evaluated = -1  # the last group whose first forward was put off for an evaluation
+        self._late = 0  # events that are moved to the end of the data
         self.evaluates_first = False
-        """Why the newest minibatch was not admitted: the weights before it are evaluated first."""
+        """Whether the newest minibatch was refused for now, because the weights before it are evaluated
+        first."""
         self.events = 0
-        """Due at the boundary before the group that is forwarded now."""
+        """Events that are due at the boundary before the current group."""
         self.end = (0, 0)
-        """Once it admits no more: how many minibatches there were, and what is due at their end."""
+        """The number of minibatches and the events at their end, once admits() has found the end."""
 
     def admits(self, minibatch: int, fetch: Callable[[int], bool]) -> bool:
-        """False: there is no such minibatch, or evaluates_first says that it is not its turn yet. fetch:
-        reads it."""
+        """Reads the minibatch and returns True. Returns False if there is no such minibatch, or if
+        evaluates_first says that an evaluation comes before it. fetch: reads a minibatch, and returns
+        whether it exists."""
         self.evaluates_first = False
         group = minibatch - minibatch % self._group_size
         if group == self._group:
             return fetch(minibatch) or self._end(self._source.num_minibatches, self._events_of_end())
         is_first = group == self._first_of_run
         if self._group_size == 1 and not is_first and self._stops_before(group):
-            return self._end(group, STOP | self._saved_at_stop())  # without waiting for its data
+            return self._end(group, STOP | self._saved_at_stop())  # does not wait for the group's data
         if not fetch(minibatch):
             return self._end(self._source.num_minibatches, self._events_of_end())
         self._group, self.events = group, 0
         if is_first:
             return self._begin_run(group)
-        # The last group may be short: a replica that has nothing of it hears of no end before it.
+        # A short last group: a replica without a part of it would hear of no stop before it.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
@@ -121,7 +128,7 @@ class StageZeroGate:
                 return False
             events |= self._asking.events_at(group, epochs, self._source, evaluates=evaluates)
             if is_held and evaluates:
-                events &= ~EVALUATE  # it is done
+                events &= ~EVALUATE  # the evaluation is done
         if self._saving is not None and is_whole and self._saving.saves_before(group):
             events |= SNAPSHOT
         if not is_whole:
@@ -133,7 +140,7 @@ class StageZeroGate:
         return True
 
     def _begin_run(self, group: int) -> bool:
-        """Begins the run at its first group."""
+        """Decides at the first group of the run. Returns what admits() returns."""
         if self._begins_with & STOP:
             return self._end(group, self._begins_with)
         if self._source.num_minibatches < group + self._group_size:
@@ -144,14 +151,15 @@ class StageZeroGate:
             if self._asking.answers_at_once:
                 if self._puts_off(group):
                     return False
-                self.events &= ~EVALUATE  # it is done
+                self.events &= ~EVALUATE  # the evaluation is done
             self.events |= self._asking.ask_again(group, self._source)
             if self.events & STOP:
                 return self._end(group, self.events | self._saved_at_stop())
         return True
 
     def _puts_off(self, group: int) -> bool:
-        """Whether the group's first forward has to wait for the evaluation of the weights before it."""
+        """Whether the group's first forward has to wait for an evaluation of the weights before it. True
+        only once."""
         if not self._evaluates or self._evaluated == group:
             return False
         self._evaluated, self._group, self.evaluates_first = group, -1, True
@@ -162,7 +170,7 @@ class StageZeroGate:
             self._asking.note_loss(minibatch, part)
 
     def _saved_at_stop(self) -> int:
-        """A run that saves itself does so where it ends, however early."""
+        """Returns SNAPSHOT if the run writes checkpoints: then it also writes one where it is stopped."""
         return SNAPSHOT if any(planned.event == SNAPSHOT for planned in self._planned) else 0
 
     def _stops_before(self, group: int) -> bool:
@@ -170,7 +178,7 @@ class StageZeroGate:
 
     def _end(self, num_minibatches: int, events: int) -> bool:
         self.end = (num_minibatches, events)
-        is_over = events & STOP or self._source.larger is None  # and not only this segment
+        is_over = events & STOP or self._source.larger is None  # the run is over, not only this segment
         if is_over and self._asking is not None:
             self._asking.finish(num_minibatches, self._source)
         return False
@@ -178,15 +186,15 @@ class StageZeroGate:
     def _events_of_end(self) -> int:
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            # The next segment begins there.
+            # The next segment begins there, and decides what is due.
             return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
-        begin = (end - 1) - (end - 1) % self._group_size  # the boundary before
+        begin = (end - 1) - (end - 1) % self._group_size  # the last boundary before the end
         if end % self._group_size and begin > self._first_of_run:
-            begin -= self._group_size  # what was due before a short group is due here
+            begin -= self._group_size  # also counts what a short last group has moved to the end
         return self._planned_in(begin, end, is_end=True) | self._late
 
     def _planned_in(self, begin: int, end: int, *, is_end: bool = False) -> int:
-        """Events whose place is after the one minibatch and not after the other."""
+        """Returns the events that are planned after minibatch `begin`, up to and including `end`."""
         events = 0
         for planned in self._planned:
             if planned.every == "epoch":
@@ -200,7 +208,8 @@ class StageZeroGate:
         return events
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
-        """The epochs whose ends lie after the boundary before the group's and not after the group's own."""
+        """Returns (epoch, end) of the epochs that end after the last boundary, up to and including this
+        group's."""
         epoch_of = self._source.epoch_of
         return [
             (epoch_of(end - 1), end)
@@ -224,22 +233,23 @@ class Boundaries:
         first = schedule.first_minibatch
         self._begun = dict.fromkeys(stages, -1)
         self._updated_to = dict.fromkeys(stages, first)
-        """By stage: the updates of all minibatches before it are done."""
+        """By stage: the updates of all minibatches before this one are done."""
         self._due: dict[int, list[tuple[int, int]]] = {stage: [] for stage in stages}
-        """By stage, the boundaries that have begun and are not reached, in order, and what is due there."""
+        """By stage: (boundary, events) of the boundaries that have begun and are not reached, in order."""
         self._newest = (-1, 0)
-        """The boundary that began last at any stage here, and what is due there."""
+        """(boundary, events) of the boundary that began last at any stage here."""
 
     def has_stage(self, stage: int) -> bool:
         return stage in self._begun
 
     def events_in_hand(self, minibatch: int) -> int:
-        """Returns the events of an activation that goes from one stage of this worker to another."""
+        """Returns the events that an activation carries from one stage of this worker to another."""
         group, events = self._newest
         return events if minibatch - minibatch % self.group_size == group else 0
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
-        """Notes a boundary's events, before a forward of this minibatch that carries some."""
+        """Called before a forward of this minibatch whose activation carries these events. The listeners
+        are told once per boundary."""
         group = minibatch - minibatch % self.group_size
         if self._begun[stage] == group:
             return
@@ -251,7 +261,7 @@ class Boundaries:
         self._reach(stage)
 
     def note_update(self, stage: int, minibatch: int) -> None:
-        """The version is there that the round of this minibatch makes."""
+        """Notes that the stage has made the update of the minibatch's round."""
         self._updated_to[stage] = minibatch - minibatch % self._round_size[stage] + self._round_size[stage]
         if self._due[stage]:
             self._reach(stage)
@@ -264,7 +274,7 @@ class Boundaries:
                 listener.reach(stage, group, events)
 
     def end(self, num_minibatches: int, events: int) -> None:
-        """All is done."""
+        """Tells the listeners of the events at the end, after all work is done."""
         for stage in self._begun if events else ():
             for listener in self._listeners:
                 listener.begin(stage, num_minibatches, events)

@@ -1,8 +1,8 @@
-"""Items that a worker's program sends and receives by themselves, without a forward or backward: gradients
-and versions of tied parameters, norms, and what a replica pushes.
+"""The transfers that are work items of their own, outside of forwards and backwards: gradients and versions
+of tied parameters, norms, and the pushes of replicas.
 
-The engine says when, and moves what goes to another worker. Between two stages of one worker the tensors go
-from hand to hand here. Owned by the worker's compute thread.
+The engine decides when each happens, and carries tensors to other workers. If both stages belong to this
+worker, the tensors are handed over here. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["EdgeTransfers"]
 
 
 class EdgeTransfers:
-    """The SENDs and RECVs of one worker."""
+    """Does the SEND and RECV items of one worker."""
 
     def __init__(
         self,
@@ -30,8 +30,9 @@ class EdgeTransfers:
         norms: NormExchange | None,
         servers: Mapping[int, ShardClient] | None = None,
     ) -> None:
-        """tied: by stage, of the worker's. norms: None where the schedule exchanges none. servers: by stage,
-        of those with replicas."""
+        """tied: this worker's tied parameters, by stage. norms: None where the schedule exchanges none.
+        servers: the shard clients of the stages with replicas, by stage.
+        """
         self._tied = tied
         self._norms = norms
         self._servers = servers or {}
@@ -48,7 +49,7 @@ class EdgeTransfers:
         last backward read."""
         edge = work.edge
         assert edge is not None
-        if edge.kind == "push":  # what else replicas exchange the core does
+        if edge.kind == "push":  # the core does the other exchanges of replicas
             self._servers[work.stage].push(work.minibatch, gradient_slot)
             return []
         in_hand = self._in_hand.get(edge)

@@ -1,12 +1,13 @@
-"""Evaluations: the forwards of validation minibatches at one stage, and at the last stage what they measure.
+"""Evaluations: the forwards of validation minibatches at the stages of one worker. The last stage measures
+loss and metrics.
 
-    begin     before the first FORWARD of a boundary's minibatch: its buffers are kept, the core is told
+    begin     before the first FORWARD of a boundary's minibatch: copies the buffers, tells the core
     EVALUATE  layers in eval mode, with the weights of the boundary and those buffers
-    the last  of a block: there are no more minibatches; the last stage has a result
+    the last EVALUATE of a block finds no more minibatches; the last stage then has a result
 
-Without gradients. Buffers, generators and modes are afterwards as they were: layers run on copies of the
-buffers, whatever they write. A block of EVALUATEs has nothing else between them. Of a stage with replicas the
-first evaluates, with its own buffers. Owned by the worker's compute thread.
+Evaluations make no gradients. Layers run on copies of the buffers, so buffers, generators and modes are
+unchanged afterwards. No other item stands between the EVALUATEs of a block. If a stage has replicas, only
+the first one evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["EvaluatedStage", "EvaluationPlan", "Evaluations", "Measures", "evaluation_name"]
 
-_OUTPUT_BYTES_MAX = 4 << 30  # of all outputs and targets that metrics are given at once
+_OUTPUT_BYTES_MAX = 4 << 30  # bound of all outputs and targets that metrics are given at once
 
 Figures = dict[str, float]
 
@@ -48,19 +49,19 @@ class EvaluatedStage:
     """The parts that one stage evaluates with."""
 
     stage: StageModule
-    """The stage of the eval-mode forward."""
+    """The stage as the eval-mode forward is cut."""
     trained: StageModule
     weights: StageWeights
     tied: TiedParameters
     averages: Averages | None
-    """Those that are evaluated; None: the weights are."""
+    """The averages to evaluate. None: the weights are evaluated."""
     boundary_in: Boundary | None
     """The boundary of the eval-mode forward; None at the first stage."""
     boundary_out: Boundary | None
-    """None at the last stage."""
+    """The boundary with the stage downstream; None at the last stage."""
 
     def bind(self, work: _core.WorkItem) -> None:
-        """Makes the layers read what is evaluated."""
+        """Makes the layers read the averages, or the weights of the boundary."""
         averages, weights = self.averages, self.weights
         if averages is None:
             weights.bind(work.read_slot, self.tied.slots_at(work.minibatch))
@@ -75,14 +76,14 @@ class EvaluatedStage:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """A worker's evaluations, as they are known before it trains."""
+    """The parts of a worker's evaluations that are known before it trains."""
 
     stages: Sequence[StageModule]
-    """The worker's, of the eval-mode forward."""
+    """This worker's stages, as the eval-mode forward is cut."""
     boundaries: Mapping[int, Boundary]
-    """By the stage upstream, of the cuts at these stages."""
+    """The cuts at these stages, by the index of the stage upstream."""
     seed: int
-    """Seed of what validation data draw."""
+    """The seed of the random draws of validation data."""
 
 
 def evaluation_name(boundary: int) -> str:
@@ -91,7 +92,7 @@ def evaluation_name(boundary: int) -> str:
 
 
 class Measures:
-    """Measurements of an evaluation so far, at the last stage."""
+    """The losses and metrics of an evaluation so far, at the last stage."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Measures:
         self._weight_fn = weight_fn
         self._metrics: Mapping[str, Metric] = validation.metrics
         self._keeps_outputs = validation.outputs
-        """True, or what keeps something of them."""
+        """True keeps whole outputs. A function returns the part of an output to keep."""
         self._losses: list[tuple[Tensor, float]] = []
         self._sums: dict[str, list[tuple[Any, Any]]] = {}
         self._kept: list[tuple[Any, Any]] = []
@@ -116,11 +117,11 @@ class Measures:
         self._sums = {name: [] for name in self._metrics}
 
     def add(self, loss: Tensor, output: Any, inputs: Any, targets: Any) -> None:
-        """Adds one minibatch. Raises ValueError where all outputs would take too much memory."""
+        """Adds one minibatch. Raises ValueError if the kept outputs would take too much memory."""
         count = samples_of(inputs, targets) or 1
         self.num_samples += count
         weight = float(count if self._weight_fn is None else self._weight_fn(targets))
-        if weight:  # a mean over nothing is NaN
+        if weight:  # a minibatch of weight 0 has a mean over nothing, NaN
             self._losses.append((loss.detach(), weight))
         if self._keeps_outputs:
             self._keep(output, targets)
@@ -142,7 +143,8 @@ class Measures:
         self._kept.append(on_host)
 
     def result(self) -> Figures:
-        """Means over the evaluation; the loss by weights."""
+        """Returns the figures of the evaluation. The loss is a mean by the minibatches' weights; a metric
+        is the sum of its values over the sum of its counts."""
         several: Figures = {}
         if self._keeps_outputs:
             outputs, targets = ([pair[index] for pair in self._kept] for index in (0, 1))
@@ -156,7 +158,7 @@ class Measures:
                             " give it a name of its own"
                         )
                     several |= {key: float(value) for key, value in returned.items()}
-                    del self._sums[name]  # begin() makes it again
+                    del self._sums[name]  # begin() below makes it again
                 else:
                     self._sums[name] = [_pair(name, returned)]
         losses = [(loss.item(), weight) for loss, weight in self._losses]
@@ -194,8 +196,10 @@ class Evaluations:
         autocast: torch.dtype | None,
         describe: str,
     ) -> None:
-        """reader: where data are read. measures: at the last stage. show(boundary, samples, figures): called
-        there for each result. describe: the worker, for errors."""
+        """reader: reads the validation data, at the first and the last stage.
+        measures: at the last stage.
+        show: called as show(boundary, samples, figures) for each result at the last stage.
+        describe: describes the worker in errors."""
         self.fields = _core.ItemFields()
         """The fields that travel with the tensors of the latest EVALUATE."""
         self.results: list[tuple[int, int, Figures]] = []
@@ -215,29 +219,29 @@ class Evaluations:
         }
         self._first = min(stages)
         self._last = schedule.num_stages - 1
-        self._boundary = -1  # of the last evaluation that began here
+        self._boundary = -1  # the boundary of the last evaluation that began here
         self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
-        """By stage and boundary, copies of the buffers by the id of each."""
-        self._running: contextlib.ExitStack | None = None  # inside a block
-        self._num_over = 0  # stages here whose part of the block is over
+        """Copies of buffers by the id() of the buffer; these by stage and boundary."""
+        self._running: contextlib.ExitStack | None = None  # None outside a block
+        self._num_over = 0  # stages of this worker that have ended the block
 
     # The listener of boundaries.
 
     def begin(self, stage: int, minibatch: int, events: int) -> None:
         if not events & EVALUATE or minibatch <= self._boundary:
-            return  # of a later stage of this worker, which has been evaluated
+            return  # already evaluated, when an earlier stage of this worker began
         self._kept[stage, minibatch] = self._copies_of_buffers(stage)
         if stage == self._first:
             self._core.begin_evaluation(minibatch)
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
-        """The core knows when."""
+        """Does nothing: the core decides when the evaluation runs."""
 
     # Work items.
 
     def evaluate(self, work: _core.WorkItem) -> list[Tensor]:
-        """The outputs; none at the last stage. The first stage finds that there are no more minibatches, and
-        the others are told so."""
+        """Returns the outputs; an empty list at the last stage. The first stage finds out that there are no
+        more minibatches, and tells the others."""
         stage = work.stage
         if self._running is None:
             self._begin_block(work.minibatch)
@@ -268,8 +272,7 @@ class Evaluations:
         return []
 
     def finish(self) -> None:
-        """Ends the evaluation, after a failure too: modules are in their own modes and have their own buffers
-        again."""
+        """Gives modules their own modes and buffers back; after a failure, too."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -294,7 +297,8 @@ class Evaluations:
         self._measures.add(loss, output, batch[0], targets)
 
     def _read(self, work: _core.WorkItem) -> tuple[Any, Any, int] | None:
-        """The minibatch, at the first and the last stage, which compare; None where there is none."""
+        """Returns (inputs, targets, fingerprint) of the minibatch; None if there is none. The first and the
+        last stage read it, and the last one compares the fingerprints."""
         if self._reader is None or work.stage not in (0, self._last):
             return None
         batch = self._user.run("reading validation data", self._reader.next)
@@ -344,8 +348,8 @@ class Evaluations:
 
 @contextlib.contextmanager
 def _with_buffers(roots: Sequence[nn.Module], copies: Mapping[int, Tensor]) -> Any:
-    """Inside, modules have these in the place of the buffers with these ids. Not written into those: a graph
-    that waits for its backward may have saved them."""
+    """Puts `copies` into the modules in place of the buffers with these ids, until the context ends. The
+    buffers themselves are not written: a graph that waits for its backward may have saved them."""
     former = [
         (module, name, buffer)
         for root in roots

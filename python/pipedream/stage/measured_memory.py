@@ -1,7 +1,7 @@
-"""Measured memory: the peaks of a worker's memory terms, beside what its plan predicts of them.
+"""Measured memory: the peak of each memory term of a worker, beside the plan's prediction.
 
-On the host measuring costs time per operator: enough is seen once the pipeline has been full. A GPU counts by
-itself. Owned by the worker's compute thread.
+On the host measuring costs time per operator, so it stops soon after the pipeline has been full once. A GPU
+counts at no cost. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["MeasuredMemory", "measured_until"]
 
 
 def measured_until(plan: Plan, schedule: _core.ScheduleOptions, device: torch.device) -> int | None:
-    """The last minibatch that is measured on the host; None measures all.
+    """Returns the last minibatch that is measured on the host; None measures all.
 
-    With n microbatches in flight at each of r replicas, the last one that is forwarded for the first time is
-    the n r-th of the loop; one round more has a backward and an update beside them."""
+    With n microbatches in flight at each of r replicas, the n r-th one fills the pipeline. One round more
+    is measured, because it has a backward and an update beside them."""
     num_replicas_max = max(stage.num_replicas for stage in plan.stages)
     num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
     return None if device.type == "cuda" else schedule.first_minibatch + num_measured
 
 
 class MeasuredMemory:
-    """Meters around the work items of a worker's stages, from construction until stop()."""
+    """Measures the work items of a worker's stages, from construction until stop()."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MeasuredMemory:
         servers: Mapping[int, ShardClient],
         device: torch.device,
     ) -> None:
-        """predicted: bytes of each memory term. runners, servers: by stage; servers where it has replicas."""
+        """predicted: bytes of each memory term. runners: by stage. servers: by stage, if it has replicas."""
         self._predicted = predicted
         self._runners = runners
         self._servers = servers
@@ -84,8 +84,8 @@ class MeasuredMemory:
         torch_pool: TorchPool | None,
         saver: StageSaver | None,
     ) -> dict[str, dict[str, int | None]]:
-        """Predicted and peak bytes by term; the peak is None where nobody can tell it. torch_state_bytes:
-        size of the state that torch's optimizers made."""
+        """Returns the predicted bytes and the peak of each term; None where a figure is unknown.
+        torch_state_bytes: bytes of the state that torch's optimizers made."""
         predicted, servers = self._predicted, self._servers.values()
         means = [server.mean_peak_bytes for server in servers if isinstance(server, ParameterServer)]
         measured: dict[str, int | None] = {
@@ -99,7 +99,7 @@ class MeasuredMemory:
             CHECKPOINT_COPY: 0 if saver is None else saver.peak_bytes,
         }
         if torch_pool is not None:
-            del measured[STASH], measured[GRADIENTS]  # they are in it
+            del measured[STASH], measured[GRADIENTS]  # the torch pool contains them
             measured[TRANSIENT] = None
             if SHARD_STEP in predicted:
                 measured[SHARD_STEP] = None

@@ -1,4 +1,4 @@
-"""A worker saves its stages at the boundaries where that is due (boundaries.py).
+"""The saver: copies a worker's stages at boundaries, for checkpoints (boundaries.py).
 
     begin   before the stage's first forward after the boundary   its buffers, the data's position, generators
     before a backward in between, of a stage that does not stash  the version that its update writes over
@@ -7,9 +7,9 @@
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary 5, two in flight
                            begin       reach             version 4, which F5 read, has a slot until U5
 
-The tensors are copied at once (checkpoint/writer.py), as the next update writes over them. Replicas whose
-shards are asynchronous wait for each other before and after: each shard has the gradients of all minibatches
-before the boundary, and of none after it. Owned by the worker's compute thread.
+The tensors are copied at once (checkpoint/writer.py), because the next update overwrites them. Replicas
+with asynchronous shards wait for each other before and after the copy. So each shard has the gradients of
+all minibatches before the boundary, and of no later one. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from pipedream.update.stage_state import HeldVersions
 __all__ = ["DATA", "EVALUATED", "KINDS", "PENDING", "PROCESS", "Record", "StageSaver"]
 
 KINDS = "kinds"
-"""The key of a part's state for the shapes of minibatches that memory is planned for."""
+"""The key of a part's state for the planned kinds: the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
-"""Keys of a part's state: the evaluations so far, as the last stage's first replica reports them, and whether
-one is due at the boundary that comes after the snapshot."""
+"""Keys of a part's state. EVALUATED: the evaluations so far, as the last stage's first replica reports
+them. PENDING: whether an evaluation is due at the snapshot's boundary and comes after the snapshot."""
 DATA, PROCESS = "data", "process"
 """Keys of a part's state: the data's position, and the generators of the worker's process."""
 Record = Mapping[str, Sequence[Any]]
-"""Reports of earlier minibatches: "losses" of this worker, "losses_before" of all, "samples", "epochs" and
-"evaluated"."""
+"""Reports of earlier minibatches. "losses" are this worker's, "losses_before" those of all workers in the
+runs before; the other keys are "samples", "epochs" and "evaluated"."""
 
 
 @dataclass
 class _Begun:
-    """A boundary that has begun at a stage and is not reached."""
+    """A boundary that a stage has begun and not reached yet."""
 
     minibatch: int
     buffers: dict[str, Tensor]
     state: dict[str, Any]
     tensors: dict[str, Tensor]
-    """Those that the state names."""
+    """The tensors that `state` names."""
     held: HeldVersions = field(default_factory=HeldVersions)
 
 
 class StageSaver:
-    """The saver of one worker, for a segment of the run."""
+    """Saves the stages of one worker during a segment of the run."""
 
     def __init__(
         self,
@@ -83,10 +83,14 @@ class StageSaver:
         keep_residuals: Callable[[], Residuals],
         meet: Callable[[int, int], None],
     ) -> None:
-        """header: of every checkpoint, but for its position. facts: for the state of every part. names: by
-        stage, of names_of_stage(). before: what was reported before this segment. keep_residuals: of the
-        worker's channels, all sent. meet: given a stage and a minibatch, waits until all replicas of the
-        stage have called it for that."""
+        """header: the header of every checkpoint, without its position.
+        facts: facts that the state of every part contains.
+        names: the result of names_of_stage(), by stage.
+        before: the reports of the minibatches before this segment.
+        keep_residuals: returns the residuals of the worker's channels, once everything is sent.
+        meet: called with a stage and a minibatch. It waits until all replicas of the stage have called it
+            with them.
+        """
         self._writer = writer
         self._header = header
         self._facts = facts
@@ -101,9 +105,9 @@ class StageSaver:
         self._slot_of = {stage: dict(part.start.slot_of) for stage, part in self._parts.items()}
         self._begun: dict[int, list[_Begun]] = {stage: [] for stage in self._parts}
         self.losses: Sequence[float] = ()
-        """This segment's, where the worker has the last stage; they grow."""
+        """The losses of this segment so far, if the worker has the last stage."""
         self.evaluated: Sequence[Any] = ()
-        """Likewise, of evaluations."""
+        """The evaluations of this segment so far, if the worker has the last stage."""
         self.runners: Mapping[int, StageRunner] = {}
 
     # A BoundaryListener's calls.
@@ -152,15 +156,16 @@ class StageSaver:
         """Figures for the worker's report."""
         return vars(self._writer.figures)
 
-    # The loop tells of its work.
+    # Calls by the worker's loop.
 
     def before_backward(self, work: _core.WorkItem) -> None:
-        """An update may follow, which writes over the only slot of a stage that does not stash."""
+        """Keeps the newest version at a stage that does not stash: an update may follow and overwrite its
+        only slot."""
         for begun in self._begun[work.stage]:
             self._keep_current(work.stage, begun)
 
     def note_update(self, stage: int, slot: int) -> None:
-        """The next version is in the slot."""
+        """Notes that an update has written the stage's next version into this slot."""
         slot_of = self._slot_of[stage]
         newest = max(slot_of) + 1
         for version in [version for version, at in slot_of.items() if at == slot]:
@@ -177,11 +182,14 @@ class StageSaver:
         part, minibatch = self._parts[stage], begun.minibatch
         held = {**self.runners[stage].kept.contents, **begun.held.contents}
         kept = part.weights.own.contents_at_once(dict(sorted(self._slot_of[stage].items())))
-        # Who uses a parameter of another stage may not have its newest version yet, and reads it there.
+        # A stage that uses parameters of another may not have their newest version yet. A run that goes on
+        # reads it from the owner's snapshot.
         owned_slots = part.tied.kept_owned_slots(minibatch)
         owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
         if isinstance(part.gradients, AsynchronousServer):
-            kept = {max(kept): part.gradients.newest_pieces()}  # all go on from the newest
+            kept = {
+                max(kept): part.gradients.newest_pieces()
+            }  # all microbatches go on from the newest version
         elif isinstance(part.gradients, ShardClient):
             pieces, tied_pieces = self._own_pieces(part.gradients.layout)
             kept, owned = self._own_part(kept, pieces), self._own_part(owned, tied_pieces)
@@ -213,8 +221,9 @@ class StageSaver:
         return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
 
     def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
-        """The pieces of the newest version that this replica saves: of its stage's own parameters, and of
-        those that it owns for others. Each replica has its own shard, and waits for the rest."""
+        """Returns the pieces of the newest version that this replica saves: those of the parameters that
+        this stage alone trains, and those of the tied parameters that it owns. A replica saves its own
+        shard, because it does not have the others' shards of that version yet."""
         own = [chunk for chunk in layout.chunks_of(self._replica) if not chunk.is_tied]
         shared = layout.shared_pieces() if self._replica == 0 else []
         pieces = [piece for chunk in own for piece in chunk.pieces]
@@ -223,7 +232,8 @@ class StageSaver:
     def _own_part(
         self, versions: Mapping[int, Mapping[str, Tensor]], pieces: Sequence[Piece]
     ) -> dict[int, dict[str, Tensor]]:
-        """The pieces of the newest version; older ones, which all replicas have, from the first."""
+        """Returns this replica's pieces of the newest version. All replicas have the older versions, so the
+        first one saves those."""
         own: dict[int, dict[str, Tensor]] = {}
         for version, contents in versions.items():
             if version == max(versions):
@@ -236,7 +246,7 @@ class StageSaver:
         return own
 
     def _record(self, stage: int, minibatch: int) -> dict[str, Tensor]:
-        """The worker's reports of the minibatches before."""
+        """Returns the worker's reports of the minibatches before this boundary."""
         runner, source, before = self.runners[stage], self._source, self._before
         record: dict[str, Sequence[float]] = {}
         if runner.is_last:
@@ -253,7 +263,8 @@ class StageSaver:
         }
 
     def _num_own(self, minibatch: int) -> int:
-        """Minibatches before this boundary of which this replica of the last stage has a part."""
+        """Returns the number of minibatches before this boundary that this replica of the last stage has a
+        part of."""
         rounds = _core.rounds_of(self._schedule, self._schedule.num_stages - 1)
         return minibatch // max(1, rounds.num_replicas // self._schedule.num_microbatches)
 
