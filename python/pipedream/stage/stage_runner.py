@@ -112,9 +112,8 @@ class StageRunner:
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor by which the loss of the latest backward was multiplied, so that its gradients carry
-        it. If replicas update alone, it is the sum of the weights of their microbatches of the round so
-        far."""
+        """The factor of the latest backward's loss, and so of its gradients. If replicas update alone, it is
+        the sum of the weights of their microbatches of the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
@@ -152,8 +151,7 @@ class StageRunner:
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
-        # Early binding is impossible in two cases. With offloading, a bind also moves weights into device
-        # memory. Tied parameters are read from a slot that depends on what is still to be received.
+        # Not with offloading: a bind moves weights. Not with ties: their slots depend on what is received.
         self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
