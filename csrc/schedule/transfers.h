@@ -72,7 +72,7 @@
 
 namespace pipedream {
 
-// In the order of kinds and stages.
+// All edges, in the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
 // The names of an edge's items: a minibatch, or a microbatch by its number (rounds.h), first, first + stride,
 // ...; with a stride of 0, as for tied gradients of several microbatches, any number after first.
@@ -91,7 +91,7 @@ class Transfers {
  public:
   Transfers(ScheduleOptions options, Rank rank);
 
-  // Adds what stands before, or after, an instruction that the worker computes.
+  // Adds the transfers before, or after, an instruction that the worker computes.
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
   // Adds the versions that stand before an EVALUATE of a replica that has forwarded so many microbatches: all
@@ -104,8 +104,8 @@ class Transfers {
                  std::vector<Instruction>& instructions) const;
   // The most that one call, or add_before() and add_after() together, may add.
   [[nodiscard]] std::size_t num_added_max() const;
-  // Says how many minibatches there are, on which depends who is a member of the last round. Before that all
-  // replicas are.
+  // Says how many minibatches there are. The last round has only the replicas that have one of its
+  // microbatches; before the number is known it has all.
   void set_num_minibatches(std::int64_t num_minibatches) { num_minibatches_ = num_minibatches; }
 
  private:

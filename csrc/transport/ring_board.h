@@ -58,7 +58,7 @@ struct alignas(64) MarkedLinks {
 
 struct RingBoardPlan;
 
-// The way to another's board. Any thread.
+// A peer's board, as a sender sees it. Any thread.
 class RingBoardOfPeer {
  public:
   // Null where it cannot be opened: another host, user or namespace, or its process has ended.
@@ -75,7 +75,7 @@ class RingBoardOfPeer {
   const std::unique_ptr<BellRope> rope_;
 };
 
-// A transport's own. What is not said to be on any thread is on who drives the transport.
+// A transport's own board. Calls without a note are on the thread that drives the transport.
 class RingBoard {
  public:
   // Counts all links that a transport ever has, half of them quick ones (LinkHandler::is_quick()).
@@ -88,17 +88,17 @@ class RingBoard {
 
   [[nodiscard]] std::string address() const { return memory_->address(); }  // any thread
   [[nodiscard]] Bell& bell() { return bell_; }
-  // Another's, opened once while anybody keeps it; null as for open(). Any thread.
+  // A peer's board, opened once for all who hold it at a time; null as for open(). Any thread.
   [[nodiscard]] std::shared_ptr<RingBoardOfPeer> board_of_peer(const std::string& address);
 
-  // For one link, for good. Empty when there is none left. Any thread.
+  // Gives one link a number for good. Empty when none is left. Any thread.
   [[nodiscard]] std::optional<std::uint32_t> take_number(bool is_quick);
-  // Frames that are not urgent may lie so long; at first not at all.
+  // Lets the link's frames that are not urgent lie so long. Before the first call they may not lie at all.
   void let_wait(std::uint32_t number, Patience patience);
-  // The link is to be looked at in the next turn, by whoever has it.
+  // Has the next turn look at the link.
   void mark(std::uint32_t number);
-  // Takes all marks, or those of quick links; look(number) for each, once its mark has gone. What it throws
-  // leaves that link marked, and those after it.
+  // Takes all marks, or those of quick links, and calls look(number) for each link without its mark. If
+  // look() throws, that link and those after it stay marked.
   template <class Look>
   void take_marks(bool only_quick, Look look) {
     for (const Half& half : halves_) {
@@ -119,10 +119,10 @@ class RingBoard {
     }
   }
 
-  // From now on, until the bell was rung: a frame of a link that is at most so patient rings it, and every
-  // urgent one; nullopt: none does. Any thread, one at a time.
+  // Lets urgent frames, and frames of links that are at most so patient, ring the bell until it has been rung
+  // once; nullopt: no frame rings it. Any thread, one at a time.
   void wish(std::optional<Patience> patience);
-  // Whether there is what the last wish was for. Any thread, behind a fence after that.
+  // Whether a link is marked for which the last wish() asked. Any thread, after that wish and a fence.
   [[nodiscard]] bool has_wished() const;
 
  private:

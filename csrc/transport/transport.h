@@ -146,8 +146,8 @@ struct TransportOptions {
   std::optional<CurveKeys> keys;
   // Lets a listener without keys bind elsewhere than to loopback, and a connector talk to such a one.
   bool insecure = false;
-  // Between two transports of one host that both have it, frames without a payload travel through memory that
-  // they share.
+  // Whether frames without a payload travel through shared memory. It takes two transports of one host that
+  // both have this set.
   bool shares_memory = false;
   // Whether the ends of an open link tell each other that they live, by a BEAT every peer_timeout_s / 8. A
   // peer from which nothing has come for half of peer_timeout_s is lost: it is stopped, or the way to it is

@@ -320,9 +320,9 @@ def combine_reports(
     reports: list[dict[str, Any]],
     record: Mapping[str, list[Any]] = types.MappingProxyType({}),
 ) -> RunResult:
-    """The run's result from what the workers report, in the order of their ranks. channels: those of
-    activations and gradients. record: losses, samples, epochs and evaluations
-    before the checkpoint it continues from."""
+    """Makes the run's result from the workers' reports, which are in the order of ranks. channels: those of
+    activations and gradients. record: the losses, samples, epochs and evaluations before the checkpoint from
+    which the run continues."""
     of_stages = [
         [
             reports[plan.placement.rank_of(stage, replica)]

@@ -112,8 +112,8 @@ class Cuts:
                 self.offered.append(legal)
 
     def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
-        """Returns the state that the span between two cuts needs or touches. None: from the start, to the
-        loss."""
+        """Returns the state that the span between two cuts needs or touches. first None: the span begins with
+        the forward. last None: it ends with the loss."""
         begin = 0 if first is None else self._trace.calls[first.call].end
         end = None if last is None else self._trace.calls[last.call].end
         runs = [op for op in self._trace.operations if self._runs(op, begin, end)]

@@ -1,9 +1,10 @@
-"""The choice of weights whose gradients are pushed as factors: made layer by layer, before the run, by all
-replicas alike.
+"""The choice of weights whose gradients are pushed as factors. All replicas of a stage make the same choice,
+layer by layer, before the run.
 
-By the sizes of the first minibatch, as the rehearsal has met them (update/factors.py has the rule), and by a
-trial: replicas that do not get the same bits of the same product, as their processors or numbers of threads
-differ, would drift apart. On the worker's compute thread.
+A layer is chosen if its factors are smaller (update/factors.py has the rule), by the sizes of the rehearsed
+minibatch. It must also pass a trial: all replicas get the same bits of the same product. Different processors
+or numbers of threads may give different bits, and the replicas would drift apart. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class FactorChoice:
         stage: int,
         layers: Sequence[FactorLayer],
     ) -> list[FactorLayer]:
-        """These, which were chosen for a stage of this worker, with the rows of a larger minibatch: of each
-        the most that a replica has. Raises ValueError where the replicas multiply so many differently."""
+        """These layers, which were chosen for a stage of this worker, with the rows of a larger minibatch:
+        the most that any replica has. Raises ValueError where the replicas multiply so many rows
+        differently."""
         if not layers:
             return []
         self._run, self._footprints = run, footprints

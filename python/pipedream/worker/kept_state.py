@@ -160,8 +160,8 @@ def _document_of(
 
 
 def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
-    """Raises ValueError where as much for each worker would leave less free than it takes: what a user saves
-    goes before the state."""
+    """Raises ValueError unless the states of all workers fill at most half of the free room in the folder.
+    The rest is left for what the user saves."""
     free = shutil.disk_usage(folder).free
     if 2 * num_workers * num_bytes > free:
         raise ValueError(
@@ -171,5 +171,6 @@ def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
 
 
 def _multiple_of(run: AgreedRun) -> int:
-    """A run goes on after a multiple of so many minibatches: where rounds are over, and replicas alike."""
+    """A run can go on only after a multiple of so many minibatches: rounds are over and replicas alike
+    then."""
     return _core.minibatches_between_drains(run.schedule()) * run.options.replication.sync_every
