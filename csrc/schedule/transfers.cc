@@ -29,8 +29,8 @@ StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
   return {place.stage, place.replica};
 }
 
-// The ends of the norm edges between the worker at this rank and the next: of all workers where the schedule
-// drains, else of the replicas of a stage. Empty where their norms are not added up.
+// The two ends of the norm edge between the worker at this rank and the next. Norms are added up over all
+// workers where the schedule drains, else over the replicas of a stage. Empty where these two add up none.
 std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
                                                                bool drains) {
   if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;

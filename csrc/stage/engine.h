@@ -55,7 +55,7 @@ struct WorkItem {
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // whether what the item sends or has received lives there
   // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
-  // downstream, absent at the last. kRecv: the edge's item, absent where it goes from hand to hand.
+  // downstream, absent at the last. kRecv: the edge's item, absent where the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // where all is done, as the next
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)

@@ -1,5 +1,5 @@
-// A step over many tensors as one row of elements, cut into tasks for the thread team: small tensors share a
-// task and large ones are shared. Internal to csrc/weights; pure, any thread.
+// Cuts a step over many tensors into tasks for the thread team, as if they were one row of elements: a task
+// may have several small tensors, or a part of a large one. Internal to csrc/weights; pure, any thread.
 #pragma once
 
 #include <algorithm>

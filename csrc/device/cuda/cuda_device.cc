@@ -104,12 +104,12 @@ OurEvent& on_cuda(AnyEvent& event) {
   return *cuda_event;
 }
 
-// The host functions that a stream was given. After an error of the context the driver begins none, but it
-// does not wait for one that runs: end() does, so that what a function uses may go when synchronize() has
+// The host functions that a stream was given. After an error of the context the driver begins none of them,
+// and does not wait for one that runs. end() waits for it: what a function uses may go once synchronize() has
 // thrown.
 class HostCalls : public std::enable_shared_from_this<HostCalls> {
  public:
-  // The driver's until it calls run(), which frees it.
+  // Belongs to the driver until it calls run(), which frees it.
   struct Call {
     std::function<void()> function;
     std::shared_ptr<HostCalls> calls;

@@ -234,8 +234,7 @@ class Steering:
             return Decision(stop=True)
 
     def tell_of_checkpoints(self, period_s: float = 0.0) -> None:
-        """Tells the callbacks of checkpoints that are complete. Not sooner than period_s after the time
-        before."""
+        """Tells the callbacks of complete checkpoints, but looks for new ones only every period_s."""
         now_s = time.monotonic()
         if not self._watches or self.error is not None or now_s < self._looked_s + period_s:
             return

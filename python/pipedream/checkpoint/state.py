@@ -152,8 +152,8 @@ def save_state(
     names: Collection[str] | None = None,
     only_buffers: bool = False,
 ) -> None:
-    """Writes a safetensors file, into the memory of the one that is there. names: of what is saved; None:
-    all. Where that fails no file is left."""
+    """Writes a safetensors file, over the bytes of one that is there already. names: the tensors to save;
+    None saves all. Leaves no file where it fails."""
     state: dict[str, Tensor] = {}
     for stage in stages:
         of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)

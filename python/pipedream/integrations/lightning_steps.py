@@ -406,8 +406,9 @@ class _Rows(nn.Module):
 
 
 class Recorder(nn.Module):
-    """The loss of a run over Steps. Those that trace or rehearse a step add rows, too, but earlier ones. A
-    module, because tensors and numbers of modules come back from the worker of a loss."""
+    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing call it, too, so
+    the newest row of a step counts. It is a module because a loss that is a module brings its tensors and
+    numbers back from its worker."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,8 +55,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Calls the user's factory with the parameters, or with (name, parameter) pairs if it asks for them.
 
-    where: "stage 1", for errors. Raises ValueError or TypeError for what it raises so, PipelineError for
-    whatever else it raises, and refuses what it returns where that cannot train.
+    where: "stage 1", for errors. A ValueError or TypeError of the factory stays one, and another error
+    becomes a PipelineError. Refuses a returned object that cannot train.
     """
     given = list(zip(names, parameters, strict=True)) if _wants_names(factory) else parameters
     try:

@@ -105,8 +105,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int:
-        """The most state tensors as large as the parameter, over the groups: of SGD 0 or 1, of Adam 2 or,
-        with amsgrad, 3."""
+        """The most state tensors that a group keeps for each parameter, each as large as the parameter: SGD 0
+        or 1, Adam 2, or 3 with amsgrad."""
         return max(self._num_state_tensors(group) for group in self.param_groups)
 
     @torch.no_grad()

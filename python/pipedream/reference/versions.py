@@ -145,12 +145,12 @@ class Versions:
         return self.minibatches_per_round(len(self._num_replicas) - 1)
 
     def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
-        """The (stage, round) whose overflow decides on the scale of the minibatch, the first that has it, and
-        has decided on none before.
+        """The pairs (stage, round) whose overflow decides on the loss scale that begins with this minibatch.
+        Each pair decides on one scale.
 
         The activation of a microbatch tells the last stage of the rounds that each stage has updated since
-        the activation before. Replicas of the last stage, which have different ones, tell each other with
-        their update.
+        the activation before. Replicas of the last stage have different activations, so they tell each other
+        with their update.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
@@ -169,8 +169,8 @@ class Versions:
     def _updated_since(
         self, stage_index: int, k: int, *, microbatches: int | None = None
     ) -> set[tuple[int, int]]:
-        """(stage, round) of what the stage has updated when it forwards microbatch k, and had not when it
-        forwarded the one so many before; None: the same replica's one before."""
+        """The pairs (stage, round) that the stage updates between its forwards of an earlier microbatch and
+        of microbatch k. microbatches: how much earlier; None: the same replica's microbatch before."""
         before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
         return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, k) + 1)}

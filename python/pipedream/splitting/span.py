@@ -243,8 +243,8 @@ class _SpanForward:
             self._outputs[key] = self._wanted[key].flatten(output)
 
     def check_calls(self) -> None:
-        """Raises ValueError for a forward that did not make a call of the traced one whose output crosses, or
-        at whose end the cut is."""
+        """Raises ValueError if the forward left out a call that the cuts need: one whose output crosses a
+        cut, or one at whose end a cut is."""
         last = None if self._out is None else self._out.last
         missing = [key for key, value in self._given.items() if value is not NOT_CALLED]
         missing += [

@@ -1,8 +1,11 @@
-"""The versions that a stage begins with in a run that goes on, and the snapshot that it leaves for the next.
+"""The versions with which a stage begins in a run that goes on, and the snapshot that it leaves for the next.
 
-    version          8    9    10                 read by the first microbatches after the boundary
-    at the end      slot 2    0    1              as the updates have left them
-    at the start    slot 0    1    2              the newest last
+The first microbatches after the boundary read several versions, so the snapshot has them all. An example with
+three slots:
+
+    version                                8    9    10
+    slots at the end of one run            2    0    1      as its updates have left them
+    slots at the start of the next         0    1    2      the newest last
 
 Owned by the worker's compute thread.
 """

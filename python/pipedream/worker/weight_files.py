@@ -1,13 +1,14 @@
-"""Weights in files, one per stage, each written by the worker that has it: for the caller of local workers,
-and for the user.
+"""Weights in files, one per stage, which the worker that has the stage writes: for the caller of local
+workers, and for the user.
 
     model-00001-of-00002.safetensors      stage 0, of replica 0
     model-00002-of-00002.safetensors      stage 1
     model.safetensors.index.json          by name, as Hugging Face's checkpoints have it
 
-Of a stage with replicas each one more writes its buffers, whose means over all are the stage's; the user's
-folder gets them in a file of their own. A file is called *.part until it is whole, one of the user's until
-all of them are. On the worker's compute thread, and the caller's.
+Replicas differ in their buffers alone. Each further replica of a stage writes its own, and the stage's
+buffers are the means over all replicas; they get a file of their own in the user's folder. A file is called
+*.part until it is whole, and a file for the user until all of them are. On the worker's compute thread, and
+the caller's.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class WorkerOptimizers:
                 optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
-        """The stage's pieces of parameters that owners with shards keep, by owner and its replica; they are
-        counted as there."""
+        """The pieces of the stage's tied parameters that other stages' shards keep, by owner and its replica.
+        A piece counts its parameter among those that the stage shares with the owner."""
         found = {}
         for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
             layout = self.layouts.get(owner)
