@@ -41,7 +41,7 @@ from pipedream.planning.codec_choice import NO_CODEC, codec_between
 from pipedream.report.first_figures import FirstFigures, compares_gradients, compares_losses
 from pipedream.report.status import StatusBoard
 from pipedream.splitting.cut_model import CutModel
-from pipedream.stage.job import JobOptions
+from pipedream.stage.job import JobOptions, matmul_precision
 from pipedream.update.gradients import figures_of
 from pipedream.update.weights import split_tied
 from pipedream.worker.devices import choose_device_type
@@ -136,7 +136,7 @@ class FirstLoss:
         return abs(value - expected) <= relative * max(abs(value), abs(expected), least)
 
     def _is_coarse(self) -> bool:
-        if self._options.autocast is not None or torch.get_float32_matmul_precision() != "highest":
+        if self._options.autocast is not None or matmul_precision() != "highest":
             return True
         tensors = [t for root in self._roots() for t in (*root.parameters(), *root.buffers())]
         return any(tensor.dtype in _HALVES for tensor in tensors)

@@ -34,7 +34,15 @@ from pipedream.report.status import StatusBoard
 from pipedream.splitting.evaluation_cut import EvaluationCut
 from pipedream.stage.decisions import StopOrder
 
-__all__ = ["CallerSettings", "Continued", "JobOptions", "MemoryOptions", "OutputOptions", "WorkerPlace"]
+__all__ = [
+    "CallerSettings",
+    "Continued",
+    "JobOptions",
+    "MemoryOptions",
+    "OutputOptions",
+    "WorkerPlace",
+    "matmul_precision",
+]
 
 
 def _said_of_schedule(schedule: str | Program) -> str:
@@ -325,6 +333,32 @@ _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
 }
 
 
+_PRECISION_NAMES = (
+    *("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
+    *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+)
+"""Parts of torch.backends that have an fp32_precision, a general one before its special ones."""
+
+
+def _precision_holders() -> dict[str, Any]:
+    found = {}
+    for name in _PRECISION_NAMES:
+        holder: Any = torch.backends
+        for part in filter(None, name.split(".")):
+            holder = getattr(holder, part, None)
+        if hasattr(holder, "fp32_precision"):  # since torch 2.9
+            found[name] = holder
+    return found
+
+
+def matmul_precision() -> str | None:
+    """Returns that of set_float32_matmul_precision(); None where the script has set fp32_precision."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch does not say it then
+        return None
+
+
 @dataclass(frozen=True)
 class CallerSettings:
     """Settings of a whole process that decide what a model computes or how its data are loaded. Local workers
@@ -333,7 +367,9 @@ class CallerSettings:
     default_dtype: torch.dtype
     deterministic: bool
     deterministic_warn_only: bool
-    matmul_precision: str
+    matmul_precision: str | None
+    fp32_precisions: dict[str, str]
+    """By the names of _PRECISION_NAMES."""
     switches: dict[str, bool]
     """By the names of _SWITCHES."""
     anomalies: tuple[bool, bool]
@@ -351,7 +387,8 @@ class CallerSettings:
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=matmul_precision(),
+            fp32_precisions={name: one.fp32_precision for name, one in _precision_holders().items()},
             switches={name: is_on() for name, (is_on, _) in _SWITCHES.items()},
             anomalies=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             start_method=start_method or multiprocessing.get_all_start_methods()[0],  # which is the default
@@ -362,7 +399,11 @@ class CallerSettings:
         torch.set_default_dtype(self.default_dtype)
         if self.deterministic or torch.are_deterministic_algorithms_enabled():  # it imports torch's compilers
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        for name, holder in _precision_holders().items():
+            if holder.fp32_precision != self.fp32_precisions[name]:
+                holder.fp32_precision = self.fp32_precisions[name]
         for name, (is_on, switch) in _SWITCHES.items():
             if is_on() != self.switches[name]:
                 switch(self.switches[name])

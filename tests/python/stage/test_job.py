@@ -47,3 +47,13 @@ def test_a_worker_has_the_callers_switches(farm: Farm) -> None:
 def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     assert CallerSettings.capture().start_method == multiprocessing.get_all_start_methods()[0]
+
+
+def test_a_worker_has_the_callers_precision_of_float32(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers sets it so for `tf32`; then torch does not say its older setting any more."""
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    settings = CallerSettings.capture()
+    assert settings.matmul_precision is None
+    (found,) = farm.results(_switched, settings, num_ranks=1)
+    assert found.fp32_precisions == settings.fp32_precisions
+    assert {found.fp32_precisions[name] for name in ("", "cuda.matmul", "mkldnn.conv")} == {"tf32"}
