@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,22 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction
 
 from pipedream.integrations.steps import HeldOut, LossForm
-from pipedream.model.boundary import tensors_of
+from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.seeding import generators_kept
 
 if TYPE_CHECKING:
     from pipedream.integrations.transformers import PipelineTrainer
 
-__all__ = ["Loss", "Predictions", "autocast_of", "in_memory", "loss_form", "loss_of_batch", "plain_loader"]
+__all__ = [
+    "Loss",
+    "Predictions",
+    "autocast_of",
+    "divides_by_items",
+    "in_memory",
+    "loss_form",
+    "loss_of_batch",
+    "plain_loader",
+]
 
 _HELD_OUT_BYTES_MAX = 1 << 30
 
@@ -70,6 +80,26 @@ def loss_form(trainer: PipelineTrainer) -> LossForm:
         label_names=names if others else (),
         kept_input=getattr(trainer.model, "main_input_name", "input_ids") if includes else None,
     )
+
+
+def divides_by_items(trainer: PipelineTrainer, form: LossForm, loader: DataLoader[Any]) -> bool:
+    """Whether the loss of a batch halves where twice as many items are counted."""
+    if not form.counts_items:
+        return False
+    model = trainer.model
+    loss_of, was_training = loss_of_batch(trainer, form), model.training
+    losses = []
+    with generators_kept(), torch.no_grad():
+        batch = dict(next(iter(copy.deepcopy(loader))))
+        if form.items_of(batch) is None:
+            return False
+        model.eval()
+        for count in (1, 2):
+            inputs, targets = form.parts(batch, 1.0, items=torch.tensor(count, dtype=form.items_dtype))
+            inputs, targets = map_tensors(lambda tensor: tensor.to(model.device), (dict(inputs), targets))
+            losses.append(float(loss_of(model(**inputs), targets)))
+    model.train(was_training)
+    return abs(losses[0] - 2 * losses[1]) <= 1e-3 * abs(losses[0])
 
 
 class Predictions:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy
 
 from pipedream import _core
 from pipedream.callbacks.callback import (
@@ -26,14 +25,19 @@ from pipedream.callbacks.callback import (
     EvaluationReport,
     MinibatchReport,
 )
-from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoint
 from pipedream.checkpoint.checkpoints import Checkpoints
-from pipedream.checkpoint.whole_model import read_whole_state
 from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.integrations.steps import HeldOut, Steps, joined, share_of_loss
+from pipedream.integrations.trainer_checkpoints import (
+    SchedulerState,
+    StepCheckpoints,
+    pipeline_state,
+    pipeline_state_in,
+)
 from pipedream.integrations.trainer_parts import (
     Predictions,
     autocast_of,
+    divides_by_items,
     in_memory,
     loss_form,
     loss_of_batch,
@@ -43,7 +47,6 @@ from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedul
 from pipedream.launch.profiling import profile
 from pipedream.launch.runner import run
 from pipedream.launch.torchrun import shared_by_rank_0
-from pipedream.model.boundary import map_tensors
 from pipedream.model.seeding import generators_kept
 from pipedream.model.validation import Validation
 from pipedream.planning.partition_arguments import AUTO
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Training"]
 
-_STATE_FOLDER = "pipedream"  # in checkpoint-N
 _UNFINISHED = ".pipedream"  # in output_dir, while a checkpoint is written
 _PROFILE_MINIBATCHES, _PROFILE_S = 20, 20.0
 _BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
@@ -87,14 +89,17 @@ class Training:
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
         """By step, of evaluations that the Trainer has not been told of."""
-        self._states: dict[int, Any] = {}
-        """By step, the state that goes into its checkpoint; None until that step is over."""
-        self._complete: dict[int, Path] = {}
-        """By step, checkpoints of the pipeline that have not become one of the Trainer's."""
+        self._asked: set[int] = set()
+        """Steps at which the pipeline evaluates because a callback asked for it."""
+        self._factors: dict[int, float] = {}
+        """By step, what a scheduler by metric multiplied the rates with."""
+        self._step_checkpoints = StepCheckpoints(trainer, self._output_dir)
         self._validates = trainer.args.eval_strategy != "no"
         self._saves = trainer.args.save_strategy != "no"
         self.began_s = time.time()
         self._check()
+        if self._resumed is not None and self._by_metric:
+            self._resume_scheduler(self._resumed)
 
     def _check(self) -> None:
         if self._validates and isinstance(self._trainer.eval_dataset, dict):
@@ -108,17 +113,22 @@ class Training:
                 "include_for_metrics has 'loss', and the losses of single batches are not kept in a pipeline:"
                 " leave it out, or use eval_strategy='no' and evaluate() after train()"
             )
-        if self._resumed is not None and self._by_metric:
+        if self._resumed is not None and not pipeline_state_in(self._resumed):
             raise ValueError(
-                f"resume_from_checkpoint with a {type(self._trainer.lr_scheduler).__name__}: a checkpoint has"
-                " neither its state nor its rates; use a scheduler that counts steps, or load the model and"
-                " begin anew"
-            )
-        if self._resumed is not None and not (Path(self._resumed) / _STATE_FOLDER).is_dir():
-            raise ValueError(
-                f"{self._resumed} has no folder {_STATE_FOLDER!r}, the state of a pipeline: it was saved by"
+                f"{self._resumed} has no folder 'pipedream', the state of a pipeline: it was saved by"
                 " another Trainer, or with save_only_model; load its model and begin anew"
             )
+
+    def _resume_scheduler(self, folder: str) -> None:
+        scheduler = self._trainer.lr_scheduler
+        state = SchedulerState.load(folder)
+        if state is None:
+            raise ValueError(
+                f"{folder} has no state of a {type(scheduler).__name__}: it was saved with another"
+                " lr_scheduler_type; use that one, or load its model and start a new training"
+            )
+        state.give_to(scheduler)
+        self._factors, self._factor = state.factors, state.pending
 
     def _prepare_optimizer(self) -> None:
         trainer = self._trainer
@@ -153,7 +163,9 @@ class Training:
         self._microbatches = self._microbatches_for(plan)
         self._pieces_per_batch = self._microbatches // self._trainer.args.gradient_accumulation_steps
         if self._pieces_per_batch > 1:
-            self._form = dataclasses.replace(self._form, divides_by_items=self._divides_by_items())
+            self._form = dataclasses.replace(
+                self._form, divides_by_items=divides_by_items(self._trainer, self._form, self._loader)
+            )
         if given is None and is_rank_0():
             print(plan, flush=True)
         drains = _core.drains_every_minibatch(schedule_of(plan, self._schedule_of(plan), self._microbatches))
@@ -203,26 +215,6 @@ class Training:
         pieces = -(-(plan.microbatches or 1) // accumulated)
         found: int = accumulated * min(pieces, self._trainer._train_batch_size)
         return found
-
-    def _divides_by_items(self) -> bool:
-        """Whether the loss of a batch halves where twice as many items are counted."""
-        if not self._form.counts_items:
-            return False
-        trainer, model = self._trainer, self._trainer.model
-        loss_of, was_training = loss_of_batch(trainer, self._form), model.training
-        losses = []
-        with generators_kept(), torch.no_grad():
-            batch = dict(next(iter(copy.deepcopy(self._loader))))
-            if self._form.items_of(batch) is None:
-                return False
-            model.eval()
-            for count in (1, 2):
-                items = torch.tensor(count, dtype=self._form.items_dtype)
-                inputs, targets = self._form.parts(batch, 1.0, items=items)
-                inputs, targets = map_tensors(lambda tensor: tensor.to(model.device), (dict(inputs), targets))
-                losses.append(float(loss_of(model(**inputs), targets)))
-        model.train(was_training)
-        return abs(losses[0] - 2 * losses[1]) <= 1e-3 * abs(losses[0])
 
     # The run.
 
@@ -282,7 +274,7 @@ class Training:
             return None
         resume: bool | str = False
         if self._resumed is not None:
-            resume = str(checkpoints_in(Path(self._resumed) / _STATE_FOLDER)[-1])
+            resume = pipeline_state(self._resumed)
         return Checkpoints(self._output_dir / _UNFINISHED, every="epoch", resume=resume)
 
     # Reports to the Trainer.
@@ -307,12 +299,11 @@ class Training:
         if trainer.control.should_evaluate:
             self._evaluate()
             if trainer.control.should_save:  # save_strategy 'best' decides by this evaluation
-                self._states.setdefault(step, None)
+                self._step_checkpoints.want(step)
                 trainer.control.should_save = False
             self._note_state()
-            if self._folder(step).is_dir() and step in self._states:
-                self._states[step].save_to_json(str(self._folder(step) / "trainer_state.json"))
-        self.finish_checkpoints(is_over=True)
+            self._step_checkpoints.write_state_again(step)
+        self._step_checkpoints.finish(set(), is_over=True)
         shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
 
     def call(self, event: str, *given: Any) -> None:
@@ -343,13 +334,15 @@ class Training:
         """Goes through the steps since the report before. A run that continues from a checkpoint tells of the
         steps before that again."""
         if report.end <= self._first_step:
-            return Decision()
+            return Decision(rate_factor=self._factors.get(report.end, 1.0))
         norms = [*report.gradient_norms]
         for index, loss in enumerate(report.losses):
             self._tell_step(loss, norms[index] if index < len(norms) else None)
         control = self._trainer.control
         decision = Decision(stop=self._stop or control.should_training_stop, rate_factor=self._factor)
-        self._factor = 1.0
+        if self._factor != 1.0:
+            self._factors[report.end] = self._factor
+            self._factor = 1.0
         takes_effect = report.takes_effect
         if control.should_evaluate and takes_effect is not None:
             if not self._validates:
@@ -357,6 +350,12 @@ class Training:
                     "a callback set should_evaluate, and eval_strategy is 'no': set eval_strategy='steps',"
                     " with eval_steps as large as you want"
                 )
+            if self._trainer.args.save_strategy == SaveStrategy.BEST:
+                raise ValueError(
+                    "a callback set should_evaluate, and save_strategy is 'best': its figures come when the"
+                    " weights are gone; set save_strategy='steps', or evaluate by eval_strategy alone"
+                )
+            self._asked.add(takes_effect)
             decision |= Decision(evaluate=True)
         if control.should_save:
             if not self._saves:
@@ -365,15 +364,16 @@ class Training:
                     " with save_steps as large as you want"
                 )
             step = self._trainer.state.global_step if takes_effect is None else takes_effect
-            self._states.setdefault(step, None)
+            self._step_checkpoints.want(step)
             decision |= Decision(checkpoint=takes_effect is not None)
             control.should_save = False
         self._note_state()
-        self.finish_checkpoints()
+        self._step_checkpoints.finish(self._asked)
         return decision
 
     def _tell_step(self, loss: float, norm: float | None) -> None:
         trainer, state, args = self._trainer, self._trainer.state, self._trainer.args
+        self._tell_asked_evaluation()
         epoch, step_of_epoch = divmod(state.global_step, self._steps_per_epoch)
         if step_of_epoch == 0:
             self.call("on_epoch_begin")
@@ -406,6 +406,14 @@ class Training:
         self._stop |= trainer.control.should_training_stop
         self._note_state()
 
+    def _tell_asked_evaluation(self) -> None:
+        """Tells of an evaluation that a callback asked for. The pipeline has it at the step after."""
+        step = self._trainer.state.global_step
+        if step in self._asked and self._has_metrics():
+            self._asked.discard(step)
+            self._evaluate()
+            self._note_state()
+
     def _log_and_evaluate(self, norm: float | None, rate: float) -> None:
         trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
         num_steps = state.global_step - trainer._globalstep_last_logged
@@ -430,61 +438,34 @@ class Training:
         metrics = trainer._evaluate(self._trial, self._ignored_keys)
         trainer.control.should_evaluate = False
         after = [group["lr"] for group in trainer.optimizer.param_groups]
-        if self._by_metric and before[0]:
-            self._factor *= after[0] / before[0]
+        if self._by_metric:
+            self._factor *= self._common_factor(before, after)
         is_best = trainer._determine_best_metric(metrics=metrics, trial=self._trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_best
 
+    def _common_factor(self, before: list[float], after: list[float]) -> float:
+        """Returns what the scheduler multiplied all rates with."""
+        factors = [new / old for old, new in zip(before, after, strict=True) if old]
+        if factors and max(factors) > min(factors) * (1 + 1e-9):
+            raise ValueError(
+                f"the {type(self._trainer.lr_scheduler).__name__} changed the rates of its groups by"
+                f" {min(factors):g} to {max(factors):g}, and a pipeline multiplies all by one factor: give"
+                " lr_scheduler_kwargs limits that all groups reach alike"
+            )
+        return factors[0] if factors else 1.0
+
     # Checkpoints.
 
     def _note_state(self) -> None:
-        """Keeps the state of this step, if a checkpoint of it is wanted."""
-        trainer, step = self._trainer, self._trainer.state.global_step
-        if step not in self._states:
-            return
-        if trainer.state.best_global_step == step:
-            trainer.state.best_model_checkpoint = str(self._folder(step))
-        stateful = [*trainer.callback_handler.callbacks, trainer.control]
-        for each in stateful:
-            if isinstance(each, transformers.trainer_callback.ExportableState):
-                trainer.state.stateful_callbacks[type(each).__name__] = each.state()
-        self._states[step] = copy.deepcopy(trainer.state)
-
-    def _folder(self, step: int) -> Path:
-        return self._output_dir / f"checkpoint-{step}"
+        scheduler = self._trainer.lr_scheduler
+        self._step_checkpoints.note_state(
+            SchedulerState.of(scheduler, self._factors, self._factor) if self._by_metric else None
+        )
 
     def note_checkpoint(self, report: CheckpointReport) -> None:
-        self._complete[report.minibatch] = report.path
-        self.finish_checkpoints()
-
-    def finish_checkpoints(self, *, is_over: bool = False) -> None:
-        """Makes checkpoint-N of those that the pipeline has completed, and whose state is known."""
-        for step, path in sorted(self._complete.items()):
-            state = self._states.get(step)
-            if state is not None:
-                self._write(self._folder(step), path, state)
-            elif not is_over and step >= self._trainer.state.global_step:
-                continue
-            self._complete.pop(step)
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _write(self, folder: Path, path: Path, state: Any) -> None:
-        trainer, args = self._trainer, self._trainer.args
-        whole = read_whole_state(*find_checkpoint(path)[:2], persistent=True)
-        trainer._save(str(folder), state_dict=whole.parameters | whole.buffers)
-        if not args.save_only_model:
-            shutil.rmtree(folder / _STATE_FOLDER, ignore_errors=True)
-            (folder / _STATE_FOLDER).mkdir(parents=True)
-            shutil.move(path, folder / _STATE_FOLDER / path.name)
-        state.save_to_json(str(folder / "trainer_state.json"))
-        rotate_checkpoints(
-            output_dir=str(self._output_dir),
-            save_total_limit=args.save_total_limit,
-            best_model_checkpoint=trainer.state.best_model_checkpoint,
-            use_mtime=True,
-        )
-        self.call("on_save")
+        self._step_checkpoints.note_complete(report.minibatch, report.path)
+        self._step_checkpoints.finish(self._asked)
 
 
 class Reporter(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from pipedream import Plan
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not make_torchvision_importable():
-    pytest.skip("torchvision was compiled for another torch", allow_module_level=True)
+    pytest.skip(
+        f"torchvision {version('torchvision')} has no operators for torch {version('torch')}, so workers,"
+        " which do not import this file, cannot import transformers: install the one of this torch",
+        allow_module_level=True,
+    )
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -347,18 +352,6 @@ def test_a_request_of_a_callback_that_cannot_be_met_is_refused(
     trainer = _trainer("classifier", tmp_path, plan, {"callbacks": [Asks()]}, **off)
     with pytest.raises(ValueError, match=message):
         trainer.train()
-
-
-def test_a_resumed_training_with_a_scheduler_by_metric_is_refused(tmp_path: Path) -> None:
-    by_metric = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
-    trainer = _trainer("llama", tmp_path, Plan.straight(_LAYERS["llama"], 2), {}, **by_metric)
-    saved = tmp_path / "checkpoint-4"
-    trainer.save_model(str(saved))
-    transformers.TrainerState(global_step=4, train_batch_size=3).save_to_json(
-        str(saved / "trainer_state.json")
-    )
-    with pytest.raises(ValueError, match="resume_from_checkpoint with a ReduceLROnPlateau"):
-        trainer.train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:

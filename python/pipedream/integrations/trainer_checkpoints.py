@@ -1,0 +1,148 @@
+"""StepCheckpoints makes checkpoint-N of the Trainer from what the pipeline has saved at step N.
+
+    the pipeline   checkpoint of step N: weights, optimizer, data        complete some time after the step
+    the Trainer    its state at step N, its scheduler                    known once the step is told
+    checkpoint-N   the model's files, trainer_state.json, pipedream/     written when both are there
+
+On the caller's thread; rank 0's under torchrun.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.trainer_utils import rotate_checkpoints
+
+from pipedream.checkpoint.checkpoint_folder import checkpoints_in, find_checkpoint
+from pipedream.checkpoint.whole_model import read_whole_state
+
+if TYPE_CHECKING:
+    from pipedream.integrations.transformers import PipelineTrainer
+
+__all__ = ["SchedulerState", "StepCheckpoints", "pipeline_state", "pipeline_state_in"]
+
+_STATE_FOLDER = "pipedream"  # in checkpoint-N
+_SCHEDULER = "scheduler.pt"  # in that folder
+
+
+def pipeline_state_in(folder: str) -> bool:
+    """Whether a checkpoint-N has the state of a pipeline."""
+    return (Path(folder) / _STATE_FOLDER).is_dir()
+
+
+def pipeline_state(folder: str) -> str:
+    """Returns the checkpoint of the pipeline in a checkpoint-N."""
+    return str(checkpoints_in(Path(folder) / _STATE_FOLDER)[-1])
+
+
+@dataclass
+class SchedulerState:
+    """The state of a scheduler that follows a metric."""
+
+    scheduler: dict[str, Any]
+    factors: dict[int, float]
+    """By step, what it multiplied the rates of the pipeline with."""
+    pending: float
+    """The factor that the rates get at the next step."""
+
+    @classmethod
+    def of(cls, scheduler: Any, factors: dict[int, float], pending: float) -> SchedulerState:
+        return cls(copy.deepcopy(scheduler.state_dict()), dict(factors), pending)
+
+    @classmethod
+    def load(cls, folder: str) -> SchedulerState | None:
+        """Reads that of a checkpoint-N; None where it has none."""
+        path = Path(folder) / _STATE_FOLDER / _SCHEDULER
+        return cls(**torch.load(path, weights_only=True)) if path.exists() else None
+
+    def save(self, folder: Path) -> None:
+        torch.save(vars(self), folder / _STATE_FOLDER / _SCHEDULER)
+
+    def give_to(self, scheduler: Any) -> None:
+        """Sets a new scheduler, and the rates of its optimizer."""
+        scheduler.load_state_dict(self.scheduler)
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+class StepCheckpoints:
+    """The checkpoints of one train()."""
+
+    def __init__(self, trainer: PipelineTrainer, folder: Path) -> None:
+        self._trainer = trainer
+        self._folder = folder
+        self._states: dict[int, tuple[Any, SchedulerState | None] | None] = {}
+        """By step, the states that go into its checkpoint; None until that step is over."""
+        self._complete: dict[int, Path] = {}
+        """By step, checkpoints of the pipeline that have not become one of the Trainer's."""
+
+    def want(self, step: int) -> None:
+        """There will be a checkpoint of the step."""
+        self._states.setdefault(step, None)
+
+    def of_step(self, step: int) -> Path:
+        return self._folder / f"checkpoint-{step}"
+
+    def note_state(self, scheduler: SchedulerState | None) -> None:
+        """Keeps the state of this step, if a checkpoint of it is wanted."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step not in self._states:
+            return
+        if trainer.state.best_global_step == step:
+            trainer.state.best_model_checkpoint = str(self.of_step(step))
+        stateful = [*trainer.callback_handler.callbacks, trainer.control]
+        for each in stateful:
+            if isinstance(each, transformers.trainer_callback.ExportableState):
+                trainer.state.stateful_callbacks[type(each).__name__] = each.state()
+        self._states[step] = copy.deepcopy(trainer.state), scheduler
+
+    def note_complete(self, step: int, path: Path) -> None:
+        self._complete[step] = path
+
+    def write_state_again(self, step: int) -> None:
+        """Brings the state in a checkpoint up to date, if it has been written already."""
+        states = self._states.get(step)
+        if states is not None and self.of_step(step).is_dir():
+            self._save_states(step, states)
+
+    def finish(self, waiting: set[int], *, is_over: bool = False) -> None:
+        """Makes checkpoint-N of those that are complete. waiting: steps whose evaluation is still to come."""
+        for step, path in sorted(self._complete.items()):
+            if step in waiting and not is_over:
+                continue
+            states = self._states.get(step)
+            if states is not None:
+                self._write(step, path, states)
+            elif not is_over and step >= self._trainer.state.global_step:
+                continue
+            self._complete.pop(step)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, step: int, path: Path, states: tuple[Any, SchedulerState | None]) -> None:
+        trainer, args, folder = self._trainer, self._trainer.args, self.of_step(step)
+        whole = read_whole_state(*find_checkpoint(path)[:2], persistent=True)
+        trainer._save(str(folder), state_dict=whole.parameters | whole.buffers)
+        if not args.save_only_model:
+            shutil.rmtree(folder / _STATE_FOLDER, ignore_errors=True)
+            (folder / _STATE_FOLDER).mkdir(parents=True)
+            shutil.move(path, folder / _STATE_FOLDER / path.name)
+        self._save_states(step, states)
+        rotate_checkpoints(
+            output_dir=str(self._folder),
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        trainer.control = trainer.callback_handler.on_save(args, trainer.state, trainer.control)
+
+    def _save_states(self, step: int, states: tuple[Any, SchedulerState | None]) -> None:
+        folder, (state, scheduler) = self.of_step(step), states
+        if scheduler is not None and (folder / _STATE_FOLDER).is_dir():
+            scheduler.save(folder)
+        state.save_to_json(str(folder / "trainer_state.json"))

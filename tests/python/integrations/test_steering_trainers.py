@@ -1,0 +1,106 @@
+"""Schedulers and callbacks that decide by a metric do in a PipelineTrainer what they do in a Trainer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from farm import Farm
+from networks import make_torchvision_importable
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+make_torchvision_importable()
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from small_trainer import assert_same, make_trainer, train  # noqa: E402
+
+pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
+
+_BY_METRIC: dict[str, dict[str, Any]] = {
+    "reduce_lr_on_plateau": {"patience": 0, "threshold": 0.5, "factor": 0.7},
+    "greedy": {"patience": 0, "factor": 0.7, "min_lr": 1e-4},
+}
+
+
+@pytest.mark.parametrize("name", _BY_METRIC)
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_scheduler_by_metric_goes_on_from_a_checkpoint_as_if_never_stopped(
+    farm: Farm, tmp_path: Path, name: str, stop: int
+) -> None:
+    options = {
+        "max_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": _BY_METRIC[name],
+        "metric_for_best_model": "loss",
+    }
+    expected = train(tmp_path / "trainer", options, is_pipeline=False)
+    whole = farm.results(train, tmp_path / "whole", options, is_pipeline=True, num_ranks=2)[0]
+    assert_same(whole, expected)
+    rates = [entry["learning_rate"] for entry in whole.log if "learning_rate" in entry]
+    assert len(set(rates)) > 4
+    resume = tmp_path / "whole" / f"checkpoint-{stop}"
+    again = farm.results(train, tmp_path / "whole", options, is_pipeline=True, resume=resume, num_ranks=2)[0]
+    assert again.log == whole.log
+    for tensor, wanted in zip(again.weights.values(), whole.weights.values(), strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+def test_a_checkpoint_without_the_state_of_such_a_scheduler_is_refused(farm: Farm, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    farm.results(train, tmp_path, options, is_pipeline=True, num_ranks=2)
+    options |= {"eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    trainer = make_trainer(
+        tmp_path, is_pipeline=True, given={}, lr_scheduler_type="reduce_lr_on_plateau", **options
+    )
+    with pytest.raises(ValueError, match="checkpoint-2 has no state of a ReduceLROnPlateau: it was saved"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+class Asking(transformers.TrainerCallback):  # type: ignore[misc]
+    """Asks for an evaluation and a checkpoint after the second step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            control.should_evaluate = control.should_save = True
+
+
+def test_an_evaluation_that_a_callback_asks_for_is_logged_at_its_step(farm: Farm, tmp_path: Path) -> None:
+    options = {
+        "max_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "learning_rate": 1e-3,
+    }
+    found = farm.results(
+        train, tmp_path / "pipeline", options, is_pipeline=True, callbacks=[Asking()], num_ranks=2
+    )
+    expected = train(tmp_path / "trainer", options, is_pipeline=False, callbacks=[Asking()])
+    assert next(entry["step"] for entry in expected.log if "eval_loss" in entry) == 2
+    assert_same(found[0], expected)
+    states = [
+        transformers.TrainerState.load_from_json(str(folder / "checkpoint-2" / "trainer_state.json"))
+        for folder in (tmp_path / "pipeline", tmp_path / "trainer")
+    ]
+    assert states[0].best_global_step == states[1].best_global_step
+    assert len(states[0].log_history) == len(states[1].log_history)
+
+
+def test_an_evaluation_that_a_callback_asks_for_cannot_choose_what_is_saved(
+    farm: Farm, tmp_path: Path
+) -> None:
+    options = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
+    outcomes = farm.run(train, tmp_path, options, is_pipeline=True, callbacks=[Asking()], num_ranks=2)
+    assert "a callback set should_evaluate, and save_strategy is 'best'" in str(outcomes[0].error)
