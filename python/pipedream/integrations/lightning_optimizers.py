@@ -11,7 +11,7 @@ import torch
 
 from pipedream.checkpoint.snapshot import StageSnapshot, decode
 from pipedream.integrations.whole_optimizer import Options, options_of
-from pipedream.update.stage_optimizer import joined_states
+from pipedream.update.piece_states import joined_states
 
 __all__ = ["Rates", "planned_options", "state_by_name"]
 

@@ -39,7 +39,7 @@ from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import chunk, counts_of
 from pipedream.model.seeding import generators_kept
 from pipedream.splitting.evaluation_cut import in_eval_mode
-from pipedream.update.stage_optimizer import cut_out
+from pipedream.update.piece_states import cut_out
 
 __all__ = ["Pipeline", "Settings", "shared"]
 

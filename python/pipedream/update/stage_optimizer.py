@@ -6,9 +6,8 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from pipedream.model.factories import (
 from pipedream.model.seeding import seed_torch, update_seed
 from pipedream.optim.master_weights import has_master, master_dtype
 from pipedream.update.averages import Averages
+from pipedream.update.piece_states import cut_out, joined_states, whole_name
 from pipedream.update.shards import Piece, keep_pieces
 from pipedream.update.weights import masters_layout, state_layout, view_like
 
@@ -434,73 +434,6 @@ def _scale_scheduler(scheduler: Any, factor: float) -> None:
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
     for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
         _scale_scheduler(part, factor)
-
-
-_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]\Z")
-
-
-def whole_name(name: str) -> str:
-    """The parameter's, of "name[first:end]"."""
-    match = _PIECE.match(name)
-    return name if match is None else match.group(1)
-
-
-class _Elements(NamedTuple):
-    """A tensor of a parameter's state that has a number for each of its elements, in the order of memory."""
-
-    flat: Tensor
-
-
-def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The states of whole parameters, from states of these or of their pieces."""
-    pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
-    for name, state in named:
-        match = _PIECE.match(name)
-        first, count = 0, None
-        if match is not None:
-            first, count = int(match.group(2)), int(match.group(3)) - int(match.group(2))
-        pieces.setdefault(whole_name(name), []).append((first, count, state))
-    joined: dict[str, Any] = {}
-    for name, found in pieces.items():
-        of_pieces = [
-            _with_elements(state, count) for _, count, state in sorted(found, key=lambda row: row[0])
-        ]
-        joined[name] = of_pieces[0]
-        for key, value in of_pieces[0].items() if isinstance(of_pieces[0], dict) else ():
-            if isinstance(value, _Elements):
-                joined[name][key] = _Elements(torch.cat([state[key].flat for state in of_pieces]))
-    return joined
-
-
-def _with_elements(state: Any, count: int | None) -> Any:
-    """count: of the parameter's elements; None: as many as the largest tensor has."""
-    if not isinstance(state, dict):
-        return state
-    sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
-    size = max(sizes, default=0) if count is None else count
-    return {
-        key: _Elements(torch.as_strided(value, (size,), (1,)))
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == size
-        else value
-        for key, value in state.items()
-    }
-
-
-def cut_out(state: Any, name: str, master: Tensor) -> Any:
-    """The state of the master, which may be a piece of the whole parameter, as its name says."""
-    if not isinstance(state, dict):
-        return state
-    match = _PIECE.match(name)
-    first = 0 if match is None else int(match.group(2))
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, _Elements):
-            return value.clone() if isinstance(value, Tensor) else value
-        own = torch.empty_like(master, dtype=value.flat.dtype, device=value.flat.device)
-        torch.as_strided(own, (own.numel(),), (1,)).copy_(value.flat[first : first + own.numel()])
-        return own
-
-    return {key: cut(value) for key, value in state.items()}
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

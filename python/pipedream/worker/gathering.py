@@ -36,7 +36,8 @@ from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
 from pipedream.model.loss_state import LossState, joined_loss_states, set_loss_state
 from pipedream.model.stage_module import StageModule
-from pipedream.report.result import RunResult, combine_reports
+from pipedream.report.result import RunResult
+from pipedream.report.worker_reports import combine_reports
 from pipedream.worker.agreed_run import AgreedRun
 from pipedream.worker.weight_files import (
     drop_weights,

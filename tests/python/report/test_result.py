@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from pipedream import Plan, RunResult, _core
 from pipedream.links.channels import RunChannel
-from pipedream.report.result import ChannelFigures, combine_reports
+from pipedream.report.result import ChannelFigures
 from pipedream.report.transfers import ReceivedTransfer, SentTransfer
+from pipedream.report.worker_reports import combine_reports
 
 _PLAN = Plan.straight(2, 2)
 _OUT, _BACK = "activations of stage 0 to stage 1", "gradients of stage 1 to stage 0"
