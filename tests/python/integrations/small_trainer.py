@@ -36,7 +36,7 @@ _OF_ONE_SIDE = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "pipedream")
 
 @dataclass
 class Trained:
-    """What a user sees of a training."""
+    """The outcome of a training as a user sees it."""
 
     log: list[dict[str, float]]
     weights: dict[str, Tensor]
