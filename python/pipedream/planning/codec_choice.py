@@ -1,9 +1,10 @@
 """The choice of codecs for tensors between stages and between replicas: the meaning of run(codec=...).
 
-A choice is a mapping, ready for JSON, from "activations", "gradients", a pair of stages ("0->1": sender and
-receiver) or "pushes" to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction.
-That of pushes may also be "factors", or "factors:bf16" where what is not pushed as factors is to be encoded.
-Torch-free; pure.
+A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/codec/codec.h). A key is
+"activations", "gradients", "pushes", or a pair of stages: "0->1" is sender and receiver. A pair takes
+precedence over "activations" and "gradients".
+The value for "pushes" may also be "factors", or "factors:bf16": bf16 then encodes the gradients that are not
+pushed as factors. Torch-free; pure.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ CodecChoice = dict[str, str]
 
 NO_CODEC = "none"
 PUSHES = "pushes"
-"""Gradients that replicas push to the owners of shards. A name for all does not include them."""
+"""The key for gradients that replicas push to the owners of shards. codec="bf16" alone does not set it."""
 FACTORS = "factors"
-"""The choice for pushes by which gradients of linear layers go as factors if these are smaller."""
+"""The value for pushes that sends the gradients of linear layers as factors where these are smaller."""
 DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
 
 def parse_codec(codec: Any) -> CodecChoice:
-    """The choice of a `codec` argument: None, a name for all, or a mapping of names.
+    """Returns the choice for a `codec` argument: None, one name for both directions, or a mapping of names.
 
     Raises ValueError or TypeError naming what is wrong and what may be given.
     """
@@ -90,7 +91,7 @@ def check_pairs(choice: CodecChoice, num_stages: int) -> None:
 
 
 def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
-    """The codec's name from one stage to its neighbour."""
+    """Returns the name of the codec from one stage to its neighbour."""
     direction = DIRECTIONS[0] if sender < receiver else DIRECTIONS[1]
     return choice.get(f"{sender}->{receiver}", choice.get(direction, NO_CODEC))
 
@@ -105,7 +106,7 @@ def codec_of_pushes(choice: CodecChoice) -> str:
 
 
 def _split_pushes(name: str) -> tuple[bool, str]:
-    """(whether factors are pushed, the codec's name) of a name of pushes."""
+    """Splits a value for pushes, as "factors:bf16", into whether it has factors and the name of its codec."""
     head, separator, codec = name.partition(":")
     return (True, codec if separator else NO_CODEC) if head == FACTORS else (False, name)
 
@@ -127,7 +128,7 @@ def _name_of_pushes(name: Any) -> str:
 
 
 def _where(key: Any) -> str:
-    """A key in the form that a choice has."""
+    """Returns a key of the user's mapping as choices spell it: (0, 1) becomes "0->1"."""
     if key in (*DIRECTIONS, PUSHES):
         return str(key)
     pair = key

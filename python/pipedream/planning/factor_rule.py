@@ -1,16 +1,19 @@
-"""The rule for weights that replicas push as factors of their gradients (docs/parameter-server.md), which
-planning takes by a profile and a run by its first minibatch (update/factors.py).
+"""The rule that decides which weights' gradients replicas push as factors (docs/parameter-server.md).
+Planning applies it to a profile, a run to its first minibatch (update/factors.py).
 
-    dense, per round and replica     2 (r - 1) / r  W       gradients to the shards, and versions from them
-    factors                          (r - 1)  F             to each of the others
+W is the weight's bytes, F the bytes of one replica's factors in a round, r the number of replicas. A replica
+sends in a round:
 
-so factors for r F < 2 W. Here, besides, what they cost: a replica's backward leaves a weight's gradient
-alone, and its update makes it for itself of all replicas' factors, one product that each of them makes
-longer. Where a profile has not measured by how much, that is half a backward, one of whose two products it
-is, in the weight's share of the layer's parameters.
+    dense       2 (r - 1) / r  W       gradients to the owners of shards, and new versions to the others
+    factors     (r - 1)  F             its factors to each other replica
 
-Where a layer says which of its weights may go so, they do: a profile without_factors() has none. Pure; any
-thread; needs no torch.
+Factors are smaller if r F < 2 W. They also cost time. A replica's backward skips the gradient of such a
+weight. Its update computes the gradient from the factors of all replicas, in one product that grows with r.
+Planning estimates that time if the profile has not measured it: half of the layer's backward, times the
+weight's share of the layer's parameters, because the product is one of a backward's two.
+
+Planning applies the rule to every weight for which a layer's profile has figures. Profile.without_factors()
+removes these. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -39,31 +42,34 @@ __all__ = [
 ]
 
 FACTOR_CODEC = {"pushes": "factors"}
-"""The codec as run() takes it and a plan carries it."""
+"""The codec of factors, as run() accepts it and a plan stores it."""
 
 
 def are_smaller(
     factor_bytes: float, weight_bytes: float, num_replicas: int, pushed_bytes: float | None = None
 ) -> bool:
-    """Whether factors are fewer bytes than what they stand for. factor_bytes: of one replica in a round.
-    pushed_bytes: of the whole gradient as it would be pushed else; None: as it is."""
+    """Whether factors are fewer bytes than the gradient and the version that they replace.
+
+    factor_bytes: one replica's factors in a round. pushed_bytes: the whole gradient, encoded as it would be
+    pushed; None: not encoded.
+    """
     dense_bytes = weight_bytes + (weight_bytes if pushed_bytes is None else pushed_bytes)
     return num_replicas * factor_bytes < dense_bytes
 
 
 class FactoredSum(NamedTuple):
-    """Sums over the weights of a stage that go as factors."""
+    """Sums over those weights of a stage whose gradients replicas push as factors."""
 
     num_weights: int = 0
     weight_bytes: float = 0.0
     factor_bytes: float = 0.0
     """Bytes of one replica's factors in a round."""
     product_ms: float = 0.0
-    """Milliseconds of the products of one minibatch, which a backward leaves to the update."""
+    """Milliseconds of one minibatch's products, which the update computes and the backward does not."""
 
 
 def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
-    """Sums the figures of a stage of these layers. minibatches: those that a replica has of a round."""
+    """Sums over a stage of these layers. minibatches: one replica's minibatches in a round."""
     found = FactoredSum()
     if num_replicas == 1:
         return found
@@ -81,8 +87,11 @@ def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatch
 
 
 def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tuple[float, float, float]]]:
-    """Returns factors as the core takes them, in seconds and bytes; empty if there are none. layers_ms: the
-    time that the core takes each layer to last, which no product exceeds."""
+    """Returns the factors of each layer's weights in the core's form, (weight bytes, factor bytes, product
+    seconds). Empty if the profile has none.
+
+    layers_ms: each layer's time as the core has it. A layer's products never exceed it.
+    """
     if not any(layer.factors for layer in profile.layers):
         return []
     rows = []
@@ -100,8 +109,9 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
 
 
 def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The codec that a plan is made for, as checked_codec(), and those of what crosses cuts, for which a
-    limit of memory leaves room."""
+    """Splits a codec into two: one that the plan is made for, as checked_codec() returns it, and the codecs
+    of activations and gradients. With a limit of memory the plan leaves room for the second.
+    """
     if not has_limit:
         return checked_codec(codec), {}
     choice = parse_codec(codec)
@@ -110,7 +120,7 @@ def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[st
 
 
 def check_has_factors(profile: Profile) -> None:
-    """Raises ValueError where a profile knows no factors, which are asked for."""
+    """Raises ValueError if a user asks for factors and the profile has none."""
     if not any(layer.factors for layer in profile.layers):
         raise ValueError(
             "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
@@ -119,7 +129,7 @@ def check_has_factors(profile: Profile) -> None:
 
 
 def checked_codec(codec: Any) -> dict[str, str]:
-    """The codec that a plan is made for, {} or FACTOR_CODEC. Raises ValueError for another."""
+    """Returns the codec that a plan is made for: {} or FACTOR_CODEC. Raises ValueError for any other."""
     refusal = (
         f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, plan"
         " for what it saves by giving more bandwidth, and with memory=... for the room that one of"
@@ -152,7 +162,7 @@ def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str
 
 
 def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
-    """A line for a person, of factored_figures()."""
+    """Returns a line for a person about the figures of factored_figures()."""
     parts = [
         f"stage {index} pushes {format_bytes(int(row['factor_bytes']))} in the place of"
         f" {format_bytes(int(row['weight_bytes']))}"
@@ -164,8 +174,9 @@ def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
 
 
 def _products_ms(layer: LayerProfile) -> list[float]:
-    """Returns each weight's product time. Together they last at most as long as the layer's backward, which
-    was measured apart."""
+    """Returns each weight's product time. The times are scaled down if their sum exceeds the layer's
+    backward, which was measured separately.
+    """
     weights = layer.factors or ()
     own_bytes = max(layer.parameter_bytes, sum(weight.weight_bytes for weight in weights), 1)
     products_ms = [

@@ -1,7 +1,8 @@
 """Figures of the paper's cost model for given stages (design.md, section 5), and the links that stages use:
-between a stage and the next one, and between its replicas. Pure; any thread; torch-free.
+between a stage and the next one, and between a stage's replicas. Pure; any thread; torch-free.
 
-Measured links differ: the slowest that a stage's replicas have counts, as every one of them is used.
+Measured links differ in speed. The slowest link between two stages counts, because every replica uses its
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["StageLinks", "formula_figures", "parameter_bytes_of", "samples_per_s
 def formula_figures(
     profile: Profile, stages: tuple[Stage, ...], links: StageLinks, *, microbatches: int = 1
 ) -> dict[str, Any]:
-    """Returns the figures of each stage and boundary as a plan's `predicted` has them."""
+    """Returns the figures of each stage and boundary, in the form of Plan.predicted."""
     layers = profile.layers
     crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
     return {
@@ -50,9 +51,12 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
 
 
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: int) -> float:
-    """T(i..j, m) of the cost model, in milliseconds, with rounds of lcm(M, m) / M minibatches of M
-    microbatches; with spare shards their round in the place of its own, both directions of a link as there.
-    Weights that go as factors as csrc/planner/stage_cost.h has them."""
+    """Returns T(i..j, m) of the cost model in milliseconds.
+
+    A round has lcm(M, m) / M minibatches of M microbatches. With spare shards the formula of round_ms()
+    replaces the paper's synchronisation time. Weights whose gradients go as factors count as in
+    csrc/planner/stage_cost.h.
+    """
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     factored = factored_sum(layers, replicas)
@@ -73,18 +77,18 @@ def parameter_bytes_of(profile: Profile, stage: Stage) -> int:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Bytes per second; infinite where no link is."""
+    """The bandwidths of the links that a plan uses, in bytes per second; infinite where there is no link."""
 
     downstream: tuple[float, ...]
-    """To the next stage, of all stages but the last."""
+    """From each stage but the last to the next stage."""
     upstream: tuple[float, ...]
-    """From the next stage."""
+    """From each stage but the first to the stage before it."""
     replicas: tuple[float, ...]
     """Between the replicas of each stage."""
     latency_ms: tuple[float, ...]
-    """To or from the next stage, whichever is longer; 0 where none was measured."""
+    """The longer latency of the two directions, between each stage and the next; 0 if not measured."""
     replica_latency_ms: tuple[float, ...]
-    """Likewise, between the replicas of each stage."""
+    """The latency between the replicas of each stage; 0 if not measured."""
 
     @classmethod
     def uniform(cls, stages: Sequence[Stage], bytes_per_s: float) -> StageLinks:
@@ -100,7 +104,7 @@ class StageLinks:
 
     @classmethod
     def between(cls, ranks: Sequence[Sequence[int]], links: LinkProfile) -> StageLinks:
-        """ranks: of each stage's replicas."""
+        """Returns the links between these ranks. ranks: those of each stage's replicas."""
         pairs = list(itertools.pairwise(ranks))
         return cls(
             tuple(links.slowest_bytes_per_s(here, below) for here, below in pairs),
@@ -119,6 +123,6 @@ class StageLinks:
         )
 
     def slowest(self, otherwise: float) -> float:
-        """Returns the slowest link that is used. otherwise: the value if none is."""
+        """Returns the bandwidth of the slowest link that the plan uses, or `otherwise` if it uses none."""
         slowest = min((*self.downstream, *self.upstream, *self.replicas))
         return slowest if math.isfinite(slowest) else otherwise

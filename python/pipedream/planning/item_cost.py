@@ -1,15 +1,15 @@
-"""The time of one work item: by the number of microbatches of a minibatch, and by how much it is longer
-because its worker has waited. Values that never change once built; any thread; needs no torch.
+"""The time of one work item: how it depends on the number of microbatches, how much longer it is after its
+worker has waited, and how much it varies. Values that never change once built; any thread; needs no torch.
 
-A core that has idled finds neither code nor data of the next item in its caches, and may have to become
-fast again. Each kind of item pays that at its first one after the wait, as each has code and data of its
-own. Some of it is lost at once, and some over milliseconds: the cost of a wait is a sum of terms that grow
-with it up to a time.
+Waking: a core that has idled finds neither the code nor the data of the next item in its caches, and its
+clock may have slowed down. The first item of each kind after a wait pays for that. Some of the cost arises at
+once, some grows over milliseconds. So the cost is a sum of terms, and each grows with the wait up to a time
+of its own.
 
-A Spread says by how much single items are longer or shorter than their mean. Where workers wait for each
-other that costs time, however even the means are: a worker that is late once makes the next one wait, and
-one that is early gains nothing. Each worker draws from a deck of factors whose mean is 1, and shuffles it
-when it is empty: always the same ones, and after every deck the means hold.
+Spread: single items take longer or shorter than their mean. That costs time where workers wait for each
+other: a late worker delays the next one, and an early one gains nothing. Each simulated worker therefore
+draws from a deck of factors whose mean is 1, and shuffles the deck when it is empty. The mean holds after
+every deck.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ COUNTED_MAX = 32
 
 
 def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[int]:
-    """The numbers of microbatches that are tried and timed: powers of two up to `most`, each brought down to
-    the pieces that torch.chunk makes of so many samples. None: of any number of samples."""
+    """Returns the numbers of microbatches to try and to time: powers of two up to `most`, each reduced to the
+    number of pieces that torch.chunk makes of batch_size samples. batch_size None: any number of samples.
+    """
     powers = [1 << exponent for exponent in range(most.bit_length())]
     if batch_size is None:
         return powers
@@ -53,7 +54,7 @@ def microbatch_counts(batch_size: int | None, most: int = COUNTED_MAX) -> list[i
 
 
 class CutCost(NamedTuple):
-    """Milliseconds of the items of a minibatch that is cut into so many microbatches."""
+    """Milliseconds of the items of a minibatch that is cut into num_microbatches."""
 
     num_microbatches: int
     first_ms: float
@@ -62,12 +63,14 @@ class CutCost(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemCost:
-    """Milliseconds of one work item, with m microbatches of a minibatch: of the first one first_ms +
-    minibatch_ms / m, of each after it later_ms + minibatch_ms / m.
+    """Milliseconds of one work item if a minibatch has m microbatches.
 
-    measured: what they took with some numbers of microbatches, in the order of m, which need not lie on that
-    line. Between two of these, and the whole minibatch, which is on the line, the distance from it changes
-    with 1 / m; with more microbatches it stays as with the most.
+    The first microbatch takes first_ms + minibatch_ms / m, each later one later_ms + minibatch_ms / m: a line
+    in 1 / m.
+
+    measured: measured times for some m, in ascending order, which may lie beside that line. The whole
+    minibatch, m = 1, lies on it. Between two measured m the distance from the line is interpolated in 1 / m.
+    Above the largest measured m the distance stays the same.
     """
 
     first_ms: float = 0.0
@@ -77,8 +80,9 @@ class ItemCost:
 
     @classmethod
     def of_pieces(cls, whole_ms: float, pieces_ms: Mapping[int, tuple[float, float]]) -> ItemCost:
-        """Makes the cost from the time of a whole minibatch, and by m from the times of its first microbatch
-        and of later ones."""
+        """Makes the cost from measured times. whole_ms: of a whole minibatch. pieces_ms: by number of
+        microbatches, the times of the first microbatch and of a later one.
+        """
         if not pieces_ms:
             return cls(whole_ms, whole_ms)
         most = max(pieces_ms)
@@ -118,7 +122,9 @@ class ItemCost:
         )
 
     def growing(self, factor: float) -> ItemCost:
-        """The cost with `factor` times the part that grows with the samples."""
+        """Returns the cost for items with `factor` times the samples: only the part that grows with them
+        grows.
+        """
         more_ms = self.minibatch_ms * (factor - 1)
         return ItemCost(
             self.first_ms,
@@ -207,15 +213,18 @@ def _cut_from(where: str, value: object) -> CutCost:
 
 @dataclass(frozen=True)
 class Waking:
-    """A cost of waiting that is lost at once or slowly: all of it if the worker has waited for after_ms since
-    its last item of the kind, and a part as large after a shorter wait."""
+    """One term of the cost of waiting. A wait of after_ms or more since the worker's last item of the kind
+    costs all of it; a shorter wait costs a proportional part.
+    """
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
-    """By kind, of what the item of a whole minibatch takes; a microbatch's pays as much."""
+    """The cost by kind of item, as a share of the item of a whole minibatch. A microbatch pays the same
+    time.
+    """
 
     def part(self, waited_ms: float) -> float:
-        """Returns the share of the cost that is to be paid, 0 to 1."""
+        """Returns the share of the cost that an item pays after such a wait, 0 to 1."""
         return min(1.0, waited_ms / self.after_ms) if self.after_ms > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,7 +245,7 @@ class Waking:
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
-    """Returns the cost of an item after such a wait, as a share of its time without."""
+    """Returns the cost of an item after such a wait, as a share of the item's time without a wait."""
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
 
 
@@ -248,11 +257,11 @@ def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
 
 @dataclass(frozen=True)
 class StageWaking:
-    """The same in the milliseconds of each stage's items."""
+    """The costs of waiting in milliseconds, for the items of each stage of a plan."""
 
     wakings: Sequence[Waking] = ()
     by_stage_ms: Sequence[Sequence[Mapping[str, float]]] = ()
-    """By stage, of each of these, by kind."""
+    """Milliseconds by stage, then by entry of `wakings`, then by kind of item."""
 
     def __bool__(self) -> bool:
         return any(
@@ -262,19 +271,22 @@ class StageWaking:
 
 
 _DECK_SIZE = 20
-_NEIGHBOURS = 10  # on each side, by whose mean an item is measured: the machine's slow changes are no spread
+_NEIGHBOURS = 10  # items on each side whose mean an item is compared with: slow drifts are no spread
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Factors by what is done: FORWARD, BACKWARD, UPDATE. What is not named takes its mean."""
+    """Factors of an item's mean time, by kind: FORWARD, BACKWARD, UPDATE. A kind without factors takes its
+    mean.
+    """
 
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
-        """Makes the spread from the times of items by what they do, in rows of like items in the order in
-        which they were done."""
+        """Makes the spread from measured times by kind of item. A row has the times of like items in the
+        order in which they ran.
+        """
         return cls(
             {
                 kind: deck
@@ -284,7 +296,9 @@ class Spread:
         )
 
     def shuffler(self) -> Callable[[int, str], list[float]]:
-        """Gives the next deck of a worker and a kind. Each worker shuffles by a generator of its own."""
+        """Returns a function that gives the next deck of a worker and a kind. Each worker has a generator of
+        its own.
+        """
         randoms: dict[int, random.Random] = {}
 
         def shuffled(worker: int, kind: str) -> list[float]:
@@ -309,7 +323,7 @@ class Spread:
 
 
 EVEN = Spread()
-"""All items of a kind take their mean."""
+"""The spread in which every item takes the mean of its kind."""
 
 
 def _factors(times: Sequence[float]) -> list[float]:
@@ -321,7 +335,7 @@ def _factors(times: Sequence[float]) -> list[float]:
 
 
 def _deck(factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns a few factors, of mean 1, that stand for all of them; none if there are too few."""
+    """Returns _DECK_SIZE factors of mean 1 that stand for all of these; none if there are too few."""
     if len(factors) < _DECK_SIZE:
         return ()
     ordered = sorted(factors)

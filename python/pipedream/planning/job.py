@@ -1,5 +1,6 @@
-"""The description of a training that run(), reference.run() and partition() share, by which they refuse
-options that exclude each other: csrc/schedule/exclusions.cc has the table. Pure; any thread; needs no torch.
+"""Job: the options of a training that may exclude each other. run(), reference.run() and partition() describe
+their arguments as a Job, and refuse pairs of options in the table of csrc/schedule/exclusions.cc. Pure; any
+thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ __all__ = [
 _WIDTH, _INDENT = 100, " " * 6  # of the printed table
 
 Traits = dict[str, str | None]
-"""The traits of a job that do not go with everything else, by their names in exclusions.cc. The value is the
-text in an error: "staleness is 1"; None takes the words of the table."""
+"""The options of a job that exclude other options, by their names in exclusions.cc. The value is how an error
+states the option, as "staleness is 1". None: the table's own words.
+"""
 
 
 @dataclass(frozen=True)
 class Replication:
-    """How the replicas of a stage are kept alike: run()'s arguments of these names."""
+    """How a stage's replicas synchronise. The fields are run()'s arguments of the same names."""
 
     sync: str = "bsp"
     staleness: int = 0
@@ -40,7 +42,7 @@ class Replication:
 
 
 class ScheduleTraits(NamedTuple):
-    """The traits of a schedule that decide what goes with it."""
+    """The properties of a schedule that decide which options it excludes."""
 
     may_be_asynchronous: bool = False
     may_be_stale: bool = False
@@ -50,7 +52,7 @@ class ScheduleTraits(NamedTuple):
 
     @classmethod
     def of(cls, schedule: str) -> ScheduleTraits:
-        """The traits of a schedule by its name. Raises ValueError for a name that no schedule has."""
+        """Returns the traits of the schedule with this name. Raises ValueError if there is none."""
         from pipedream.planning.program import PROGRAM, rules_of
 
         if schedule == PROGRAM:
@@ -63,16 +65,16 @@ class ScheduleTraits(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A training, as far as its options exclude each other."""
+    """The options of a training that may exclude each other."""
 
     schedule: str
     """Its name, or "auto"."""
     schedule_traits: ScheduleTraits
     replication: Replication
     num_replicas: Sequence[int] | None = None
-    """By stage; None: the plan is yet to be made, and may have replicas."""
+    """Replicas of each stage. None: there is no plan yet, and it may have replicas."""
     spares: str | None = None
-    """How spare shards are said: "spare_workers is 1". None: there are none."""
+    """How an error states the spare shards: "spare_workers is 1". None: there are none."""
     codec: CodecChoice = field(default_factory=dict)
     max_grad_norm: float | None = None
     is_float16: bool = False
@@ -81,7 +83,7 @@ class Job:
     ties: Sequence[tuple[int, int]] = ()
     """(owner, user) of parameters that stages share."""
     float32_masters: str | None = None
-    """How they are said; None: no optimizer keeps masters of bfloat16 parameters."""
+    """How an error states the float32 masters. None: no optimizer keeps masters of bfloat16 parameters."""
 
     @property
     def has_replicas(self) -> bool:
@@ -170,7 +172,7 @@ class Job:
 
 
 class Exclusion(NamedTuple):
-    """Two options that exclude each other, by the names of their traits."""
+    """Two options that exclude each other. first and second are names of traits."""
 
     first: str
     second: str
@@ -179,14 +181,14 @@ class Exclusion(NamedTuple):
 
 
 def exclusions() -> list[Exclusion]:
-    """Returns the whole table."""
+    """Returns the whole table of csrc/schedule/exclusions.cc."""
     from pipedream import _core
 
     return [Exclusion(*row) for row in _core.exclusions()]
 
 
 def describe_exclusions() -> tuple[str, dict[str, Any]]:
-    """Returns the table as text, and ready for JSON, with the options as a user writes them."""
+    """Returns the table as text and as a value for JSON. Both spell the options as a user writes them."""
     from pipedream import _core
 
     names = _core.trait_names()
@@ -203,12 +205,14 @@ def describe_exclusions() -> tuple[str, dict[str, Any]]:
 
 
 def traits_where(candidates: Mapping[str, tuple[bool, str | None]]) -> Traits:
-    """The traits that are there. candidates: by name whether one is, and how it is said."""
+    """Returns the traits that are present. candidates: by name, whether it is present and how an error states
+    it.
+    """
     return {name: said for name, (is_there, said) in candidates.items() if is_there}
 
 
 def check_together(traits: Mapping[str, str | None]) -> None:
-    """Raises ValueError for two of them that exclude each other."""
+    """Raises ValueError if two of these traits exclude each other."""
     from pipedream import _core
 
     _core.check_exclusions(list(traits.items()))

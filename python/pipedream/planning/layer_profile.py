@@ -58,11 +58,13 @@ class WeightFactors(NamedTuple):
     factor_bytes: int
     """Bytes of the factors of a minibatch."""
     product_ms: float | None = None
-    """Milliseconds that each replica's factors add to the making of the gradient; None if not measured."""
+    """Milliseconds that the gradient's computation takes for the factors of one replica; None if not
+    measured.
+    """
 
 
 class MicrobatchTimes(NamedTuple):
-    """Milliseconds of one microbatch, of a minibatch that is cut into so many."""
+    """Milliseconds of one microbatch of a minibatch that is cut into num_microbatches."""
 
     num_microbatches: int
     forward_ms: float
@@ -71,7 +73,7 @@ class MicrobatchTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer's cost per minibatch. Raises ValueError naming the field for a figure that cannot be."""
+    """One layer's cost per minibatch. Raises ValueError naming a field whose value is impossible."""
 
     name: str
     forward_ms: float
@@ -80,17 +82,19 @@ class LayerProfile:
     """All bytes that cross the cut after this layer, each tensor once; 0 after the last layer."""
     parameter_bytes: int
     saved_bytes: int | None = None
-    """Bytes that autograd keeps of a minibatch for this backward, without parameters; None if not
-    measured."""
+    """Bytes that autograd keeps for this layer's backward of one minibatch, without parameters; None if not
+    measured.
+    """
     factors: tuple[WeightFactors, ...] | None = None
-    """Factors of the weights of linear layers in it; None if not measured."""
+    """The weights of the linear layers in this layer; None if not measured."""
     microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
-    """By number of microbatches, which rises; empty: a minibatch cannot be cut. None: not measured, and a
-    microbatch is taken to last 1/m of a minibatch."""
+    """Times of a microbatch, by ascending number of microbatches. Empty: a minibatch cannot be cut. None: not
+    measured, and planning assumes 1/m of the minibatch's time.
+    """
     frozen_bytes: int = 0
-    """Bytes of the parameters that are not trained; of one that several layers use at the first."""
+    """Bytes of parameters that are not trained. The first layer that uses a parameter counts it."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of the file that this version does not know; written back as they were."""
+    """Fields of the file that this version does not know. Saving writes them back unchanged."""
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
@@ -112,7 +116,7 @@ class LayerProfile:
         return self.forward_ms + self.backward_ms
 
     def compute_ms_with(self, num_microbatches: int) -> float:
-        """Forward and backward of all microbatches of a minibatch that is cut into so many."""
+        """Milliseconds of the forward and backward of a whole minibatch that is cut into num_microbatches."""
         if not self.microbatch_ms or num_microbatches == 1:
             return self.compute_ms
         return num_microbatches * sum(cost.later(num_microbatches) for cost in pass_costs([self]))
@@ -133,7 +137,7 @@ class LayerProfile:
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
     def joined_with(self, other: LayerProfile) -> LayerProfile:
-        """The layer that it is with the one behind it, by whose name it goes."""
+        """Returns this layer and the following one as one layer, with the name of the following one."""
         saved, factors = (self.saved_bytes, other.saved_bytes), (self.factors, other.factors)
         return replace(
             other,
@@ -147,7 +151,7 @@ class LayerProfile:
         )
 
     def at_speed(self, speed: float) -> LayerProfile:
-        """Returns the layer as a worker that is so many times as fast runs it."""
+        """Returns the layer's costs on a worker that is `speed` times as fast."""
 
         def slower(weight: WeightFactors) -> WeightFactors:
             return (
@@ -166,8 +170,9 @@ class LayerProfile:
 
 
 def pass_costs(layers: Sequence[LayerProfile]) -> tuple[ItemCost, ItemCost]:
-    """Forward and backward of a microbatch through these layers, by how many a minibatch has. Without a
-    measurement of all of them a microbatch lasts 1/m of the minibatch."""
+    """Returns the costs of a microbatch's forward and backward through these layers, by number of
+    microbatches. Unless all layers were measured, a microbatch is assumed to last 1/m of the minibatch.
+    """
     whole_ms = [sum(layer.forward_ms for layer in layers), sum(layer.backward_ms for layer in layers)]
     times = functools.reduce(_times_of_both, (layer.microbatch_ms for layer in layers))
     if not times:
@@ -178,7 +183,7 @@ def pass_costs(layers: Sequence[LayerProfile]) -> tuple[ItemCost, ItemCost]:
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model in order, with what they were measured on.
+    """The layers of a model in order, and the conditions under which they were measured.
 
     Raises ValueError for no layers and for a batch size or number of minibatches below 1.
     """
@@ -191,13 +196,15 @@ class Profile:
     minibatches: int | None = None
     """How many minibatches the figures are means over."""
     time_error: float | None = None
-    """Half the width of the 95 % interval of a minibatch's mean time, as a share of it; None if not known."""
+    """Half the width of the 95 % interval of a minibatch's mean time, as a share of that mean; None if
+    unknown.
+    """
     runtime: dict[str, Any] | None = field(default=None, hash=False)
     """Costs that a run adds to the layers (runtime_costs.py); None if not calibrated."""
     max_shapes: Shapes | None = field(default=None, hash=False)
-    """The largest sizes of each entry of the minibatches that were read; None if not known."""
+    """The largest sizes of each entry of the minibatches that the profiler read; None if unknown."""
     cuts: tuple[str, ...] | None = None
-    """The calls of modules after which layers end, where these are not all the cuts that the model has."""
+    """The module calls after which layers end. None: layers end at every possible cut of the model."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -225,8 +232,9 @@ class Profile:
 
     @property
     def is_of_host(self) -> bool:
-        """Whether it was measured on a host's own processor, as profile() names it; models of it lie in host
-        memory."""
+        """Whether the layers were measured on a CPU; profile() writes "..., 4 threads" as such a device's
+        name. The model then lies in host memory.
+        """
         return self.device is not None and re.search(r", \d+ threads?$", self.device) is not None
 
     @property
@@ -244,22 +252,25 @@ class Profile:
 
     @property
     def microbatches_timed(self) -> int | None:
-        """The most microbatches that all layers were timed with; 1: a minibatch cannot be cut. None: they are
-        not timed."""
+        """The most microbatches that all layers were timed with. 1: a minibatch cannot be cut. None: some
+        layer was not timed.
+        """
         times = [layer.microbatch_ms for layer in self.layers]
         if any(of_layer is None for of_layer in times):
             return None
         return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
 
     def microbatch_counts(self, most: int = COUNTED_MAX) -> list[int]:
-        """Numbers of microbatches to choose among. most: tried beyond those that a profile times."""
+        """Returns the numbers of microbatches to choose among. most: how many to try even if the profiler
+        timed fewer.
+        """
         counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
         if timed is not None and timed < counts[-1]:
             return [m for m in counts if m <= timed]  # with more of them the model failed
         return microbatch_counts(self.batch_size, max(COUNTED_MAX, most))
 
     def without_factors(self) -> Profile:
-        """Returns the profile of a run whose replicas push all gradients as they are."""
+        """Returns the profile without factors, for a run whose replicas push all gradients whole."""
         return replace(self, layers=tuple(replace(layer, factors=None) for layer in self.layers))
 
     @classmethod
@@ -272,7 +283,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, source: str = "profile") -> Profile:
-        """The profile in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        """Makes a profile from the fields of a file. Errors name `source`. Unknown fields are kept."""
         check_format(fields, _KIND, _VERSION, source)
         try:
             require(fields, ["layers"], "")
@@ -286,7 +297,7 @@ class Profile:
             raise FileFormatError(f"{source}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of the file, the long list of layers last."""
+        """Returns the fields of the file, with the long list of layers last."""
         header: dict[str, Any] = {
             "format": _FORMAT,
             "model": self.model,
@@ -305,7 +316,9 @@ class Profile:
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
-        """A table of the layers; of more than 40 those of one block share a row. See describe_layers()."""
+        """Returns a table of the layers. With more than 40 layers, those of one block share a row;
+        describe_layers() has a row for each.
+        """
         return self._describe(_blocks_of(self.layers) if self.num_layers > _ROWS_MAX else None)
 
     def describe_layers(self) -> str:
@@ -354,14 +367,14 @@ class Profile:
 
 
 def _block_of(name: str) -> str:
-    """The name of a layer up to its first number, "model.layers.3" of "model.layers.3.mlp.up_proj"."""
+    """Returns a layer's name up to its first number: "model.layers.3" for "model.layers.3.mlp.up_proj"."""
     parts = name.split(".")
     numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: numbered + 1])
 
 
 def _blocks_of(layers: Sequence[LayerProfile]) -> list[range]:
-    """Neighbours of one block, as ranges of layers."""
+    """Returns ranges of consecutive layers that belong to one block."""
     blocks: list[range] = []
     for index, layer in enumerate(layers):
         if blocks and _block_of(layers[blocks[-1].start].name) == _block_of(layer.name):
@@ -372,7 +385,9 @@ def _blocks_of(layers: Sequence[LayerProfile]) -> list[range]:
 
 
 def checked_cuts(value: object, num_layers: int) -> tuple[str, ...]:
-    """The names of the calls after which layers end. Raises ValueError unless all layers but the last do."""
+    """Returns the names of the calls after which layers end. Raises ValueError unless there is one per layer
+    but the last.
+    """
     cuts = tuple(check_text("cuts", name) for name in check_list("cuts", value))
     if len(cuts) != num_layers - 1:
         raise ValueError(
@@ -400,7 +415,7 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
 
 
 def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors, ...] | None:
-    """parameter_bytes: of the layer, of which the weights are a part."""
+    """Reads the factors in a file. parameter_bytes: of the layer that the weights belong to."""
     if value is None:
         return None
     weights = []
@@ -443,7 +458,7 @@ def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
 def _times_of_both(
     one: tuple[MicrobatchTimes, ...] | None, other: tuple[MicrobatchTimes, ...] | None
 ) -> tuple[MicrobatchTimes, ...] | None:
-    """Adds the times of two layers; None where they were not measured with the same microbatches."""
+    """Adds the times of two layers. None if they were not measured with the same numbers of microbatches."""
     if one is None or other is None or [row[0] for row in one] != [row[0] for row in other]:
         return None
     return tuple(
@@ -460,5 +475,6 @@ def _checked_ms(name: str, value: object) -> float:
 
 
 def _set(target: object, name: str, value: object) -> None:
-    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
+    # # The dataclass is frozen for its users, but __post_init__ must still convert values to their final
+    # types.
     object.__setattr__(target, name, value)

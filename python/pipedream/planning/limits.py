@@ -1,4 +1,4 @@
-"""Limits that a plan keeps to: memory, workers of different speed, stages and replicas that are given.
+"""Limits that a plan must keep to: memory, speeds of workers, and stages and replicas that the user fixes.
 
 Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/limited_partition.h).
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
-_TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # from each of a worker's neighbours
-_ELEMENT_BYTES = 8  # of data, whose type a profile does not say
+_TREE_BUFFERS_BYTES = NUM_PIECES * PIECE_BYTES  # for each neighbour of a worker in the tree
+_ELEMENT_BYTES = 8  # assumed size of an element of data: a profile does not say the dtype
 _SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
-_CROSSING_DTYPES = ("float32", "bfloat16")  # of what crosses, whose type a profile does not say
-_ENCODED_BYTES = 1 << 20  # of the tensor by which a codec's shares are found
+_CROSSING_DTYPES = ("float32", "bfloat16")  # assumed dtypes of activations: a profile does not say them
+_ENCODED_BYTES = 1 << 20  # size of the tensor by which a codec's shares are found
 
 
 class NothingFitsError(ValueError):
@@ -39,7 +39,7 @@ class NothingFitsError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Empty: none of that kind."""
+    """The limits of one partition(). An empty tuple means that there is no limit of that kind."""
 
     speeds: tuple[float, ...] = ()
     memory_bytes: tuple[float, ...] = ()
@@ -49,42 +49,45 @@ class Limits:
     """Copies of the weights that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for
     Adam."""
     recompute: bool = True
-    """Whether a stage may run its forward again where it does not fit otherwise."""
+    """Whether a stage may repeat its forward (recompute) if its memory would not suffice otherwise."""
 
     data_bytes: float = 0.0
-    """Bytes of a minibatch of data."""
+    """Bytes of one minibatch of data."""
     host_bytes: float = 0.0
-    """Bytes that each worker needs whatever its stage: the whole model if it is in host memory, and the
-    buffers that weights travel in."""
+    """Bytes that each worker needs whatever its stage is: the whole model if it is in host memory, and the
+    buffers through which weights travel.
+    """
     num_workers: int = 1
-    """Workers that host_bytes is for."""
+    """The number of workers for which host_bytes was computed."""
     sync: str = "bsp"
-    """How replicas agree: asynchronous shards keep more, and who reduces together whole states
-    (docs/parameter-server.md)."""
+    """How replicas synchronise. Memory depends on it: "asp" keeps more copies, and with "allreduce" every
+    replica keeps the whole optimizer state (docs/parameter-server.md).
+    """
     staleness: int = 0
     whole_tensors: bool = False
-    """Whether replicas' shards are of whole tensors, and updated at once."""
+    """Whether a shard consists of whole tensors, which are updated together."""
     has_spares: bool = False
     drains: bool = False
-    """Whether a round may have several minibatches of a replica."""
+    """Whether the schedule drains. A replica may then have several minibatches in a round."""
     codec: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """The run's codecs of "activations" and "gradients"."""
+    """The run's codecs for "activations" and "gradients"."""
 
     @property
     def any(self) -> bool:
         return bool(self.speeds or self.memory_bytes or self.last_layers or self.num_replicas)
 
     def for_workers(self, num_workers: int) -> Limits:
-        """Returns the limits of the first workers alone."""
+        """Returns the limits for a plan that uses the first num_workers workers only."""
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
     def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
-        """Returns the speed of each stage's slowest worker if speeds are given. The first stage has the first
-        workers."""
+        """Returns the speed of each stage's slowest worker. Speeds must be given. The ranks are in the order
+        of the stages.
+        """
         return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
     def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
-        """The layers as long as the slowest worker of their stage takes."""
+        """Returns the profile with each layer as slow as on the slowest worker of its stage."""
         if not self.speeds:
             return profile
         layers = list(profile.layers)
@@ -94,7 +97,7 @@ class Limits:
         return replace(profile, layers=tuple(layers))
 
     def have_room(self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions) -> bool:
-        """Whether the stages fit into the workers' memory, one worker's into the largest."""
+        """Whether the stages fit into the workers' memory. A plan for one worker may use the largest."""
         memory_bytes = self.memory_bytes
         if sum(stage.num_replicas for stage in stages) == 1:
             memory_bytes = (max(memory_bytes),)
@@ -107,9 +110,10 @@ class Limits:
     def figures_of(
         self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
-        """The figures of solve_within(), for given stages in a run with these options. A stage
-        recomputes where it does not fit otherwise. Raises NothingFitsError where the stages do not keep to
-        the limits."""
+        """Returns the figures of solve_within() for given stages in a run with these options. A stage
+        recomputes if its memory would not suffice otherwise. Raises NothingFitsError if the stages do not
+        keep to the limits.
+        """
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)
         if (self.last_layers and self.last_layers != last_layers) or (
@@ -134,8 +138,9 @@ class Limits:
         return figures
 
     def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
-        """The costs by which the core counts a stage's memory. On a host every worker has the whole model as
-        given, and pulled versions land in their slots."""
+        """Returns the costs by which the core counts a stage's memory. On a host every worker holds the whole
+        model, and pulled versions are received directly into their slots.
+        """
         from pipedream import _core
 
         is_host = self.host_bytes > 0
@@ -158,8 +163,9 @@ class Limits:
         )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
-        """Returns a plan's memory: own_bytes of each stage, and everything else that each of its workers
-        has."""
+        """Returns the memory figures of a plan. own_bytes: the bytes that depend on each stage; the bytes
+        that every worker needs are added.
+        """
         spared_bytes = _spared_bytes(stages, self)
         memory_bytes = [
             self.host_bytes + num_bytes - spared
@@ -174,8 +180,9 @@ class Limits:
         options: _core.ScheduleOptions,
         recompute: Sequence[bool] = (),
     ) -> dict[str, Any]:
-        """The memory of given stages in a run with these options, whatever the limits. recompute: one per
-        stage; empty: no stage recomputes."""
+        """Returns the memory of given stages in a run with these options, without checking limits. recompute:
+        one flag per stage; empty: no stage recomputes.
+        """
         from pipedream import _core
 
         indices = range(len(stages))
@@ -212,7 +219,9 @@ def make_limits(
     codec: Mapping[str, str],
     profile: Profile,
 ) -> Limits:
-    """Raises ValueError naming the argument that cannot be."""
+    """Checks partition()'s arguments and makes the limits. Raises ValueError naming the argument that is
+    wrong.
+    """
     num_layers = profile.num_layers
     memory_bytes: tuple[float, ...] = ()
     if memory is not None:
@@ -267,7 +276,9 @@ def make_limits(
 
 @functools.cache
 def _codec_shares(name: str) -> tuple[float, float]:
-    """The most that a codec adds for each byte that crosses, whatever its type: encoded, and left out."""
+    """Returns the bytes that a codec needs per byte of a tensor, for the worst dtype: for the encoded tensor,
+    and for the residual.
+    """
     from pipedream import _core
 
     wire, residual = 0, 0
@@ -281,19 +292,22 @@ def _codec_shares(name: str) -> tuple[float, float]:
 def _host_bytes(profile: Profile, num_workers: int) -> int:
     if not profile.is_of_host:
         return 0
-    # Whichever rank a stage will have.
+    # # Stages have no ranks yet: this is the most that any rank may need.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
     return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 
 
 def _num_neighbours(rank: int, num_workers: int) -> int:
-    """Number of a rank's neighbours in the tree by which weights travel: its children and its parent."""
+    """Returns the number of a rank's neighbours, its children and its parent, in the tree through which
+    weights travel.
+    """
     return len(children_of(rank, num_workers)) + (rank > 0)
 
 
 def _spared_bytes(stages: Sequence[Stage], limits: Limits) -> list[int]:
-    """The part of host_bytes that the ranks of each stage do not need, as they have fewer neighbours than any
-    rank may have."""
+    """Returns the part of host_bytes that each stage's ranks do not need. host_bytes counts the most
+    neighbours that any rank may have; these ranks may have fewer.
+    """
     if not limits.host_bytes:
         return [0] * len(stages)
     num_used, spared = sum(stage.num_replicas for stage in stages), []
@@ -313,8 +327,9 @@ def solve_within(
     limits: Limits,
     microbatches: int,
 ) -> tuple[tuple[Stage, ...], float, dict[str, Any]]:
-    """The optimum of the formulas within limits, its bottleneck in seconds, and per stage recompute and
-    memory_bytes. Raises ValueError where nothing fits."""
+    """Returns the optimum of the formulas within the limits, its bottleneck in seconds, and the figures of
+    memory and recompute. Raises NothingFitsError if no plan keeps to the limits.
+    """
     from pipedream import _core
 
     left_bytes = [has - limits.host_bytes for has in limits.memory_bytes]
@@ -349,7 +364,9 @@ def solve_within(
 
 
 def _saved_bytes(profile: Profile) -> list[float]:
-    """Returns each layer's saved bytes. A layer that was not measured is taken to keep what it passes on."""
+    """Returns each layer's saved bytes. A layer without a measurement is assumed to save as much as it passes
+    on.
+    """
     return [
         float(layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes)
         for layer in profile.layers
@@ -357,7 +374,7 @@ def _saved_bytes(profile: Profile) -> list[float]:
 
 
 def nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
-    """Returns the text of NothingFitsError for the plan that was asked for."""
+    """Returns the text of a NothingFitsError for the limits that the user gave."""
     asked = [f"{num_workers} workers"]
     if straight:
         asked.append("one replica per stage")

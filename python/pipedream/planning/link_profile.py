@@ -34,19 +34,21 @@ _ERROR_FIELDS = ("bytes_per_s_error", "latency_error")
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """One direction of a pair of workers. Raises ValueError naming the field for a figure that cannot be."""
+    """One direction of the link between two workers. Raises ValueError naming a field whose value is
+    impossible.
+    """
 
     sender: int
     receiver: int
     bytes_per_s: float
     latency_us: float
-    """Half of the time there and back of a few bytes, the same in both directions."""
+    """Half of the round trip of a few bytes. It is the same in both directions."""
     bytes_per_s_error: float | None = None
-    """Half the width of the 95 % interval of the mean time, as a share of it. None: not known."""
+    """Half the width of the 95 % interval of the mean time, as a share of that mean. None: unknown."""
     latency_error: float | None = None
-    """Likewise."""
+    """The same for the latency."""
     transport: str | None = None
-    """By which its tensors went, as the core names it."""
+    """The transport that carried the tensors, by the core's name."""
 
     def __post_init__(self) -> None:
         for name in ("sender", "receiver"):
@@ -75,7 +77,7 @@ class LinkProfile:
     links: tuple[MeasuredLink, ...]
     """In the order of senders, then of receivers."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of the file that this version does not know; written back as they were."""
+    """Fields of the file that this version does not know. Saving writes them back unchanged."""
 
     def __post_init__(self) -> None:
         _set(self, "num_workers", check_whole("num_workers", self.num_workers, at_least=2))
@@ -101,8 +103,10 @@ class LinkProfile:
         return self.links[sender * (self.num_workers - 1) + receiver - (receiver > sender)]
 
     def speeds_of_first(self, num_workers: int) -> list[float]:
-        """Bytes per second, ascending, of the links between the workers of the lowest ranks, which are those
-        that a smaller plan uses; of all for one worker, which uses none."""
+        """Returns the distinct bandwidths, ascending, of the links between the first num_workers workers,
+        which are those that a smaller plan uses. One worker uses no link; then the bandwidths of all links
+        are returned.
+        """
         found = {link.bytes_per_s for link in self.links if max(link.sender, link.receiver) < num_workers}
         return sorted(found or {link.bytes_per_s for link in self.links})
 
@@ -112,7 +116,9 @@ class LinkProfile:
         return min((link.bytes_per_s for link in self._from_to(senders, receivers)), default=float("inf"))
 
     def largest_latency_us(self, senders: Iterable[int], receivers: Iterable[int]) -> float:
-        """Likewise; 0 where there is none."""
+        """Returns the longest latency from any of the senders to any of the receivers; 0 if there is no
+        link.
+        """
         return max((link.latency_us for link in self._from_to(senders, receivers)), default=0.0)
 
     def _from_to(self, senders: Iterable[int], receivers: Iterable[int]) -> list[MeasuredLink]:
@@ -129,7 +135,7 @@ class LinkProfile:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, source: str = "links") -> LinkProfile:
-        """The links in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        """Makes the links from the fields of a file. Errors name `source`. Unknown fields are kept."""
         check_format(fields, _KIND, _VERSION, source)
         try:
             require(fields, ["num_workers", "links"], "")
@@ -179,5 +185,6 @@ def _link(link_index: int, value: object) -> MeasuredLink:
 
 
 def _set(target: object, name: str, value: object) -> None:
-    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
+    # # The dataclass is frozen for its users, but __post_init__ must still convert values to their final
+    # types.
     object.__setattr__(target, name, value)

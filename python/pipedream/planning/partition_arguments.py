@@ -1,4 +1,4 @@
-"""Checks of the arguments of partition(), each refused in one line. Pure; any thread; needs no torch."""
+"""Checks of partition()'s arguments. Each error is one line. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 ]
 
 SYNCS = ("bsp", "ssp", "asp", "allreduce")
-"""How the replicas of a stage may be kept alike."""
+"""The ways in which a stage's replicas may synchronise."""
 _COST_MODELS = ("paper", "calibrated")
 AUTO = "auto"
-"""The schedule, or the microbatches, that partition() is to choose."""
+"""The value of `schedule` or `microbatches` that lets partition() choose."""
 CHOSEN_AMONG = ("flush", "pipedream", "unstashed")
-"""By preference, where delay and rate are the same."""
+"""The schedules to choose among. The earlier one wins where delay and rate are the same."""
 DELAY_MAX = 1.0
 
 
@@ -48,7 +48,7 @@ def check_partition_arguments(
     sync: Any,
     staleness: Any,
 ) -> None:
-    """Raises as partition(). links: where bandwidth is what was measured."""
+    """Raises TypeError or ValueError as partition() does. links: the measured links, if there are any."""
     if not isinstance(profile, Profile):
         raise TypeError(
             f"profile is a {type(profile).__name__}: give a Profile, for example Profile.load(path)"
@@ -102,7 +102,7 @@ def check_partition_arguments(
 
 
 def _rules_of_planned(schedule: str) -> _core.ScheduleRules:
-    """Returns the rules of a schedule whose stages and replicas may be chosen."""
+    """Returns the rules of a schedule for which partition() may choose stages and replicas."""
     from pipedream import _core
 
     def is_planned(rules: _core.ScheduleRules) -> bool:
@@ -116,7 +116,7 @@ def _rules_of_planned(schedule: str) -> _core.ScheduleRules:
 
 
 def check_microbatches(microbatches: int | None, profile: Profile) -> None:
-    """Refuses more than a minibatch has samples."""
+    """Raises ValueError for more microbatches than a minibatch has samples."""
     samples = profile.batch_size
     if microbatches is not None and samples is not None and microbatches > samples:
         raise ValueError(

@@ -1,12 +1,17 @@
-"""partition(): the best plan by a cost model. Pure but for its progress on stderr; any thread; torch-free.
+"""partition(): finds the best plan by a cost model. Pure except for its progress on stderr; any thread;
+torch-free.
 
     paper        the exact optimum of the paper's formulas, by a search in C++ (csrc/planner)
-    calibrated   the best time by measured runtime costs and the simulator, searched from there (search.py)
+    calibrated   the best time by measured runtime costs and the simulator; the search starts from the
+                 formulas' optimum (search.py)
 
-Another schedule than "pipedream" is simulated and searched with either: the formulas know no bubble.
-plan_search.py finds the plan; here are its arguments, the spare shards that pay, and the lines beside the
-answer. A spare shortens only the replicas' synchronisation: the formulas choose how many (synced_bytes.py),
-and the simulator, which sees what computing hides, confirms or refuses.
+Any schedule other than "pipedream" is simulated and searched with either cost model, because the formulas
+know no bubble.
+
+plan_search.py finds the plan. This module has the arguments, the choice of spare shards, and the figures
+beside the answer. A spare shortens only the replicas' synchronisation. The formulas choose how many spares to
+use (synced_bytes.py). The simulator then checks that the gain is real, because it sees which synchronisation
+computing hides.
 """
 
 from __future__ import annotations
@@ -67,57 +72,62 @@ def partition(
     whole_tensors: bool = False,
     progress: bool = True,
 ) -> Plan:
-    """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
+    """Returns the plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
-    T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ) for a stage, 2 a_i / B for a boundary;
-    ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
+    The cost of a stage is T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ), that of a boundary 2
+    a_i / B. Ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
-    `bandwidth` is a text with a unit ("10Gbit/s") or bytes per second, or what profile_links() measured: a
-    search then begins at the formulas' optima for some of the bandwidths found, and takes the plan that is
-    fastest over the links that its own ranks have. `straight` allows one replica per stage only. `predicted`
-    of the plan compares it with one worker, data and model parallelism and the straight pipeline.
+    `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
+    profile_links(). With measured links a search begins at the formulas' optima for some of the bandwidths,
+    and returns the plan that is fastest over the links of its own ranks. `straight` allows one replica per
+    stage only. The plan's `predicted` compares it with one worker, data parallelism, model parallelism and
+    the straight pipeline.
 
-    memory: what a worker may use ("16GiB" or bytes), of all or one for each: versions, gradients, the
-        optimizer's state (optimizer_copies of the weights: 0 plain SGD, 1 momentum, 2 Adam; of bfloat16
-        weights with float32 masters 2, 4 and 6), what replicas exchange and what the minibatches in flight
-        keep; recompute allows stages to run their forward again where they do not fit.
-    cost_model: "calibrated" takes a profile from `calibrate`, and predicts what a run takes: the simulator
-        executes its lists with the measured costs, and a search begins where the formulas end.
-    workers_per_host: how many share the cores of one machine, for the calibrated model; None: each has a
-        machine of its own.
-    schedule, microbatches: of the run, for the calibrated model's prediction; another schedule than
-        "pipedream" is simulated with either model. None chooses m, where the schedule has microbatches;
-        "2bw" gives all stages as many replicas, as its planner does (PipeDream-2BW, section 3.3). Either may
-        be "auto": among "flush", "pipedream" and "unstashed", and numbers of microbatches that the minibatch
-        allows, the largest predicted rate with at most delay_max; within 1 % of it the least delay, then
-        stashing before none. `run(schedule="auto")` takes the plan's choice, and print(plan) shows each
-        candidate. A profile says how long small microbatches take (microbatch_ms).
-    delay_max: with "auto": the most updates that a gradient may be late, in the mean at the stage where that
-        is most; 0 allows "flush" alone.
-    speeds: of each worker, by its rank; 2 takes half as long as the profile says.
-    boundaries, replicas: the last layer of every stage but the last one, and each stage's replicas, where
-        they are given.
+    memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each. It
+        holds weight versions, gradients, the optimizer's state, what replicas exchange, and what the
+        minibatches in flight keep.
+    optimizer_copies: the optimizer's state, in copies of the weights: 0 for plain SGD, 1 with momentum, 2 for
+        Adam. With float32 masters of bfloat16 weights these are 2, 4 and 6.
+    recompute: whether a stage may repeat its forward if its memory would not suffice otherwise.
+    cost_model: "paper", or "calibrated", which needs a profile from `calibrate` and predicts the time of a
+        run. The simulator executes the run's lists with the measured costs, and a search begins where the
+        formulas end.
+    workers_per_host: how many workers share the cores of one machine, for the calibrated model. None: each
+        worker has a machine of its own.
+    schedule, microbatches: those of the run, for the prediction. Any schedule other than "pipedream" is
+        simulated with either cost model. microbatches=None chooses the number if the schedule needs
+        microbatches. "2bw" gives all stages the same number of replicas, as its own planner does
+        (PipeDream-2BW, section 3.3). Either argument may be "auto". Then the candidates are "flush",
+        "pipedream" and "unstashed" with the numbers of microbatches that the minibatch allows. The highest
+        predicted rate with a delay of at most delay_max wins; within 1 % of it, the smallest delay; then a
+        schedule that stashes. `run(schedule="auto")` uses the plan's choice, and print(plan) shows the
+        candidates. A profile has the times of small microbatches (microbatch_ms).
+    delay_max: with "auto", the most updates by which a gradient may be late, as the mean at the stage where
+        the delay is largest. 0 allows "flush" only.
+    speeds: the speed of each worker, by rank. A worker of speed 2 takes half the profile's time.
+    boundaries, replicas: fix the last layer of every stage but the last one, and the replicas of each stage.
 
-    hides_links: more minibatches are kept in flight than the rule says where the simulator shows that a slow
-        link would cost more than 5 % otherwise; for schedule "pipedream", unless memory is limited.
-    spare_workers: workers besides, as hosts without a GPU, that may serve as spare shards of replicated
-        stages (docs/parameter-server.md); the plan has those that pay by the paper's formulas and by
-        simulation, and says so, or why none does. By cost_model="paper" with schedule "pipedream" and one
-        bandwidth.
-    codec: {"pushes": "factors"} plans for replicas that push gradients of fully connected layers as their
-        factors where these are smaller (docs/parameter-server.md), by a profile that has measured which. The
-        plan carries it, and `run` takes it from there. A plan without says how much faster one with it is.
-        With memory, codecs of "activations" and "gradients" (or one name for both) leave room for what a run
-        with them keeps encoded; give that codec to `run`, too. Times are of what is not encoded.
-    sync, staleness: of the run, as memory depends on them: "ssp" keeps versions and gradients of more rounds,
-        "asp" more of what replicas share, and with "allreduce" each has the optimizer's whole state.
-    whole_tensors: whether replicas need room for an optimizer that does not work element by element, whose
-        shards are as unequal as tensors are, or for norms of gradients (max_grad_norm).
-    progress: whether a search that takes longer than a second says on stderr how far it is.
+    hides_links: keeps more minibatches in flight than the rule gives, if the simulator shows that this saves
+        5 % or more over slow links. Applies to schedule "pipedream", unless memory is limited.
+    spare_workers: additional workers, such as hosts without a GPU, that may serve as spare shards of
+        replicated stages (docs/parameter-server.md). The plan uses those that pay by the paper's formulas and
+        by simulation, and otherwise says why none does. Needs cost_model="paper", schedule "pipedream" and
+        one bandwidth.
+    codec: {"pushes": "factors"} plans for replicas that push the gradients of fully connected layers as
+        factors where these are smaller (docs/parameter-server.md). The profile must have measured them. `run`
+        takes this codec from the plan. A plan without it says how much faster the best plan with it is. With
+        `memory`, codecs of "activations" and "gradients" (or one name for both) reserve the room that encoded
+        tensors take; give the same codec to `run`. Predicted times assume tensors that are not encoded.
+    sync, staleness: those of the run, because memory depends on them. "ssp" keeps versions and gradients of
+        more rounds, "asp" keeps more of what replicas share, and with "allreduce" each replica has the
+        optimizer's whole state.
+    whole_tensors: reserves memory for an optimizer that does not work element by element, whose shards are as
+        unequal as the tensors, or for norms of gradients (max_grad_norm).
+    progress: whether a search that takes longer than a second reports its progress on stderr.
 
-    Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
-    that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
-    kind.
+    Raises ValueError for fewer than one worker, a bandwidth that is not positive, an unknown cost model or
+    schedule, missing figures, and limits that no plan keeps to. Raises TypeError for arguments of a wrong
+    type.
     """
     links = bandwidth if isinstance(bandwidth, LinkProfile) else None
     planned_codec, crossing_codec = split_codec(codec, has_limit=memory is not None)
@@ -212,7 +222,7 @@ def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
-    """The plan, which says how long a minibatch takes with what could be run instead, and what was given."""
+    """Adds to the plan's predictions the times of the alternatives, and which arguments the user fixed."""
     layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
     speeds = problem.limits.speeds
     free = replace(problem, limits=Limits(speeds=speeds), schedule="pipedream", microbatches=None)
@@ -254,7 +264,9 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
-    """Milliseconds by the paper's figures: all layers one after the other, and every boundary both ways."""
+    """Returns milliseconds by the paper's figures: all layers in sequence, and every boundary in both
+    directions.
+    """
     return profile.compute_ms + sum(boundary_ms)
 
 
@@ -269,7 +281,7 @@ def make_plan(
     schedule: str = "pipedream",
     microbatches: int | None = None,
 ) -> Plan:
-    """The plan of these stages, without a codec, with the figures that the cost model has of it."""
+    """Returns the plan of these stages, without a codec, with the cost model's figures."""
     problem = PlanProblem(
         profile.without_factors(),
         num_workers,
@@ -285,14 +297,14 @@ def make_plan(
 
 
 class SearchProgress:
-    """How far a search over plans is, on stderr; a context manager.
+    """Shows the progress of a search over plans on stderr. A context manager.
 
-    It shows nothing for a search that is over in a second. On a terminal it shows one line that changes and
-    is gone at the end, elsewhere (a log file, CI) a line every few seconds.
+    A search that ends within a second shows nothing. A terminal gets one line that changes and disappears at
+    the end. Any other output (a log file, CI) gets a line every few seconds.
     """
 
     def __init__(self, *, enabled: bool = True, file: TextIO | None = None) -> None:
-        """file: where it is shown, None is stderr."""
+        """file: the output; None is stderr."""
         self._file = file or sys.stderr
         self._enabled = enabled
         self._is_terminal = self._file.isatty()
@@ -312,8 +324,9 @@ class SearchProgress:
             print(_CLEAR_LINE, end="", file=self._file, flush=True)
 
     def advance(self, num_plans: int, plans_max: int, least_ms: float) -> None:
-        """Notes the number of plans that were looked at, the most there can be, and the milliseconds per
-        minibatch of the fastest."""
+        """Reports the number of plans seen so far, the most there can be, and the fastest one's milliseconds
+        per minibatch.
+        """
         now_s = time.monotonic()
         if not self._enabled or now_s < self._next_s:
             return
@@ -327,7 +340,7 @@ class SearchProgress:
             print(text, file=self._file, flush=True)
 
 
-_GAIN_MIN = 1e-3  # of the time per minibatch; below that a worker is better kept for something else
+_GAIN_MIN = 1e-3  # least gain, as a share of the time per minibatch, that is worth a spare worker
 
 
 def with_spares(
@@ -336,9 +349,12 @@ def with_spares(
     figures_of: Callable[[Stages], dict[str, Any]],
     simulated_ms: Callable[[Plan], float],
 ) -> Plan:
-    """The plan with as many of the spare workers as pay, each at the stage that is slowest then, and in
-    `predicted` what that brings, or why it brings nothing. figures_of: what the formulas say of stages.
-    simulated_ms: per minibatch."""
+    """Returns the plan with as many of the spare workers as pay. Each goes to the stage that is slowest at
+    that point. `predicted` says what the spares gain, or why none pays.
+
+    figures_of: returns the formulas' figures of stages. simulated_ms: returns a plan's simulated milliseconds
+    per minibatch.
+    """
     if spare_workers == 0:
         return plan
     stages, figures, why = _most_that_pay(plan.stages, spare_workers, figures_of)
@@ -373,8 +389,11 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
 def _most_that_pay(
     stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
 ) -> tuple[Stages, dict[str, Any], str]:
-    """The stages with as many spares as make the plan faster, and their figures, or why none does. Where
-    several stages are equally slow, the first spare pays only with the second."""
+    """Returns the stages with the number of spares that is fastest, their figures, and the reason why there
+    are no more.
+
+    A spare need not pay alone. Of two equally slow stages, both need one before the plan is faster.
+    """
     best, best_figures = stages, figures_of(stages)
     figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"
     for _ in range(spare_workers):

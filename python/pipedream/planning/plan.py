@@ -63,7 +63,7 @@ _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_
 _SHAPES_FIELDS = ("max_shapes", "shapes_apart")
 _RUN_FIELDS = ("codec", "schedule", "microbatches")
 _FIELDS = ("format", "stages", *_SHAPES_FIELDS, "cuts", *_RUN_FIELDS, *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
-_SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
+_SIMILARITY_MIN = 0.75  # difflib's ratio for two names that differ in one letter or two swapped ones
 
 
 @dataclass(frozen=True)
@@ -77,35 +77,44 @@ class Plan:
 
     stages: tuple[Stage, ...]
     model: str | None = None
-    """Informative."""
+    """The model's name, for readers only."""
     num_workers: int = 0
-    """Workers asked for to train, of which the plan may use fewer; 0 stands for as many as it uses. Spare
-    shards are besides."""
+    """Training workers that the user asked for. The plan may use fewer. 0: as many as the plan uses. Spare
+    shards are not counted.
+    """
     bandwidth_bytes_per_s: float | None = None
     cost_model: str | None = None
     in_flight: tuple[int, ...] = ()
-    """n_s: minibatches in flight at each replica of stage s; () stands for the derived ones,
-    n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md, section 4)."""
+    """n_s: the number of minibatches in flight at each replica of stage s. (): derived, n_{S-1} = 1 and n_s =
+    1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md, section 4).
+    """
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
     predicted: dict[str, Any] = field(default_factory=dict, hash=False)
     """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and what
-    print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
-    ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last)."""
+    print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers ([first,
+    last] layer names), and boundary_ms (2 C_i after each stage but the last).
+    """
     max_shapes: Shapes = field(default_factory=dict, hash=False)
-    """The largest sizes of a minibatch's entries that `run` plans memory for, besides those of the first one:
-    {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
+    """The largest sizes of a minibatch's entries for which `run` plans memory, besides those of the first
+    minibatch: {"input_ids": (8, 512)}, or "inputs" and "targets" for pairs. The profile and fitting() set
+    them.
+    """
     shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
-    """In the place of max_shapes: `run` plans memory for minibatches as large as one of these, or between two
-    of them, and not for one that has the largest size of each. From fitting(apart=True)."""
+    """Replaces max_shapes. `run` plans memory for minibatches as large as one of these, or between two of
+    them. A minibatch with the largest size of every entry would not fit. fitting(apart=True) sets them.
+    """
     cuts: tuple[str, ...] | None = None
-    """From the profile: the calls of modules after which layers end, where the model has more cuts."""
+    """The module calls after which layers end, from the profile. None: at every possible cut of the model."""
     codec: dict[str, str] = field(default_factory=dict, hash=False)
-    """The codec it was made for, {"pushes": "factors"} or none; `run` without a codec of its own takes it."""
+    """The codec that the plan was made for: {"pushes": "factors"}, or {}. `run` uses it unless it is given
+    another.
+    """
     schedule: str | None = None
-    """The schedule that it is for, which `run(schedule="auto")` takes. None: "pipedream", or unknown."""
+    """The schedule that the plan was made for; `run(schedule="auto")` uses it. None: "pipedream", or unknown.
+    """
     microbatches: int | None = None
-    """Likewise."""
+    """The number of microbatches that the plan was made for; `run(schedule="auto")` uses it."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -160,22 +169,21 @@ class Plan:
 
     @property
     def workers_used(self) -> int:
-        """All, spares too."""
+        """Number of all workers, spares included."""
         return self.placement.num_ranks
 
     @property
     def num_spares(self) -> int:
-        """Workers that own shards and have no minibatches; theirs are the last ranks."""
+        """Number of workers that own shards and train no minibatches. They have the last ranks."""
         return sum(stage.num_spare_shards for stage in self.stages)
 
     @property
     def workers_training(self) -> int:
-        """Number of workers that have minibatches."""
+        """Number of workers that train minibatches."""
         return self.workers_used - self.num_spares
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the placement, which is made again when it is needed and cannot be sent to another
-        process."""
+        """Leaves out the placement: it cannot be pickled, and is computed again when it is needed."""
         return {name: value for name, value in self.__dict__.items() if name != "placement"}
 
     @functools.cached_property
@@ -184,17 +192,18 @@ class Plan:
         return placement_of(self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, in order; none for a spare, and for a rank beyond the plan."""
+        """Returns the stages that a rank runs, in order. A spare, or a rank beyond the plan, runs none."""
         return tuple(self.placement.stages_at(rank)) if rank < self.workers_training else ()
 
     def spare_stage_of(self, rank: int) -> int | None:
-        """The stage of which the rank is a spare; None for every other rank."""
+        """Returns the stage that the rank is a spare of; None if it is no spare."""
         is_spare = self.workers_training <= rank < self.workers_used
         return self.placement.stages_at(rank)[0] if is_spare else None
 
     def describe_worker(self, rank: int, stage: int | None = None) -> str:
-        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", "stage 0 spare 0 (rank 4)", as errors and traces
-        name a worker. stage: which of its several is meant; None: all."""
+        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)" or "stage 0 spare 0 (rank 4)": a worker's name in
+        errors and traces. stage: names this one of the worker's stages only; None: all.
+        """
         served = self.spare_stage_of(rank)
         if served is not None:
             spare = self.replica_of(rank) - self.stages[served].num_replicas
@@ -212,13 +221,16 @@ class Plan:
         return self.placement.replica_at(rank)
 
     def fitting(self, *batches: Any, apart: bool = False) -> Plan:
-        """This plan, with memory for minibatches as large as these in every dimension. For data whose shapes
-        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`.
+        """Returns this plan with memory for minibatches as large as these in every dimension. For data whose
+        shapes change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`.
 
-        apart: for minibatches that are as large as one of these, or between two, and not for one with the
-        largest size of each: of as many tokens each, from few long texts to many short ones. It leaves out
-        what the profile has read, and of more than 16 kinds those become one that are smallest together.
-        Raises TypeError for what is no minibatch."""
+        apart: plans memory for minibatches as large as one of these, or between two of them, and not for one
+        with the largest size of every entry. Use it for minibatches of equal numbers of tokens, from few long
+        texts to many short ones. The shapes from the profile are dropped. Beyond 16 kinds, the two that are
+        smallest together become one.
+
+        Raises TypeError for a value that is no minibatch.
+        """
         for batch in batches:
             is_one = isinstance(batch, (tuple, list)) and len(batch) == 2
             is_one = is_one or isinstance(batch, Mapping) or is_dataclass(batch)
@@ -239,15 +251,16 @@ class Plan:
 
     @property
     def noam(self) -> int:
-        """Number of optimal active minibatches, ceil(workers that train / replicas of the input stage).
+        """Number of optimal active minibatches, ceil(training workers / replicas of the input stage).
 
-        Source: PipeDream (SOSP'19), section 3.2. What is admitted is `in_flight[0]`.
+        Source: PipeDream (SOSP'19), section 3.2. The run itself admits `in_flight[0]` minibatches.
         """
         return -(-self.workers_training // self.stages[0].num_replicas)
 
     def with_spare_shards(self, num_spare_shards: Sequence[int]) -> Plan:
-        """This plan with so many spare shards of each stage. Raises ValueError as Stage, and for another
-        number of entries than stages."""
+        """Returns this plan with this number of spare shards for each stage. Raises ValueError as Stage does,
+        and unless there is one number per stage.
+        """
         if len(num_spare_shards) != self.num_stages:
             raise ValueError(
                 f"num_spare_shards has {len(num_spare_shards)} entries for {self.num_stages} stages: give one"
@@ -260,9 +273,11 @@ class Plan:
     def straight(
         cls, num_layers: int, num_stages: int, *, num_workers: int | None = None, model: str | None = None
     ) -> Plan:
-        """An unreplicated plan with an equal number of layers per stage; the odd ones go upstream.
+        """Returns a plan without replicas and with equal numbers of layers per stage. Layers that remain go
+        to the first stages.
 
-        num_workers: for schedule "interleaved", fewer than stages: stage s goes to worker s mod num_workers.
+        num_workers: fewer workers than stages, for schedule "interleaved". Stage s goes to worker s mod
+        num_workers.
         """
         check_whole("num_layers", num_layers, at_least=1)
         check_whole("num_stages", num_stages, at_least=1)
@@ -287,8 +302,9 @@ class Plan:
 
     @classmethod
     def replicated(cls, num_layers: int, num_replicas: Sequence[int], *, model: str | None = None) -> Plan:
-        """A plan of stages with these replicas, which have the layers as they have the workers: in the same
-        shares, and at least one."""
+        """Returns a plan of stages with these replicas. Each stage's share of the layers is its share of the
+        workers, and at least one layer.
+        """
         if not isinstance(num_replicas, (list, tuple)):
             raise TypeError(f"num_replicas is {num_replicas!r}: give each stage's replicas, as [2, 1]")
         counts = [check_whole("num_replicas", replicas, at_least=1) for replicas in num_replicas]
@@ -307,9 +323,10 @@ class Plan:
         return cls(tuple(stages), model=model)
 
     def hash(self) -> int:
-        """64 bits that two workers compare before they talk: equal for plans that run alike.
+        """Returns 64 bits that two workers compare before they talk. They are equal for plans that run alike.
 
-        Made of the stages, their workers and in_flight only; the same on every machine and Python version.
+        They depend on the stages, their workers and in_flight only, and are the same on every machine and
+        Python version.
         """
         content: list[Any] = [
             [[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages],
@@ -330,12 +347,14 @@ class Plan:
         num_layers: int | None = None,
         profile: Profile | None = None,
     ) -> Plan:
-        """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
-        unknown field whose name is almost that of a known one.
+        """Reads a pipedream.plan/1 file. Raises FileFormatError naming file and field. Warns of an unknown
+        field whose name resembles a known one.
 
-        profile: where instead of a file the replicas of every stage may be given, "2-1", and beside them its
-        spare shards, "3+1-1": of its layers, with its cuts and the shapes that it has read.
-        num_layers: in its place, of a model that has so many."""
+        `path` may also give the replicas of every stage, as "2-1", or replicas and spare shards, as "3+1-1".
+        This needs one of the following.
+        profile: the plan takes its layers, cuts and largest shapes from this profile.
+        num_layers: the model has this many layers.
+        """
         source = os.fspath(path)
         if profile is not None:
             num_layers = profile.num_layers
@@ -364,7 +383,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, source: str = "plan") -> Plan:
-        """The plan in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        """Makes a plan from the fields of a file. Errors name `source`. Unknown fields are kept."""
         check_format(fields, _KIND, _VERSION, source)
         try:
             require(fields, ["stages"], "")
@@ -389,7 +408,7 @@ class Plan:
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of the file."""
+        """Returns the fields of the file."""
         return {
             "format": _FORMAT,
             "model": self.model,
@@ -417,7 +436,7 @@ class Plan:
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:
-    """Yields a line for each unknown field, which is kept, that may have been meant for a known one."""
+    """Yields a warning for each unknown field whose name resembles that of a known one."""
     parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
     parts += [(f"stages[{i}].", stage.extra, STAGE_FIELDS) for i, stage in enumerate(plan.stages)]
     for where, extra, known in parts:
@@ -443,7 +462,7 @@ def _in_flight_from_dict(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_noam(fields: Mapping[str, Any], plan: Plan) -> None:
-    # A noam left over from other stages would mislead whoever reads the file.
+    # A noam that was computed for other stages would mislead readers of the file.
     noam = _given(fields, "noam", plan.noam)
     if noam != plan.noam or isinstance(noam, bool):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A plan in lines for a person: its stages, what its predicted figures say. Pure; any thread; torch-free."""
+"""A plan as text for a person: its stages and its predicted figures. Pure; any thread; torch-free."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["describe_plan"]
 _HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
 
 _CANDIDATE_HEADINGS = ("", "schedule", "m", "plan", "late", "bubble", "versions", "memory", "ms", "samples/s")
-_SHORT_MS = 1.0  # of a stage
-_SAME_SHARE = 0.01  # by which plans differ that are called as fast
+_SHORT_MS = 1.0  # below it, the runtime's own time may matter at a stage
+_SAME_SHARE = 0.01  # plans whose times differ by less count as equally fast
 _GAIN_SHARE_MIN = 0.001
 _FACTORS_GAIN_MIN = 0.02
 _NAMES = {
@@ -39,8 +39,9 @@ _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
 def describe_plan(plan: Plan) -> str:
-    """A title, a table of the stages, and lines below it. Of figures in another form than ours, as a file of
-    anyone's may have them, nothing is shown."""
+    """Returns a title, a table of the stages, and lines of figures. Predicted figures that are malformed, as
+    a file may have them, are left out.
+    """
     table = format_table(_HEADINGS, [_row(plan, index) for index in range(plan.num_stages)], ">><>>>>>")
     return "\n".join([_title(plan), "", table, "", *_summary(plan)])
 
@@ -137,7 +138,7 @@ def _count(number: int, noun: str) -> str:
 def _describe_figures(
     bottleneck_ms: float | None, num_stages: int, predicted: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Lines for a person; of figures in another form, as files from elsewhere may have them, none."""
+    """Yields a line for each kind of figure. Malformed figures, as a file may have them, yield none."""
     memory_bytes = predicted.get("memory_bytes")
     if is_number(memory_bytes):
         repeats = predicted.get("recompute")
@@ -212,8 +213,9 @@ def _describe_alternatives(
 
 
 def _describe_candidates(predicted: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for a person; none where a plan was made for one schedule alone, or its figures are of another
-    form."""
+    """Yields the table of candidates. A plan for one schedule only has none, and malformed figures yield
+    none.
+    """
     rows = predicted.get("candidates")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         return

@@ -1,4 +1,4 @@
-"""The question that partition() was asked, and plans of given stages with the cost model's figures.
+"""PlanProblem: the arguments of one partition(), and plans of given stages with the cost model's figures.
 Pure; any thread; needs no torch.
 """
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanProblem", "Stages"]
 
-_SPREAD_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for where times spread
+_SPREAD_ITEMS_MAX = 6_000  # minibatches times stages; a longer simulation with a spread would take too long
 
 Stages = tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """The question that partition() was asked."""
+    """The arguments of one partition()."""
 
     profile: Profile
     num_workers: int
     bytes_per_s: float
-    """Bytes per second; of measured links those of the slowest that may be used."""
+    """Bytes per second; with measured links, those of the slowest one that may be used."""
     cost_model: str
     straight: bool
     workers_per_host: int | None
@@ -102,7 +102,7 @@ class PlanProblem:
     def solve(
         self, layers_ms: list[float], num_workers: int, straight: bool
     ) -> tuple[Stages, float, dict[str, Any]]:
-        """The optimum of the formulas, its bottleneck in seconds, and what limits say of it."""
+        """Returns the optimum of the formulas, its bottleneck in seconds, and the figures of its limits."""
         from pipedream import _core
 
         m = self.microbatches or 1
@@ -126,7 +126,7 @@ class PlanProblem:
     # By the simulator.
 
     def simulated_ms(self, plan: Plan) -> float:
-        """Simulated milliseconds per minibatch, without the spread of single items."""
+        """Returns simulated milliseconds per minibatch, with every item at its mean time."""
         costed = self.costed(plan)
         options = schedule_of(costed, self.schedule, self.microbatches or 1)
         predicted_ms = predict_ms(costed, options, steady_rounds=FEW_ROUNDS, spreads=False)
@@ -134,14 +134,15 @@ class PlanProblem:
         return predicted_ms
 
     def costed(self, plan: Plan) -> Plan:
-        """The plan with what a prediction of it is made of."""
+        """Returns the plan with the costs from which its time is predicted."""
         return replace(plan, predicted=plan.predicted | self._costs(plan.stages))
 
     def simulated_plan(
         self, stages: Stages, *, spreads: bool = True, in_flight: tuple[int, ...] = ()
     ) -> Plan:
-        """spreads: with the spread of single items about their mean; else what plans are compared by.
-        in_flight: as of Plan."""
+        """Returns the plan of these stages with simulated figures. spreads: whether single items vary about
+        their mean; plans are compared without. in_flight: as in Plan.
+        """
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
         predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted, in_flight=in_flight)
@@ -169,7 +170,7 @@ class PlanProblem:
             yield m, predicted_ms
 
     def _fitting_choices(self, plan: Plan) -> Sequence[int]:
-        """The numbers of microbatches with which the plan keeps to the limits."""
+        """Returns the numbers of microbatches with which the plan keeps to the limits."""
         choices = self._microbatch_choices(plan)
         return [m for m in choices if self._keeps_to_limits(plan, m)] if self.limits.any else choices
 
@@ -180,7 +181,7 @@ class PlanProblem:
         return False
 
     def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
-        """None where the plan has more minibatches in flight than there may be microbatches."""
+        """Returns the numbers of microbatches to try; none if the plan needs more than there may be."""
         if not self.rules.needs_microbatches:
             return (self.microbatches or 1,)
         least = microbatches_min(plan, self.schedule)
@@ -191,7 +192,7 @@ class PlanProblem:
         return sorted({m for m in (*counts, least) if least <= m <= largest})
 
     def _costs(self, stages: Stages) -> dict[str, Any]:
-        """Returns the figures that a prediction is made of."""
+        """Returns the figures from which a plan's time is predicted."""
         links = self.links_of(stages)
         if self.cost_model != "calibrated":  # the paper's formulas have no latency
             links = links.without_latency()
@@ -223,7 +224,7 @@ class PlanProblem:
                 for both_ms, latency_ms in zip(predicted["boundary_ms"], links.latency_ms, strict=True)
             ],
         }
-        # A plan may leave workers idle, who share no cores with the others.
+        # A plan may leave workers idle. These share no cores with the others.
         num_workers = sum(stage.num_replicas for stage in stages)
         workers_per_host = min(self.workers_per_host or 1, num_workers)
         if workers_per_host > 1 or self.runtime.alone_speed > 1:
@@ -235,7 +236,7 @@ class PlanProblem:
         return figures
 
     def _stages_ms(self, plan: Plan, costs: Sequence[StageCosts], microbatches: int | None) -> list[float]:
-        """Milliseconds of each stage, with so many microbatches; None: the fewest that there may be."""
+        """Returns each stage's milliseconds per minibatch. microbatches None: the fewest possible."""
         from pipedream import _core
 
         m = microbatches or microbatches_min(plan, self.schedule)
@@ -246,7 +247,7 @@ class PlanProblem:
         ]
 
     def _factored(self, plan: Plan, microbatches: int | None) -> list[dict[str, Any]]:
-        """The weights that go as factors, with so many microbatches; None: the fewest that there may be."""
+        """Returns the figures of weights that go as factors. microbatches None: the fewest possible."""
         m = microbatches or microbatches_min(plan, self.schedule)
         of_rounds = profile_of_rounds(self.profile, plan, schedule_of(plan, self.schedule, m))
         return factored_figures(of_rounds, plan.stages)
@@ -254,21 +255,24 @@ class PlanProblem:
     def is_allowed(self, stages: Stages) -> bool:
         is_equal = len({stage.num_replicas for stage in stages}) == 1
         if self.rules.has_equal_replicas and not is_equal and not self.limits.num_replicas:
-            return False  # its own planner's plans, unless replicas are given
+            return False  # as in the schedule's own planner, unless the user fixes the replicas
         return bool(self._fitting_choices(Plan(stages)))
 
     def has_microbatches(self, stages: Stages) -> bool:
-        """Whether a minibatch can be cut into as many as the schedule needs."""
+        """Whether a minibatch can be cut into as many microbatches as the schedule needs."""
         return bool(self._microbatch_choices(Plan(stages)))
 
     def has_room(self, stages: Stages) -> bool:
-        """Whether the stages fit into the workers' memory with the schedule of the formulas."""
+        """Whether the stages fit into the workers' memory with schedule "pipedream", which the formulas
+        assume.
+        """
         options = schedule_of(Plan(stages), "pipedream", self.microbatches or 1)
         return self.limits.have_room(stages, self.profile, options)
 
     def limits_of(self, plan: Plan, microbatches: int) -> dict[str, Any]:
-        """The memory that the plan needs with so many microbatches. Raises NothingFitsError where it does not
-        keep to the limits."""
+        """Returns the memory that the plan needs with this number of microbatches. Raises NothingFitsError if
+        the plan does not keep to the limits.
+        """
         options = schedule_of(plan, self.schedule, microbatches)
         return self.limits.figures_of(plan.stages, profile_of_rounds(self.profile, plan, options), options)
 

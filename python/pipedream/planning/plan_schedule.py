@@ -1,4 +1,4 @@
-"""A plan with a schedule, as the core takes both. Pure; any thread; needs no torch."""
+"""Translates a plan and a schedule into the core's options. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ def schedule_to_run(
 def schedule_to_run(
     plan: Plan, schedule: str | Program, microbatches: int | None
 ) -> tuple[str | Program, int]:
-    """The schedule by its own name, and the microbatches: those of the plan where schedule is "auto", a
-    program's own where it is one. microbatches: 1 or None where they were not given. Raises ValueError where
-    the plan does not say, or does not go with the schedule."""
+    """Returns the schedule under its present name, and the number of microbatches. "auto" takes both from the
+    plan; a program has a number of its own.
+
+    microbatches: 1 or None if the user gave none. Raises ValueError if the plan has no schedule, or does not
+    fit it.
+    """
     if isinstance(schedule, Program):
         return schedule, _microbatches_of(schedule, plan, microbatches)
     if schedule != "auto":
@@ -81,7 +84,7 @@ def _microbatches_of(program: Program, plan: Plan, microbatches: int | None) -> 
 
 
 def _ranks_of(placement: _core.Placement) -> list[list[int]]:
-    """The ranks, by stage and replica."""
+    """Returns ranks by stage and replica."""
     return [
         [placement.rank_of(stage, replica) for replica in range(placement.num_replicas(stage))]
         for stage in range(placement.num_stages)
@@ -89,28 +92,30 @@ def _ranks_of(placement: _core.Placement) -> list[list[int]]:
 
 
 def microbatches_min(plan: Plan, schedule: str) -> int:
-    """The fewest that a minibatch can have."""
+    """Returns the fewest microbatches that a minibatch may have with this plan and schedule."""
     from pipedream import _core
 
     return _core.num_microbatches_min(schedule, list(plan.in_flight), plan.placement)
 
 
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
-    """The schedule with the fewest microbatches that it can have."""
+    """Returns the schedule with the fewest microbatches that it may have."""
     return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
 def mean_delays(options: _core.ScheduleOptions) -> list[float]:
-    """The mean delay of each stage, in its updates: how much older the version that a microbatch's forward
-    reads is than the one that its gradient changes, long after the start. (n_s - 1) / c_s where a stage
-    counts its own microbatches."""
+    """Returns each stage's mean delay, in updates of that stage, long after the start.
+
+    The delay is the difference between the version that a gradient changes and the version that its forward
+    read. It is (n_s - 1) / c_s where a stage counts its own microbatches.
+    """
     from pipedream import _core
 
     return [_core.mean_delay(options, stage) for stage in range(options.num_stages)]
 
 
 def minibatches_per_body(options: _core.ScheduleOptions) -> int:
-    """Number of minibatches after which a program repeats its lists."""
+    """Returns the number of minibatches after which a program's lists repeat; 1 for named schedules."""
     return 1 if options.program is None else options.program.minibatches_per_body
 
 
@@ -127,8 +132,7 @@ def mean_delay(options: _core.ScheduleOptions) -> float:
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
-    """Minibatches of a round that each replica has, by stage: less than 1 where it has some of one's
-    microbatches."""
+    """Returns one replica's minibatches in a round, by stage; below 1 if it has only some microbatches."""
     from pipedream import _core
 
     rounds = [_core.rounds_of(options, index) for index in range(options.num_stages)]
@@ -136,7 +140,7 @@ def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
 
 
 def profile_of_rounds(profile: Profile, plan: Plan, options: _core.ScheduleOptions) -> Profile:
-    """The profile with factors as large as those of a round."""
+    """Returns the profile with the factors' bytes of a round in place of those of a minibatch."""
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)

@@ -1,8 +1,8 @@
-"""The best plan that partition() finds for what it was asked. Pure; any thread; needs no torch.
+"""Finds the best plan for a PlanProblem. Pure; any thread; needs no torch.
 
-by formulas    the exact optimum of the paper's formulas, by a search in C++ (csrc/planner); over measured
-               links, of which the formulas know one alone, by a search from there
-by simulation  what the simulator says of a run of it, searched from the formulas' plans (search.py)
+by formulas    The exact optimum of the paper's formulas, by a search in C++ (csrc/planner). The formulas know
+               one bandwidth. With measured links a search (search.py) starts from several such optima.
+by simulation  The best simulated time. A search (search.py) starts from the formulas' plans.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ __all__ = ["best_plan", "compared_with_factors"]
 _SEARCHED_PLANS = 400
 _COUNTS_MAX = 64
 _SPEEDS_SOLVED_MAX = 8
-_MEMORY_SOUGHT_MAX = 1_000  # layers times workers
+_MEMORY_SOUGHT_MAX = 1_000  # layers times workers up to which _enough_memory() searches
 _ALL_BYTES = 2.0**60
 
 
 def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
-    """on_plan: told of every plan that a search has looked at: how many, of how many at most, and the least
-    milliseconds per minibatch. Raises ValueError where no plan keeps to the limits."""
+    """Returns the best plan. Raises ValueError if no plan keeps to the limits.
+
+    on_plan: called for every plan that the search scores, with the number so far, the most there can be, and
+    the least milliseconds per minibatch.
+    """
     if problem.is_simulated:
         return _by_simulation(problem, on_plan)
     if problem.links is not None and len(problem.links.speeds_of_first(problem.num_workers)) > 1:
@@ -43,7 +46,7 @@ def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
 
 
 def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) -> Plan:
-    """The plan, which says how fast the best one with factors is. profile: which has them."""
+    """Adds the predicted time of the best plan with factors. profile: the same profile, with its factors."""
     has_factors = any(layer.factors for layer in profile.layers)
     if problem.codec or problem.limits.any or problem.links or not has_factors:
         return plan
@@ -64,8 +67,9 @@ def _by_formulas(problem: PlanProblem) -> Plan:
 
 
 def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
-    """Returns the memory of each worker that would be enough, within two hundredths. None if memory is not
-    the reason, or if finding it takes long."""
+    """Returns the memory per worker that would be enough, to within two percent. None if memory is not the
+    reason, or if the search would take long.
+    """
     limits, num_workers = problem.limits, problem.num_workers
     if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:
         return None
@@ -83,11 +87,11 @@ def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None
     while enough > too_few * 1.01:
         middle = math.sqrt(too_few * enough)
         too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return enough * 1.005  # as much is left of it where it is shown with two digits after the point
+    return enough * 1.005  # rounding to two digits must not show a value that is too small
 
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
-    """Searches by the links between the very workers of each plan."""
+    """Returns the plan that is fastest over the links of its own ranks, by a search."""
     layers_ms = [layer.compute_ms_with(problem.microbatches or 1) for layer in problem.profile.layers]
 
     def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
@@ -105,11 +109,11 @@ def _measured_starts(
     *,
     straight: bool,
 ) -> list[Stages]:
-    """The optima for some of the links' bandwidths, each exact for its own alone; and plans with as many
-    replicas at every stage, which fit machines of equal size.
+    """Returns starts for a search: the optima for some of the links' bandwidths, and plans with equal numbers
+    of replicas at every stage, which suit machines of equal size.
 
-    optimum_at: (bytes per second, workers, one replica per stage) -> the formulas' optimum. Raises what it
-    raises where nothing fits at all.
+    optimum_at: (bytes per second, workers, one replica per stage) -> the formulas' optimum. Its error is
+    raised if no plan keeps to the limits.
     """
     speeds = links.speeds_of_first(num_workers)
     starts = [optimum_at(bytes_per_s, num_workers, straight) for bytes_per_s in _some_of(speeds)]
@@ -122,7 +126,7 @@ def _measured_starts(
 
 
 def _some_of(ascending: list[float]) -> list[float]:
-    """The slowest, the fastest, and what is evenly between in their order."""
+    """Returns the slowest, the fastest, and values evenly spaced between them by position."""
     last, count = len(ascending) - 1, min(len(ascending), _SPEEDS_SOLVED_MAX)
     return [ascending[index * last // max(count - 1, 1)] for index in range(count)]
 
@@ -135,12 +139,12 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
     for count in _some_counts(problem.num_workers):
         for straight in {problem.straight, True}:
             with contextlib.suppress(NothingFitsError):
-                if limits.memory_bytes:  # may fit, as the schedule keeps other versions
+                if limits.memory_bytes:  # it may fit: this schedule keeps other versions than the formulas'
                     roomy = replace(problem, limits=replace(limits, memory_bytes=()))
                     starts.append(roomy.solve(layers_ms, count, straight)[0])
                 starts.append(problem.solve(layers_ms, count, straight)[0])
     if problem.rules.has_equal_replicas and not problem.straight:
-        # Its planner's plans: all stages have as many replicas.
+        # All stages have equal numbers of replicas, as in the schedule's own planner.
         equal = [
             tuple(replace(stage, num_replicas=problem.num_workers // len(stages)) for stage in stages)
             for stages in starts
@@ -154,8 +158,9 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
 
 
 def _some_counts(num_workers: int) -> list[int]:
-    """Returns the numbers of workers for which a start is solved: all, or evenly spaced ones with the
-    last."""
+    """Returns the numbers of workers for which a start is computed: all, or evenly spaced ones that include
+    the last.
+    """
     most = min(num_workers, _COUNTS_MAX)
     return [-(-num_workers * index // most) for index in range(1, most + 1)]
 
@@ -178,9 +183,12 @@ def _found_from(
     planned: Callable[[Stages], Plan],
     on_plan: OnPlan | None,
 ) -> Plan:
-    """The plan whose bottleneck is least, by search. planned: makes it, once found. It may see more than what
-    plans are compared by, as what single items vary by, which costs those who wait: so one worker is looked
-    at, too."""
+    """Returns the plan with the least bottleneck, by a search. scored: makes the plan by whose bottleneck
+    stages are compared. planned: makes the final plan of the stages found.
+
+    planned may include the spread of single items, which costs only plans whose workers wait for each other.
+    Hence one worker alone is compared with the plan found.
+    """
     found = search(
         starts,
         lambda stages: scored(stages).bottleneck_ms or 0.0,
@@ -193,7 +201,7 @@ def _found_from(
     )
     alone: Stages = (Stage(0, problem.profile.num_layers - 1),)
     finalists = {stages: None for stages in (alone, found.stages) if problem.is_allowed(stages)}
-    # Of plans that are as fast the smaller one, which is the first.
+    # min() returns the first of equally fast plans, which is the smaller one.
     plan = min(map(planned, finalists or [found.stages]), key=lambda plan: plan.bottleneck_ms or 0.0)
     figures = {"search": found.to_dict()}
     if problem.limits.any:

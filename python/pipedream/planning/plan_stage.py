@@ -1,5 +1,5 @@
-"""Stage: consecutive layers of a plan, with their replicas and spare shards, its form in a file, and how many
-microbatches a replica of it may have begun and not finished.
+"""Stage: consecutive layers of a plan with their replicas and spare shards. Also its form in a file, and the
+checks of how many minibatches a plan keeps in flight.
 
 Values that never change once built; any thread. Needs no torch.
 """
@@ -36,25 +36,29 @@ __all__ = [
 
 _NEEDED_FIELDS = ("first_layer", "last_layer", "num_replicas")
 STAGE_FIELDS = (*_NEEDED_FIELDS, "worker", "num_spare_shards")
-"""The fields of a stage in a file."""
+"""The names of a stage's fields in a file."""
 _COUNTS = re.compile(r"(\d+)(?:\+(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that run together, both ends included. Raises ValueError naming the field."""
+    """Consecutive layers that run together, from first_layer to last_layer inclusive. Raises ValueError
+    naming the field.
+    """
 
     first_layer: int
     last_layer: int
     num_replicas: int = 1
     worker: int | None = None
-    """The worker that runs it, where workers hold several stages (schedule "interleaved"); None: the plan
-    gives each replica of each stage a worker of its own, in order."""
+    """The worker that runs the stage, if workers run several stages (schedule "interleaved"). None: every
+    replica of every stage has a worker of its own, in order.
+    """
     num_spare_shards: int = 0
-    """Workers beside the replicas that own shards of the stage's parameters and have no minibatches
-    (docs/parameter-server.md); their ranks come after those of all stages' replicas."""
+    """The number of additional workers that own shards of the stage's parameters and train no minibatches
+    (docs/parameter-server.md). Their ranks follow those of all stages' replicas.
+    """
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of the file that this version does not know; written back as they were."""
+    """Fields of the file that this version does not know. Saving writes them back unchanged."""
 
     def __post_init__(self) -> None:
         set_field(self, "first_layer", check_whole("first_layer", self.first_layer))
@@ -95,20 +99,23 @@ def placement_of(stages: Sequence[Stage]) -> _core.Placement:
 
 
 def ranks_of(stages: Sequence[Stage]) -> list[list[int]]:
-    """The ranks of each stage's replicas."""
+    """Returns the ranks of each stage's replicas."""
     placement = placement_of(stages)
     return [placement.ranks_of(index) for index in range(len(stages))]
 
 
 def is_counts(text: str) -> bool:
-    """Whether it is as "2-1" and "3+1-1" are."""
+    """Whether the text gives replicas, and spare shards, of stages: "2-1" or "3+1-1"."""
     return all(_COUNTS.fullmatch(part) for part in text.split("-"))
 
 
 def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | None:
-    """Returns the replicas and spare shards of every stage: ((2, 0), (1, 0)) for "2-1", ((3, 1), (1, 0)) for
-    "3+1-1", and None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for
-    a stage without replicas, or with more spare shards than these can use."""
+    """Returns the replicas and spare shards of every stage: ((2, 0), (1, 0)) for "2-1", and ((3, 1), (1, 0))
+    for "3+1-1". Returns None for the name of a file.
+
+    Raises FileNotFoundError for other text, and ValueError for a stage without replicas or with more spare
+    shards than help.
+    """
     if is_counts(os.fspath(text)):
         parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
         counts = tuple((int(part[1]), int(part[2] or 0)) for part in parts if part is not None)
@@ -132,12 +139,12 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
 
 
 def num_spares_max(num_replicas: int) -> int:
-    """Returns how many spares a stage may have; more would gain nothing."""
+    """Returns how many spare shards help a stage with this many replicas."""
     return num_replicas if num_replicas > 1 else 0
 
 
 def check_stages(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError where they overlap, leave gaps or are out of order."""
+    """Raises ValueError if stages overlap, leave gaps or are out of order."""
     if not stages:
         raise ValueError("stages is empty: a plan has at least one stage")
     for stage_index, stage in enumerate(stages):
@@ -160,7 +167,9 @@ def check_stages(stages: tuple[Stage, ...]) -> None:
 
 
 def check_workers(stages: tuple[Stage, ...]) -> None:
-    """Raises ValueError for workers that only some of them name, of replicas, and with gaps."""
+    """Raises ValueError if only some stages name workers, if one of them is replicated, or if worker numbers
+    have gaps.
+    """
     given = [stage.worker for stage in stages]
     if all(worker is None for worker in given):
         return
@@ -182,7 +191,7 @@ def check_workers(stages: tuple[Stage, ...]) -> None:
 
 
 def stage_from_dict(stage_index: int, value: object) -> Stage:
-    """Makes a stage of its entry in a file. Raises ValueError naming the field."""
+    """Makes a stage from its entry in a file. Raises ValueError naming the field."""
     where = f"stages[{stage_index}]"
     fields = check_object(where, value)
     require(fields, _NEEDED_FIELDS, where + ".")
@@ -201,27 +210,27 @@ def stage_from_dict(stage_index: int, value: object) -> Stage:
 
 
 def set_field(target: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass, whose own checks still bring a value to its final type."""
+    """Sets a field of a frozen dataclass. Its checks use this to convert values to their final types."""
     object.__setattr__(target, name, value)
 
 
 def derive_in_flight(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Returns the default of a plan: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
+    """Returns the default minibatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s)."""
     from pipedream import _core
 
     return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
 
 
 def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
-    """Raises ValueError naming the stage for numbers that do not fit the stages or make them deadlock."""
+    """Raises ValueError naming the stage if these numbers do not fit the stages or would deadlock."""
     if len(in_flight) != len(stages):
         raise ValueError(
             f"in_flight has {len(in_flight)} numbers for {len(stages)} stages: it needs one per stage"
         )
     for stage_index, count in enumerate(in_flight):
         check_whole(f"in_flight[{stage_index}]", count, at_least=1)
-    # A replica of stage s starts (n_s - 1) r_s microbatches before it must see the first one come back;
-    # where a downstream stage waits for more than upstream ever admits, both wait for ever.
+    # A replica of stage s starts (n_s - 1) r_s microbatches before it must see the first one come back. If a
+    # downstream stage waits for more microbatches than its upstream stage admits, both wait forever.
     admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
     for stage_index in range(1, len(stages)):
         if admitted[stage_index] > admitted[stage_index - 1]:
@@ -232,9 +241,11 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Returns how many in flight let replicas that take turns wait for each other's gradients without
-    losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
-    2 gcd(r_s, r_{s+1})) / r_s), and at least what is in flight. Found by simulating all small plans."""
+    """Returns the minibatches in flight with which replicas that take turns wait for each other's gradients
+    without losing time in a balanced plan. Found by simulating all small plans.
+
+    n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s), and at least in_flight.
+    """
     in_phase = [in_flight[-1]]
     for stage_index in range(len(stages) - 2, -1, -1):
         here, below = (stages[index].num_replicas for index in (stage_index, stage_index + 1))
