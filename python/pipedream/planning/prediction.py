@@ -1,11 +1,13 @@
-"""The time that a calibrated plan predicts of a run: its schedule's own lists with the plan's stage costs.
-A worker has one link for what it sends, downstream, upstream and to replicas, and one for what it receives,
-as a host has one network interface.
+"""Predicts the time of a run by simulation: the schedule's own instruction lists, with the stage costs of a
+calibrated plan. Pure; any thread; needs no torch.
 
-with_links_hidden() puts more minibatches in flight than the rule says (design.md, section 4), where a slow
-link would otherwise leave a stage idle and the simulator says that this pays for their memory and
-staleness. Pure; any thread; needs no torch. The paper's cost model has one figure, the bottleneck, for all
-schedules.
+A worker has one link for everything that it sends (downstream, upstream and to replicas), and one for
+everything that it receives, as a host has one network interface. A plan of the paper's cost model has one
+figure for all schedules, the bottleneck.
+
+with_links_hidden() puts more minibatches in flight than the rule gives (design.md, section 4). It does so if
+a slow link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
+staleness.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ __all__ = [
     "with_links_hidden",
 ]
 
-# Minibatches of each replica, besides those of the warm-up and the cool-down: some decks of factors.
+# Minibatches simulated for each replica, besides warm-up and cool-down: enough for several decks of factors.
 STEADY_ROUNDS = 100
-# Where what drains is a round: what is looked at begins after the first one.
+# A schedule that drains is measured from the end of its first round on.
 _DRAINED_ROUNDS_MIN = 3
-_MINIBATCHES_MAX = 2_048  # of rounds that are longer than what is asked for
+_MINIBATCHES_MAX = 2_048  # bound for whole rounds that are longer than the number asked for
 
 
 def predict_ms(
@@ -60,8 +62,11 @@ def predict_ms(
     steady_rounds: int = STEADY_ROUNDS,
     spreads: bool = True,
 ) -> float | None:
-    """Milliseconds per minibatch in the steady state; None: the plan says nothing. steady_rounds: minibatches
-    of each replica besides warm-up and cool-down. spreads: as simulate_programs()."""
+    """Returns milliseconds per minibatch in the steady state. None: the plan has no figures.
+
+    steady_rounds: minibatches of each replica besides warm-up and cool-down. spreads: as in
+    simulate_programs().
+    """
     if costs_of(plan) is None:
         return plan.bottleneck_ms
     timing = _timing_of(plan, schedule, spreads=spreads)
@@ -79,7 +84,7 @@ def predict_ms(
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
-    """Does predict_ms() after a training, where a bad figure of a plan's file must not raise."""
+    """Calls predict_ms() after a training, when a bad figure in a plan's file must not raise."""
     try:
         return predict_ms(plan, schedule)
     except ValueError:
@@ -87,14 +92,17 @@ def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | No
 
 
 def steady_minibatches(plan: Plan, schedule: _core.ScheduleOptions, rounds: int = STEADY_ROUNDS) -> int:
-    """Enough to see the steady state: so many minibatches of each replica besides warm-up and cool-down."""
+    """Returns enough minibatches to see the steady state: `rounds` for each replica, plus warm-up and
+    cool-down.
+    """
     from pipedream import _core
 
     replicas = max(stage.num_replicas for stage in plan.stages)
     if not _core.drains_every_minibatch(schedule):
         in_flight = max(-(-max(schedule.in_flight) // schedule.num_microbatches), 1)
         return (rounds + 2 * in_flight) * replicas
-    # Every round warms up and cools down by itself. One of replicas that differ is longer than any of them.
+    # Each round has its own warm-up and cool-down. If stages have different replicas, the common round is
+    # longer than that of any stage.
     asked = (rounds + 2) * replicas
     of_round = _core.rounds_of(schedule, 0).minibatches_per_round
     whole_rounds = max(-(-asked // of_round), _DRAINED_ROUNDS_MIN) * of_round
@@ -108,7 +116,9 @@ def simulate_calibrated(
     *,
     spreads: bool = True,
 ) -> Simulation | None:
-    """None: the plan is not of the calibrated cost model. spreads: as simulate_programs()."""
+    """Simulates a run. None: the plan is not of the calibrated cost model. spreads: as in
+    simulate_programs().
+    """
     from pipedream import _core
 
     if costs_of(plan) is None:
@@ -127,9 +137,11 @@ def simulate_programs(
     spreads: bool = True,
     sync_shares: Sequence[SyncedBytes] | None = None,
 ) -> Simulation:
-    """The workers' lists with the costs that the plan, which has some, carries. spreads: with the spread of
-    single items about their mean. sync_shares: by stage, of a shard, what a replica pushes to one other and
-    pulls from it; None: what the costs say."""
+    """Simulates the workers' lists with the costs in the plan, which must have some.
+
+    spreads: whether single items vary about their mean. sync_shares: by stage, what a replica pushes to one
+    other and pulls from it, as shares of a shard; None: as in the costs.
+    """
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     return simulate(
         programs,
@@ -144,13 +156,13 @@ def simulate_programs(
 
 
 class _Timing(NamedTuple):
-    """How long what a plan's lists say takes."""
+    """The arguments of the simulator for one plan."""
 
     times: list[StageTimes]
     transfers: list[TransferTimes]
     spread: Spread
     host: SharedHost | None
-    """Whose cores the workers share."""
+    """The machine whose cores the workers share."""
     waking: StageWaking
 
 
@@ -188,7 +200,7 @@ def _timing_of(
 
 
 def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> None:
-    """Raises ValueError naming what is not as many as there must be."""
+    """Raises ValueError naming a figure if the plan has the wrong number of them."""
     for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         if len(cost.waking_ms) != num_wakings:
             raise ValueError(
@@ -211,7 +223,6 @@ def _times(
     schedule: _core.ScheduleOptions,
     speed: float,
 ) -> StageTimes:
-    # After an all-reduce every replica updates all of the stage's parameters.
     updated = 1.0 if schedule.uses_allreduce else 1 / stage.num_replicas
     num_microbatches = schedule.num_microbatches
     update_ms = _update_ms(stage, cost, num_versions, updated) / speed
@@ -245,8 +256,9 @@ def _times(
 
 
 def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
-    """Returns the update time of an owner of this share of the parameters. The costs are a replica's without
-    spares."""
+    """Returns the update time of a worker that owns `share` of the stage's parameters. The costs are those of
+    a replica in a stage without spares.
+    """
     update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
     if num_versions > 1:
         update_ms += cost.copy_ms
@@ -274,7 +286,9 @@ def boundary_links(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _parameter_bytes(plan: Plan) -> list[float | None]:
-    """Bytes of each stage's parameters, as far as the plan says. Raises ValueError naming a field."""
+    """Returns each stage's bytes of parameters, None if the plan does not have them. Raises ValueError naming
+    a field.
+    """
     given = plan.predicted.get("stage_parameter_bytes")
     if given is None:
         return [None] * plan.num_stages
@@ -301,15 +315,17 @@ def _host_of(plan: Plan) -> SharedHost | None:
     )
 
 
-FEW_ROUNDS = 8  # simulated of each plan that is looked at
-SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages that partition() waits for
+FEW_ROUNDS = 8  # rounds simulated for each plan that a search scores
+SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages; partition() would wait too long for more
 _ROUNDING = 1e-9
-_GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
+_GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more minibatches in flight
 
 
 def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan:
-    """The plan, or the plan with as many in flight as hide the links, and in `predicted` what that brings.
-    simulated_ms: per minibatch."""
+    """Returns the plan with as many minibatches in flight as hide the links, if that pays, and else
+    unchanged. `predicted` says what the change gains. simulated_ms: returns a plan's milliseconds per
+    minibatch.
+    """
     slowest_ms = _slowest_ms(plan)
     if plan.num_stages == 1 or not slowest_ms:
         return plan
@@ -333,8 +349,10 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
 
 
 def _slowest_ms(plan: Plan) -> float:
-    """Returns a minibatch's time at the stage or link that nothing can hide. The paper's formulas have it as
-    the bottleneck; the calibrated model's has what waits for links besides."""
+    """Returns the milliseconds per minibatch of the slowest stage or link, which nothing can hide. In the
+    paper's formulas this is the bottleneck. The calibrated model's bottleneck also includes waiting for
+    links.
+    """
     if plan.cost_model != "calibrated":
         return plan.bottleneck_ms or 0.0
     one_way_ms = [both_ms / 2 for both_ms in plan.predicted["boundary_ms"]]

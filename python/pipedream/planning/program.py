@@ -1,5 +1,5 @@
-"""A schedule as a value that can be written, changed and run, and the rules that a schedule's name stands for
-(its row of csrc/schedule/schedule_rules.h). Pure but for the files; any thread; needs no torch.
+"""Program: a schedule as a value that a user can write, change and run. Also the rules of a named schedule
+(its row in csrc/schedule/schedule_rules.h). Pure except for files; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ if TYPE_CHECKING:
 __all__ = ["PROGRAM", "Program", "rules_of", "schedule_name"]
 
 PROGRAM = "program"
-"""The name of the schedule of a run that has a program."""
+"""The schedule's name in a run that executes a Program."""
 
 
 class Program:
-    """A schedule: each worker's FORWARDs, BACKWARDs and UPDATEs, with the weight versions that they read or
-    write. run(schedule=program) runs it, reference.run(schedule=program) is its oracle.
+    """A schedule as a value: each worker's FORWARDs, BACKWARDs and UPDATEs, with the weight versions that
+    they read or write. run(schedule=program) runs it. reference.run(schedule=program) computes the same
+    training in one process, to compare with.
 
         program = pipedream.Program.of("pipedream", num_stages=2, microbatches=4)
-        program.save("mine.txt")      # to be changed by hand
+        program.save("mine.txt")      # change the file by hand
         pipedream.run(model, plan, schedule=pipedream.Program.load("mine.txt"), ...)
 
-    Its text has one instruction a line, and for each worker
+    The text has one instruction per line. Each worker has two lists:
 
         worker 0
         warm-up                       # once; may be left out
         FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
         ...
-        body every 1 minibatch        # again and again, each time with minibatches and versions larger by 1
+        body every 1 minibatch        # repeated, each time with minibatches and versions larger by 1
         FORWARD stage 0 minibatch 2 microbatch 0 reads version 1
         BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0
         UPDATE stage 0 minibatch 1 writes version 2
 
-    Version v is the state after v updates, one a minibatch, or one a round where a stage has replicas. Each
-    of these has a worker; one of each stage may share workers, stage s at worker s mod W. Sends, receives
-    and recomputing are added.
-    Forwards and backwards of a stage go in the order of their microbatches. A read may name any version that
-    is written by then: the stage keeps those that are read later. A backward reads what its forward has read;
-    at a stage that keeps one version it reads the newest.
+    Version v is the state after v updates. There is one update per minibatch, or one per round if a stage has
+    replicas. Every replica has a worker of its own. Without replicas, stages may share workers: stage s runs
+    at worker s mod W. The runtime adds sends, receives and recomputing.
+
+    The forwards of a stage are in the order of their microbatches, and so are its backwards. A forward may
+    read any version that has been written by then; the stage keeps versions that are read later. A backward
+    reads the version that its forward read. At a stage that keeps one version it reads the newest.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError, one line, for text that is no program, and for one that cannot run: it names the
-        line, or the workers that wait for each other."""
+        """Raises ValueError, in one line, for text that is no program, naming the line, and for a program
+        that cannot run, naming the workers that wait for each other.
+        """
         from pipedream import _core
 
         if not isinstance(text, str):
@@ -69,10 +72,14 @@ class Program:
         replicas: Sequence[int] | None = None,
         workers: int | None = None,
     ) -> Program:
-        """The program of a schedule that has a name. in_flight: the microbatches in flight at each replica of
-        each stage; None: as many as a plan has, num_stages, ..., 2, 1 without replicas. replicas: of each
-        stage; None: one. workers: fewer than stages, for "interleaved". Raises ValueError for what the
-        schedule cannot do."""
+        """Returns the program of a named schedule. Raises ValueError for arguments that the schedule does not
+        allow.
+
+        in_flight: microbatches in flight at each replica of each stage. None: a plan's default, which is
+            num_stages, ..., 2, 1 without replicas.
+        replicas: of each stage. None: one each.
+        workers: fewer workers than stages, for "interleaved".
+        """
         from pipedream import _core
 
         lengths = {
@@ -104,7 +111,9 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Raises FileFormatError naming the file and the line, and OSError where it cannot be read."""
+        """Reads a program. Raises FileFormatError naming the file and the line, and OSError if it cannot be
+        read.
+        """
         try:
             return cls(Path(path).read_text(encoding="utf-8-sig"))
         except ValueError as error:
@@ -119,7 +128,7 @@ class Program:
 
     @property
     def replicas(self) -> list[int]:
-        """Number of replicas of each stage."""
+        """Replicas of each stage."""
         placement = self._listed.placement
         return [placement.num_replicas(stage) for stage in range(self.num_stages)]
 
@@ -129,17 +138,17 @@ class Program:
 
     @property
     def microbatches(self) -> int:
-        """Pieces that every minibatch is cut into."""
+        """The number of microbatches of every minibatch."""
         return self._listed.num_microbatches
 
     @property
     def in_flight(self) -> list[int]:
-        """The most microbatches, by stage, that are forwarded and not yet backwarded at a replica."""
+        """For each stage, the most microbatches at one replica whose backward has not finished."""
         return self._listed.in_flight
 
     @property
     def versions_kept(self) -> list[int]:
-        """Number of weight versions, by stage, that the stage holds at once."""
+        """For each stage, the number of weight versions that it holds at once."""
         return self._listed.versions_kept
 
     @property
@@ -164,7 +173,7 @@ class Program:
 
 
 def rules_of(schedule: str) -> _core.ScheduleRules:
-    """Raises ValueError for a name that no schedule has."""
+    """Returns the rules of a named schedule. Raises ValueError for an unknown name."""
     from pipedream import _core
 
     rules = _core.find_schedule_rules(schedule)
@@ -174,7 +183,7 @@ def rules_of(schedule: str) -> _core.ScheduleRules:
 
 
 def schedule_name(name: str) -> str:
-    """The name by which a schedule goes here, where this is an old one of it; else the name itself."""
+    """Returns the present name of a schedule that was renamed, and any other name unchanged."""
     from pipedream import _core
 
     rules = _core.find_schedule_rules(name)

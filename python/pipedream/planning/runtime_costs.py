@@ -1,14 +1,14 @@
-"""Costs that a run adds to a profile's layers, measured on the machine that trains: the calibrated cost
-model.
+"""The calibrated cost model: what a run costs beyond a profile's layer times, measured on the machine that
+trains.
 
     forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
-    update                    fixed + per byte of its parameters (+ a copy, + what replicas exchange)
+    update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
 
-The share is another one for a minibatch's first microbatch, which meets a new version and no gradients, than
-for those after it, and what was measured beside that line counts where it was measured (item_cost.py). Items
-are longer and shorter than their mean by the spread (spread.py), and longer after a wait (waking.py).
+The first microbatch of a minibatch has another share than later ones, because it meets a new version and no
+gradients. Numbers of microbatches that were measured override this line (item_cost.py). Items vary about
+their mean (Spread) and take longer after a wait (Waking); both are in item_cost.py.
 
-`pipedream.calibrate` measures the figures by short runs; a profile's file carries them as `runtime`. Values
+`pipedream.calibrate` measures these figures by short runs. A profile's file stores them as `runtime`. Values
 that never change once built; any thread; needs no torch.
 """
 
@@ -45,13 +45,16 @@ __all__ = [
 ]
 
 POSITIONS = ("only", "first", "middle", "last")
-"""Positions of a stage in the pipeline; what its items do beside the model differs."""
+"""Positions of a stage in the pipeline. The runtime's work around the model differs between them."""
 
 
 @dataclass(frozen=True)
 class PositionCosts:
-    """The runtime's own time per work item, beside the user's code and waiting; and what a layer takes in
-    the run over what the profile says: threads, caches, cores that are shared."""
+    """The runtime's own time per work item, without the user's code and without waiting.
+
+    The scales say how much longer a layer takes in the run than in the profile, because threads, caches and
+    cores are shared.
+    """
 
     forward: ItemCost
     backward: ItemCost
@@ -66,12 +69,15 @@ class PositionCosts:
 
 @dataclass(frozen=True)
 class SyncCost:
-    """The cost to a worker of what replicas exchange in a round, in one kind of its work items: gradients
-    leave during the backward, versions come before a forward, and both push the model out of the caches."""
+    """How much longer a kind of work item takes because replicas exchange gradients and versions in a round.
+
+    Gradients leave during the backward, and versions arrive before a forward. Both displace the model from
+    the caches.
+    """
 
     ms: float = 0.0
     ms_per_byte: float = 0.0
-    """Milliseconds per byte that a replica sends to, or takes from, one other."""
+    """Milliseconds per byte that a replica sends to one other replica, or takes from it."""
 
     def of(self, num_bytes: float) -> float:
         return self.ms + self.ms_per_byte * num_bytes
@@ -79,34 +85,37 @@ class SyncCost:
 
 @dataclass(frozen=True)
 class RuntimeCosts:
-    """All in milliseconds, or shares, or milliseconds per byte."""
+    """The calibration's figures, in milliseconds, shares, or milliseconds per byte."""
 
     positions: Mapping[str, PositionCosts]
-    """By POSITIONS."""
+    """Costs for each of POSITIONS."""
     forward_share: ItemCost
-    """Shares of a layer's time with one microbatch, which is 1: the part that each microbatch takes however
-    few samples it has, and the part that they share."""
+    """The time of a microbatch's forward as a share of the whole minibatch's, which is 1. One part is
+    constant for each microbatch; the other part is divided among them.
+    """
     backward_share: ItemCost
     update_ms: float
-    """Milliseconds of an optimizer's step that do not grow with the parameters."""
+    """Milliseconds of an optimizer's step, without the part that grows with the parameters."""
     update_ms_per_byte: float
-    """Milliseconds per byte of parameters, besides."""
+    """Milliseconds that a step takes in addition, per byte of parameters."""
     copy_ms_per_byte: float
-    """Besides, where the next version is not written in place."""
+    """Milliseconds in addition, per byte, if the update copies because it may not write in place."""
     sync: Mapping[str, SyncCost]
-    """By WORK_KINDS, where replicas share the updates, besides."""
+    """Additional costs by WORK_KINDS, where replicas share the updates."""
     latency_ms: float
-    """From when an item is sent until its receiver has it, on a link that is otherwise idle."""
+    """Milliseconds from sending an item until its receiver has it, on an otherwise idle link."""
     cut_bytes: int
-    """Bytes that crossed the cut where the items' costs were measured; sending others takes more or less."""
+    """Bytes that crossed the cut in the measurement. Costs of sending are scaled from them."""
     num_cores: int
-    """Cores of a machine. As many workers as that slow each other by alone_speed and no more."""
+    """Cores of a machine. Its workers slow each other by up to alone_speed, reached with num_cores
+    workers.
+    """
     alone_speed: float
-    """How much faster a worker is while the others of its machine wait; at least 1."""
+    """How many times as fast a worker is while the others of its machine wait; at least 1."""
     spread: Spread = EVEN
-    """The spread of single items about their mean."""
+    """How single items vary about their mean."""
     wakings: tuple[Waking, ...] = ()
-    """Costs of items after their worker has waited; a file's `waking`."""
+    """The additional cost of items after their worker has waited. `waking` in a file."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -160,7 +169,7 @@ FREE = RuntimeCosts(
     num_cores=1,
     alone_speed=1.0,
 )
-"""The costs of a runtime that costs nothing: the profile's times and the links are all there is."""
+"""The costs of a runtime that takes no time: only the profile's times and the links count."""
 
 
 @dataclass(frozen=True)
@@ -170,25 +179,27 @@ class StageCosts:
     forward: ItemCost
     backward: ItemCost
     update_ms: float
-    """The update's time if it writes in place."""
+    """The time of an update that writes in place."""
     copy_ms: float
-    """Besides, where several versions are kept."""
+    """Added to update_ms where the stage keeps several versions."""
     shard_ms: float = 0.0
-    """The time of a replica's shard, pushed or pulled, on its way to one other replica."""
+    """The time in which a replica pushes a shard to one other replica, or pulls one from it."""
     sync_latency_ms: float = 0.0
-    """Besides, of each."""
+    """The latency of each push or pull, in addition."""
     push_ms: float | None = None
-    """The time of a push with factors in it; None if it takes as long as shard_ms."""
+    """The time of a push that contains factors. None: as long as shard_ms."""
     shard_update_ms: float | None = None
-    """The part of update_ms that grows with the shard, 1 / r of the parameters, as copy_ms does; None without
-    replicas."""
+    """The part of update_ms that grows with the shard, 1 / r of the parameters. copy_ms grows in the same
+    way. None without replicas.
+    """
     waking_ms: tuple[Mapping[str, float], ...] = ()
-    """Besides, of each of the wakings, by kind, of an item after a long wait."""
+    """The additional cost of an item after a long wait: one mapping per waking, by kind of item."""
     num_chunks: int = 1
-    """In which a shard travels."""
+    """Number of chunks in which a shard is sent."""
     push_leads: tuple[tuple[float, float], ...] = ()
-    """By owner, of a backward: what is left of it when the first of its chunks can leave, and the last one;
-    none: they leave after it."""
+    """By owner of a shard: the share of a backward that remains when the first of the owner's chunks can
+    leave, and when the last one can. Empty: chunks leave after the backward.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         figures = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -220,8 +231,9 @@ class StageCosts:
         )
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
-        """Milliseconds per minibatch of a stage with so many replicas, the copy included. A replica has its
-        share of the passes, and updates once in a round."""
+        """Returns the time per minibatch of a stage with this many replicas, copy included. Each replica does
+        its share of the passes, and updates once per round.
+        """
         later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)
         passes_ms = passes.first(rounds.num_microbatches) + later * passes.later(rounds.num_microbatches)
@@ -229,7 +241,7 @@ class StageCosts:
 
 
 def runtime_of(profile: Profile) -> RuntimeCosts | None:
-    """None: the profile was not calibrated."""
+    """Returns the calibration's figures; None if the profile was not calibrated."""
     return None if profile.runtime is None else RuntimeCosts.from_dict(profile.runtime)
 
 
@@ -242,9 +254,11 @@ def stage_costs(
     latency_ms: Sequence[float] | None = None,
     minibatches: Sequence[float] | None = None,
 ) -> list[StageCosts]:
-    """Returns each stage's costs by the calibrated cost model. bytes_per_s, latency_ms: between its replicas;
-    the longer latency counts, this or the calibration's. minibatches: those that a replica has of a round;
-    None is one."""
+    """Returns each stage's costs by the calibrated cost model.
+
+    bytes_per_s, latency_ms: of the links between each stage's replicas; the longer of this latency and the
+    calibration's counts. minibatches: one replica's minibatches in a round, by stage; None: 1.
+    """
     costs = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -256,7 +270,8 @@ def stage_costs(
         factored = factored_sum(layers, replicas, minibatches=of_round)
         product_ms = factored.product_ms * position.backward_scale
         dense_bytes = num_bytes - factored.weight_bytes
-        # Its shard, and of weights that go as factors the whole, whose gradients it makes of all factors.
+        # A replica updates its shard, and the whole of each weight whose gradient it computes from all
+        # factors.
         updated_bytes = dense_bytes / replicas + factored.weight_bytes
         update_ms = position.update_ms + replicas * of_round * product_ms
         shard_update_ms = runtime.update_ms_per_byte * updated_bytes
@@ -299,8 +314,10 @@ def stage_costs(
 def _passes(
     layers: Sequence[LayerProfile], runtime: RuntimeCosts, position: PositionCosts, product_ms: float
 ) -> tuple[ItemCost, ItemCost]:
-    """Forward and backward of a stage's layers. What a microbatch takes is the calibration's to say; without
-    one it is what the profile has measured of each layer. product_ms: of the backward, counted elsewhere."""
+    """Returns the costs of a stage's forward and backward. Microbatches cost what the calibration says;
+    without one, what the profile measured for each layer. product_ms: the part of the backward that the
+    update does instead.
+    """
     if runtime is FREE:
         forward, backward = pass_costs(layers)
         return forward, backward.plus(ItemCost(minibatch_ms=-product_ms)) if product_ms else backward
@@ -313,8 +330,9 @@ def _passes(
 
 
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
-    """Returns the leads as StageCosts has them. A chunk can leave when the layer is done in which it begins;
-    the stage's chunks go from owner to owner in turn."""
+    """Returns StageCosts.push_leads. A chunk can leave when the backward has finished the layer in which the
+    chunk begins. The stage's chunks go to the owners in turn.
+    """
     ends_bytes = [*itertools.accumulate(layer.parameter_bytes for layer in layers)]
     done_ms = [0.0, *itertools.accumulate(layer.backward_ms for layer in layers)]
     num_bytes, all_ms = ends_bytes[-1], done_ms[-1]
@@ -329,7 +347,9 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
-    """Returns the time that a layer adds to its stage, passes and update, for the search that needs sums."""
+    """Returns what a layer adds to its stage's passes and update, for a search that needs sums over
+    layers.
+    """
     if runtime is FREE:
         return layer.compute_ms_with(num_microbatches)
     per_byte = runtime.update_ms_per_byte + runtime.copy_ms_per_byte
@@ -339,11 +359,13 @@ def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: 
 
 
 def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
-    """Returns the costs that a calibrated plan carries; None if it has none. Raises ValueError naming a
+    """Returns the costs that a calibrated plan has stored; None if it has none. Raises ValueError naming a
     field.
 
-    drains: whether the schedule drains. Its rounds are longer if stages have different replicas. A plan by
-    factors has costs of these besides, because a round's update and pushes grow with it."""
+    drains: whether the schedule drains. Its rounds are longer if stages have different numbers of replicas.
+    With factors, updates and pushes grow with the round, so such a plan stores separate costs for schedules
+    that drain.
+    """
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
     given = plan.predicted.get(name)
     if given is None:
@@ -357,7 +379,7 @@ def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
 
 
 def costed_for(plan: Plan, *, drains: bool) -> Plan:
-    """A calibrated plan that carries only the costs of such a schedule."""
+    """Returns a calibrated plan with only the costs of schedules that drain, or only those of the others."""
     predicted = dict(plan.predicted)
     drained = predicted.pop("drained_costs", None)
     if drains and drained is not None:
@@ -374,8 +396,9 @@ def _position_of(stage_index: int, num_stages: int) -> str:
 
 
 def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
-    """Scales the cost by the bytes that are sent: its part that grows with a minibatch is mostly their
-    copy."""
+    """Scales a cost by the bytes that are sent. The part that grows with the minibatch is mostly their
+    copy.
+    """
     if num_bytes == 0 or measured_bytes == 0:
         return cost
     return cost.growing(num_bytes / measured_bytes)

@@ -1,9 +1,9 @@
-"""The choice of schedule and number of microbatches, where partition() is asked for it. All are planned and
-simulated, and the fastest is taken of those that are late by at most delay_max updates.
+"""Chooses the schedule and the number of microbatches for partition(schedule="auto"). Each combination is
+planned and simulated. The fastest one wins among those whose delay is at most delay_max updates.
 
-A schedule that does not drain is late at stage s by (n_s - 1) / c_s updates in the mean: n_s microbatches in
-flight at each replica, c_s microbatches of a replica in a round (csrc/schedule/rounds.h). Pure; any thread;
-needs no torch.
+At stage s the mean delay of a schedule that does not drain is (n_s - 1) / c_s updates. n_s is the number of
+microbatches in flight at each replica, c_s the number of one replica's microbatches in a round
+(csrc/schedule/rounds.h). Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 __all__ = ["best_of_schedules"]
 
-_SAME_RATE = 0.01  # by which rates differ that are called the same
+_SAME_RATE = 0.01  # rates that differ by less count as the same
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class _Candidate:
     problem: PlanProblem
-    """With its schedule and microbatches."""
+    """The problem with this candidate's schedule and microbatches."""
     plan: Plan | None
-    """None: no plan keeps to the limits."""
+    """None if no plan keeps to the limits."""
     ms: float = 0.0
-    """Per minibatch."""
+    """Milliseconds per minibatch."""
     delay: float = 0.0
-    """Updates, of mean_delay()."""
+    """Mean delay in updates, from mean_delay()."""
     bubble: float = 0.0
-    """Share of its workers' time in which they wait, as RunResult.bubble_share."""
+    """Share of the workers' time in which they wait, as RunResult.bubble_share."""
     versions: int = 0
-    """Versions at the stage that keeps the most."""
+    """Weight versions at the stage that keeps the most."""
     memory_bytes: float = 0.0
-    """Bytes of the largest worker."""
+    """Bytes of the worker that needs the most memory."""
 
     def to_dict(self, *, is_chosen: bool) -> dict[str, Any]:
         named = {"schedule": self.problem.schedule, "microbatches": self.problem.microbatches}
@@ -71,9 +71,11 @@ def best_of_schedules(
     finished: Callable[[Plan, PlanProblem], Plan],
     on_plan: OnPlan | None = None,
 ) -> tuple[Plan, PlanProblem]:
-    """The plan for the best schedule and number of microbatches, and the problem with these. A schedule or
-    number that the problem has already is the only candidate. finished: what is done to each plan that was
-    found. Raises ValueError where none keeps to the limits."""
+    """Returns the plan with the best schedule and number of microbatches, and the problem with these.
+
+    If the problem already has a schedule, or a number, only that one is tried. finished: applied to each plan
+    that is found. Raises ValueError if no candidate keeps to the limits.
+    """
     candidates: list[_Candidate] = []
     why: NothingFitsError | None = None
     for m in _counts(problem):
@@ -88,7 +90,7 @@ def best_of_schedules(
                 plan = _plan_for(asked, candidates, on_plan)
             except NothingFitsError as error:
                 if why is None or asked.rules.has_cost_formulas:
-                    why = error  # formulas say how much would be enough
+                    why = error  # this error says how much memory would be enough
                 candidates.append(_Candidate(asked, None))
                 continue
             candidates.append(_finished(plan, asked, finished, delay_max))
@@ -116,7 +118,9 @@ def best_of_schedules(
 def _finished(
     plan: Plan, problem: PlanProblem, finished: Callable[[Plan, PlanProblem], Plan], delay_max: float
 ) -> _Candidate:
-    """Leaves out what is in flight to hide links where it would make the plan too late."""
+    """Applies `finished`, which may put more minibatches in flight. Its result is dropped if it is too
+    late.
+    """
     plain, raised = _looked_at(plan, problem), _looked_at(finished(plan, problem), problem)
     return plain if plain.delay <= delay_max < raised.delay else raised
 
@@ -132,8 +136,9 @@ def _counts(problem: PlanProblem) -> Sequence[int]:
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
-    """The best plan for the problem. Without a limit of memory it has the stages of a schedule whose workers
-    do the same work in the same time."""
+    """Returns the best plan for a problem. Without a limit of memory, schedules whose workers do the same
+    work have the same best stages; then those of an earlier candidate are reused.
+    """
     if not problem.limits.memory_bytes:
         for other in others:
             is_alike = problem.rules.works_as(other.problem.rules)
@@ -164,7 +169,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
 
 
 def _busy_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
-    """Mean over the workers of their own work for a minibatch."""
+    """Returns the mean over the workers of their work for one minibatch, in milliseconds."""
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []

@@ -1,7 +1,8 @@
-"""A search over plans from several starts: climbs by small changes, then from plans made at random.
+"""A search over plans by hill climbing: from given starts first, then from random plans.
 
-Where the formulas are too simple the simulator scores: what they call best is confirmed or improved. Pure;
-any thread; needs no torch. Source of the idea: FlexFlow (MLSys'19), which searches by simulated cost.
+It is for scores that formulas cannot give, such as the simulator's. It confirms or improves the formulas'
+optimum. Pure; any thread; needs no torch. The idea of searching by simulated cost is from FlexFlow
+(MLSys'19).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ __all__ = ["FoundPlan", "OnPlan", "search"]
 
 Stages = tuple[Stage, ...]
 OnPlan = Callable[[int, int, float], None]
-"""Told of every plan that is scored: how many were, how many may be, and the least score."""
+"""Called for every scored plan with the number so far, the most there can be, and the least score."""
 
 _SEED = 0  # the same profile gives the same plan
-_BETTER = 1 - 1e-9  # by more than rounding
+_BETTER = 1 - 1e-9  # smaller differences count as rounding
 _RESTARTS_MAX = 8
 
 
@@ -30,9 +31,9 @@ class FoundPlan:
     stages: Stages
     score_ms: float
     start_ms: float
-    """The time of the best start."""
+    """The score of the best start."""
     num_plans: int
-    """Plans that were looked at."""
+    """Number of plans that were scored."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"plans": self.num_plans, "formulas_ms": self.start_ms, "found_ms": self.score_ms}
@@ -49,10 +50,10 @@ def search(
     allowed: Callable[[Stages], bool] = lambda stages: True,
     on_plan: OnPlan | None = None,
 ) -> FoundPlan:
-    """The plan with the least score of those looked at; ties: fewer workers, then fewer stages.
+    """Returns the plan with the least score. Ties go to fewer workers, then to fewer stages.
 
-    starts: at least one. score: milliseconds per minibatch. plans_max: how many are scored besides the
-    starts. allowed: what else a plan must keep to.
+    starts: at least one plan. score: returns milliseconds per minibatch. plans_max: how many plans are scored
+    besides the starts. allowed: whether a plan keeps to further limits.
     """
     scores: dict[tuple[tuple[int, int], ...], float] = {}
     distinct = list(dict.fromkeys(starts))
@@ -114,8 +115,9 @@ def _is_better(stages: Stages, other: Stages, score_of: Callable[[Stages], float
 
 
 def _neighbours(stages: Stages, num_workers: int, straight: bool) -> Iterator[Stages]:
-    """A boundary moved, a replica more or fewer or given to a neighbour, two stages made one, one made
-    two."""
+    """Yields plans that differ by one change: a boundary moved, a replica added, removed or given to a
+    neighbour, two stages joined, or one stage split.
+    """
     used = sum(stage.num_replicas for stage in stages)
     for index in range(len(stages) - 1):
         here, below = stages[index], stages[index + 1]

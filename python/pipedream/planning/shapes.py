@@ -1,11 +1,11 @@
-"""Shapes: the largest that the tensors of a minibatch have, by the names of its entries.
+"""Shapes: the sizes of a minibatch's tensors, by the names of its entries.
 
-    (inputs, targets)      "inputs", "targets"; inside of them "inputs[0]", "inputs.mask"
+    (inputs, targets)      "inputs", "targets"; nested ones "inputs[0]", "inputs.mask"
     a dict or dataclass    "input_ids", "labels"
-    Microbatches           those of the largest batch, each dimension by itself
+    Microbatches           the largest size of each dimension over the microbatches
 
-The profiler notes what it sees, a plan carries it to the workers, and these plan their memory for it. Pure;
-any thread; needs no torch: a tensor is what has a shape.
+The profiler records the largest shapes that it sees. A plan carries them to the workers, which plan their
+memory for them. Pure; any thread; needs no torch: anything with a shape counts as a tensor.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ __all__ = [
 Shapes = dict[str, tuple[int, ...]]
 
 NUM_KINDS_MAX = 16
-"""The most kinds of shapes apart. Workers rehearse each, and compare every minibatch with all pairs of
-them."""
+"""The most kinds of shapes that a plan keeps apart. Workers rehearse each kind, and compare every minibatch
+with all pairs of kinds.
+"""
 
-_ROUNDED = 1e-9  # of a logarithm
+_ROUNDED = 1e-9  # tolerance of a logarithm
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Returns the shapes of a minibatch as the data yield it."""
+    """Returns the shapes of a minibatch in the form in which the data yield it."""
     if isinstance(batch, Microbatches):
         return largest_of(batch, {})
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -60,15 +61,18 @@ def shapes_of(batch: Any) -> Shapes:
 
 
 def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
-    """Returns the shapes of a minibatch as model and loss take it. If both take it by name, the parts are one
-    object."""
+    """Returns the shapes of a minibatch that is already split into inputs and targets. If both are the same
+    object, its entries go by their names.
+    """
     if isinstance(inputs, Microbatches):
         return functools.reduce(larger_of, map(shapes_of_parts, inputs, targets))
     return shapes_of(inputs if inputs is targets else (inputs, targets))
 
 
 def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> Shapes:
-    """The larger size in every dimension; the known shape where the numbers of dimensions differ."""
+    """Returns the larger size in every dimension. If the numbers of dimensions differ, the known shape
+    stays.
+    """
     merged = dict(known)
     for name, shape in others.items():
         before = merged.get(name, shape)
@@ -83,8 +87,9 @@ def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> 
 
 
 def largest_in(batches: Sequence[Any]) -> dict[str, int]:
-    """Entry -> the minibatch that has some size larger than all before it, the last one of these. Entries
-    that are largest in the first minibatch are left out."""
+    """Returns, for each entry, the index of the last minibatch with a size larger than all before it. Entries
+    that are largest in the first minibatch are left out.
+    """
     found: dict[str, int] = {}
     known: Shapes = {}
     for minibatch, shapes in enumerate(map(shapes_of, batches)):
@@ -132,24 +137,28 @@ def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[fl
 
 
 def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes, ...]:
-    """The known kinds, and those of the batches that they do not cover; without those that one covers. Of
-    more than NUM_KINDS_MAX those two become one that are smallest together."""
+    """Returns the known kinds and the batches' kinds, without any kind that another one covers. If there are
+    more than NUM_KINDS_MAX, the two whose common size is smallest become one.
+    """
     found = list(known)
     for shapes in map(shapes_of, batches):
         if not cover(found, shapes):
             found = _with_kind(found, shapes)
             while len(found) > NUM_KINDS_MAX:
                 closest = _smallest_together(itertools.combinations(found, 2))
-                if closest is None:  # as many structures as kinds
+                if closest is None:  # no two kinds have the same structure
                     break
                 found = _with_kind(found, larger_of(*closest))
     return tuple(found)
 
 
 def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Shapes:
-    """Returns the shapes to plan for if these kinds are planned for and minibatches of these shapes come: as
-    large as all of them. are_apart: these shapes alone, beside the kinds; with NUM_KINDS_MAX kinds, shapes
-    that are as large as one of those, too."""
+    """Returns the shapes to plan memory for if minibatches of these shapes come in addition to the kinds: the
+    largest sizes of all of them.
+
+    are_apart: returns these shapes alone, to be planned beside the kinds. With NUM_KINDS_MAX kinds it returns
+    shapes that cover one of the kinds, too.
+    """
     if not are_apart:
         return functools.reduce(larger_of, (*kinds, shapes))
     closest = None
@@ -163,7 +172,7 @@ def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
-    """Returns the pair whose common size is smallest, of those that one minibatch can be as large as."""
+    """Returns the pair with the smallest common size, among pairs that one minibatch could be as large as."""
     can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
     return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)
 
@@ -173,7 +182,7 @@ def _num_elements(shapes: Shapes) -> int:
 
 
 def checked_shapes(field: str, value: object) -> Shapes:
-    """Reads the shapes in a file. Raises ValueError naming the field if they are none."""
+    """Reads shapes from a field of a file. Raises ValueError naming the field if it has none."""
     return {
         name: tuple(check_whole(f"{field}.{name}", size) for size in check_list(f"{field}.{name}", shape))
         for name, shape in check_object(field, value).items()
@@ -181,7 +190,7 @@ def checked_shapes(field: str, value: object) -> Shapes:
 
 
 def listed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
-    """The shapes as lists, for a file."""
+    """Returns the shapes as lists, for a file."""
     return {name: list(shape) for name, shape in shapes.items()}
 
 

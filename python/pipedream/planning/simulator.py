@@ -1,17 +1,17 @@
-"""A schedule in time: the workers' instruction lists, replayed with given durations.
+"""A schedule in time: simulates the workers' instruction lists with given durations. Pure; any thread; needs
+no torch.
 
-The core replays them (csrc/planner/replay.h has the rules). The lists are those that the runtime follows,
-so a picture or a bubble from here is one of the schedule that runs, not of a drawing of it. Pure; any
-thread; needs no torch.
+The core replays the lists (csrc/planner/replay.h has the rules). The runtime executes the same lists, so a
+picture or a bubble from here shows the schedule that runs.
 
-SharedHost says how much faster workers of one machine are while others wait. Every worker counts as having
-a core of its own. Durations are those of as many workers as the machine has cores, all at work. The fewer
-workers are at work, the faster each one is, as caches and memory are theirs:
+SharedHost models workers that share one machine. Every worker has a core of its own. The given durations hold
+while as many workers compute as the machine has cores. The fewer workers compute, the faster each one is,
+because it has more of the caches and of the memory's bandwidth:
 
-    workers at work     1             num_cores or more
+    computing workers   1             num_cores or more
     speed of each       alone_speed   1
 
-Between these each other worker lengthens an item by the same time.
+Between these, each further worker lengthens an item by the same time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class TimedInstruction(NamedTuple):
-    """An instruction and when it was done, in milliseconds since the first one began."""
+    """An instruction with its begin and end, in milliseconds since the first instruction began."""
 
     instruction: _core.Instruction
     begin_ms: float
@@ -52,7 +52,7 @@ class TimedInstruction(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An item of an edge that a link has carried."""
+    """One transfer of an item over a link."""
 
     what: str
     """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
@@ -66,24 +66,24 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The times of every instruction, and the figures that follow from them.
+    """When every instruction ran, and the figures that follow.
 
-    Shares are of the workers' time, idle / all; compute that is repeated (RECOMPUTE) counts as work.
+    Shares are idle time divided by all time of the workers. Repeated computing (RECOMPUTE) counts as work.
 
-    The steady figures are None when there are too few minibatches for a whole one after every worker's
-    warm-up and before its cool-down (csrc/planner/timeline.h has the window).
+    The steady figures cover the minibatches between the last worker's warm-up and the first worker's
+    cool-down (csrc/planner/timeline.h). They are None if there is no whole minibatch between these.
     """
 
     timeline: tuple[tuple[TimedInstruction, ...], ...]
-    """Per worker, in order."""
+    """Instructions of each worker, in order."""
     transfers: tuple[Transfer, ...]
-    """In the order of their begin; between stages of one worker items go from hand to hand, at once."""
+    """Transfers in the order of their begin. Stages at one worker pass items directly, without a transfer."""
     makespan_ms: float
     bubble_share: float
     """1 - (sum of all workers' work) / (number of workers * makespan)."""
     steady_bubble_share: float | None
     ms_per_minibatch: float | None
-    """In the steady window, from when a minibatch was updated everywhere to when the last one was."""
+    """Steady-state time between one minibatch's last update and the next one's, over all workers."""
 
     @property
     def num_workers(self) -> int:
@@ -107,14 +107,16 @@ def simulate(
 ) -> Simulation:
     """Replays one list per worker.
 
-    stage_times: one StageTimes, or one per stage. transfer_ms: one time per transfer, or one pair per
-    boundary between a stage and the next. spread: of single instructions about these times. waking: what work
-    takes besides after waits; None: nothing. host: whose workers slow each other; None: none do. one_link: a
-    worker has one link to all others, as a host has one network interface. minibatches_per_body: the lists
-    repeat after so many.
+    stage_times: one StageTimes for all stages, or one per stage.
+    transfer_ms: one time for every transfer, or a TransferTimes per boundary between a stage and the next.
+    spread: how single instructions vary about these times.
+    waking: what work costs in addition after waits. None: nothing.
+    host: the machine whose workers slow each other. None: no slowing.
+    one_link: a worker has one link to all others, as a host has one network interface.
+    minibatches_per_body: the number of minibatches after which the lists repeat.
 
-    Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
-    that is there twice, a stage that is at two workers or none, and figures of the wrong number.
+    Raises ValueError if lists wait for each other, naming which worker waits for what; also for an
+    instruction that is there twice, a stage that is at two workers or none, and a wrong number of figures.
     """
     from pipedream import _core
 
@@ -144,7 +146,9 @@ def simulate(
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """The tuples of a timeline are in no circle, and the collector would go through them time and again."""
+    """Pauses garbage collection. A timeline's tuples form no cycles, and the collector would scan them
+    repeatedly.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,7 +159,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def summarize(timeline: Sequence[Sequence[TimedInstruction]]) -> Simulation:
-    """The simulation's figures, of instructions that were done when a run's trace says."""
+    """Returns a simulation's figures for the measured times in a run's trace."""
     from pipedream import _core
 
     programs = [[timed.instruction for timed in row] for row in timeline]
@@ -176,10 +180,11 @@ def steady_ms(
     waking: StageWaking | None = None,
     one_link: bool = False,
 ) -> float:
-    """Milliseconds per minibatch in the steady state of the schedule's lists.
+    """Returns milliseconds per minibatch in the steady state of the schedule's lists.
 
-    It makes no timeline, for a search that asks it of thousands of plans. The arguments, one time per stage
-    and boundary, are as of simulate(). Raises ValueError as simulate()."""
+    No timeline is made, which makes it fast enough for a search over thousands of plans. Arguments and errors
+    are those of simulate(), with one time per stage and boundary.
+    """
     from pipedream import _core
 
     boundaries = [times.durations() for times in transfers]
@@ -188,8 +193,9 @@ def steady_ms(
 
 
 def ms_per_minibatch(simulation: Simulation) -> float:
-    """Milliseconds per minibatch in the steady state, or over all of a simulation that is too short to have
-    one."""
+    """Returns the steady-state time, or the mean over all minibatches if there are too few for a steady
+    state.
+    """
     steady = simulation.ms_per_minibatch
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 
@@ -202,7 +208,7 @@ def _durations(stage_times: Sequence[StageTimes], waking: StageWaking | None) ->
 def _conditions(
     host: SharedHost | None, spread: Spread, waking: StageWaking | None, one_link: bool
 ) -> dict[str, Any]:
-    """The arguments by which the core takes them."""
+    """Returns these arguments in the core's form."""
     return {
         "host": None if host is None else (host.num_workers, host.speeds()),
         "waking_after_ms": [one.after_ms for one in waking.wakings] if waking else [],
@@ -217,22 +223,25 @@ TRANSFERS = ("SEND", "RECV")
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per update.
+    """How long a stage's work takes, in milliseconds: passes per microbatch, and update_ms per update.
 
-    `recompute_ms` None stands for forward_ms. `later_forward_ms` and `later_backward_ms` are of all
-    microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
-    `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica; `push_ms`
-    is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
-    A shard travels in `num_chunks` equal chunks: one is updated, and leaves for the others, while the next
-    come. `push_leads_ms` are by its owner: how long before the end of the last backward the first of its
-    chunks is pushed, and the last one; none: all are after it. `updates_whole`: an update waits for all
-    chunks, as where norms are measured.
+    recompute_ms: None: as forward_ms.
+    later_forward_ms, later_backward_ms: of all microbatches of a minibatch but the first, which meets a new
+        version and no gradients. None: as the first.
+    shard_ms: time in which a replica pushes a shard to one other replica, or pulls one from it.
+    push_ms: time of a push, if it has another size. None: as shard_ms.
+    sync_latency_ms: latency of each push and pull, in addition.
+    num_chunks: number of equal chunks in which a shard is sent. One is updated, and sent on, while the next
+        ones arrive.
+    push_leads_ms: by owner, how long before the end of the last backward the first of its chunks is pushed,
+        and the last one. Empty: all are pushed after the backward.
+    updates_whole: an update waits for all chunks, as it must where norms are measured.
+    num_replicas: the stage's replicas. Its spares are numbered from there on.
+    spare_push_ms: time of a push to a spare.
+    spare_shard_ms: time that a pull from a spare still takes after all pushes have arrived. Its chunks leave
+        while others arrive.
 
-    A stage's spares count on from its num_replicas. `spare_push_ms` is the time that a push to a spare is on
-    its way, and `spare_shard_ms` the rest of a pull from it when all pushes have come: its chunks leave while
-    others come.
-
-    Raises ValueError naming the field for what is negative or not finite.
+    Raises ValueError naming the field for a negative or infinite figure.
     """
 
     forward_ms: float
@@ -267,8 +276,9 @@ class StageTimes:
                 check_number(name, getattr(self, name))
 
     def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
-        """The value by which the core takes them. wakings_ms: by waking, what items of each kind take
-        besides."""
+        """Returns these times in the core's form. wakings_ms: by waking, what items of each kind cost in
+        addition.
+        """
         from pipedream import _core
 
         def either(one_ms: float | None, other_ms: float) -> float:
@@ -299,20 +309,21 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream. What
-    tied parameters and norms send takes no time beside it; what replicas do StageTimes.shard_ms says."""
+    """How long one microbatch takes over a boundary, downstream and upstream, in milliseconds. Tied
+    parameters and norms are assumed to take no time. For traffic between replicas see StageTimes.shard_ms.
+    """
 
     activation_ms: float = 0.0
     gradient_ms: float = 0.0
     latency_ms: float = 0.0
-    """Besides, in which the link may carry the next item."""
+    """Latency in addition. The link may carry the next item during it."""
 
     def __post_init__(self) -> None:
         for name in ("activation_ms", "gradient_ms", "latency_ms"):
             check_number(name, getattr(self, name))
 
     def durations(self) -> _core.BoundaryDurations:
-        """The value by which the core takes them."""
+        """Returns these times in the core's form."""
         from pipedream import _core
 
         return _core.BoundaryDurations(self.activation_ms, self.gradient_ms, self.latency_ms)
@@ -320,8 +331,11 @@ class TransferTimes:
 
 @dataclass(frozen=True)
 class SharedHost:
-    """A machine, of which each has num_workers in the order of their ranks. Raises ValueError naming the
-    field for less than one core or worker, and for workers that are slower alone than together."""
+    """The machines of a run. Each one has num_workers workers, in the order of their ranks.
+
+    Raises ValueError naming the field for less than one core or worker, and for workers that are slower alone
+    than together.
+    """
 
     num_workers: int
     num_cores: int
@@ -334,19 +348,21 @@ class SharedHost:
             raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
 
     def speed(self, num_at_work: int) -> float:
-        """The speed of each of so many workers that are at work at once."""
+        """Returns the speed of each worker while this many compute at once."""
         if num_at_work >= self.num_cores:
             return 1.0
         others_share = (num_at_work - 1) / (self.num_cores - 1)
         return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
 
     def speeds(self) -> list[float]:
-        """The speeds of 1, 2, ... workers at work at once, up to as many as there are cores."""
+        """Returns the speeds for 1, 2, ... workers that compute at once, up to the number of cores."""
         return [self.speed(1 + core) for core in range(self.num_cores)]
 
     @classmethod
     def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:
-        """times_alone: how many times as fast one of the workers is alone as beside all the others."""
+        """Makes the host from a measurement. times_alone: a worker's speed alone over its speed beside all
+        others.
+        """
         if num_cores == 1 or num_workers == 1:
             return cls(num_workers, num_cores)
         alone_speed = times_alone

@@ -1,8 +1,8 @@
-"""The plans of several models on several numbers of workers and links, and how much faster they make them.
+"""A table of plans for several models, numbers of workers and links, with their predicted speedups.
 
-    model x workers x bandwidth: the plan, its predicted speed over one worker's and over data parallel's
+    model x workers x bandwidth: the plan, its speed over one worker's and over data parallelism's
 
-Pure but for the files it reads; any thread; needs no torch.
+Pure except for the files that it reads; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["SpeedRow", "describe_speeds", "make_speeds", "read_profiles"]
 
 
 class SpeedRow(NamedTuple):
-    """One plan."""
+    """One plan of the table."""
 
     model: str
     num_workers: int
-    """Workers that could be used."""
+    """Workers that the plan could use."""
     bandwidth_bytes_per_s: float
     plan: Plan
 
@@ -57,10 +57,10 @@ class SpeedRow(NamedTuple):
 
 
 def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
-    """Reads profiles, by their models' names. A folder stands for all profiles in it; its other files are
-    skipped.
+    """Reads profiles by their models' names. A folder stands for all profiles in it; its other files are
+    ignored.
 
-    Raises FileFormatError for a file that is no profile and a folder that has none.
+    Raises FileFormatError for a file that is no profile, and for a folder without profiles.
     """
     profiles: dict[str, Profile] = {}
     for path in paths:
@@ -81,8 +81,9 @@ def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
 def make_speeds(
     profiles: dict[str, Profile], workers: Sequence[int], bandwidths: Sequence[str | LinkProfile]
 ) -> list[SpeedRow]:
-    """The rows of the table, by the paper's cost model. For measured links a row names the slowest that its
-    plan uses. Raises as partition()."""
+    """Makes a row for each combination, by the paper's cost model. With measured links a row shows the
+    slowest link that its plan uses. Raises as partition().
+    """
     plans = (
         (model, num_workers, bandwidth, partition(profile, num_workers, bandwidth, hides_links=False))
         for model, profile in profiles.items()
@@ -121,7 +122,7 @@ def _bytes_per_s(bandwidth: str | LinkProfile, plan: Plan) -> float:
 
 
 def _describe_stages(plan: Plan) -> str:
-    """Replicas of each stage: "15-1"."""
+    """Returns the replicas of each stage, as "15-1", or "data parallel, 16" or "straight, 4 stages"."""
     if plan.num_stages == 1:
         return "one worker" if plan.workers_used == 1 else f"data parallel, {plan.workers_used}"
     if all(stage.num_replicas == 1 for stage in plan.stages):
@@ -130,7 +131,7 @@ def _describe_stages(plan: Plan) -> str:
 
 
 def _is_one(path: Path) -> bool:
-    """Whether it says that it is a profile."""
+    """Whether the file declares itself a profile."""
     try:
         return str(read_document(path, "profile", 1).get("format", "")).startswith("pipedream.profile/")
     except FileFormatError:

@@ -1,18 +1,20 @@
-"""Bytes that a stage's replicas send each other, and spares, in a round, by a profile: gradients to the
-shards of others and versions from them, or factors of gradients where these are smaller and asked for
-(factor_rule.py). Pure; any thread; needs no torch.
+"""Bytes that a stage's replicas and spares send each other in a round. Pure; any thread; needs no torch.
 
-A replica sends every other one its pushes and then its own shard of the next version, and a spare its
-pushes: to n - 1 replicas 2 a M of the M bytes of parameters each, to k spares b M each. Several transfers
-share its link evenly, so that with b = 2 a all end at once; a spare's link has nothing to send until its
-first chunk has come from all replicas, and after their last bytes has one chunk left for each:
+Replicas push gradients to the owners of shards and pull versions from them. With the codec "factors" they
+push factors of gradients where these are smaller (factor_rule.py).
+
+A stage has M bytes of parameters, n replicas and k spares. Each replica owns a shard of a M bytes, each spare
+one of b M bytes. In a round a replica sends each other replica 2 a M bytes: its gradients for that replica's
+shard, and its own shard of the next version. It sends each spare b M bytes of gradients. Transfers share a
+link evenly, so with b = 2 a all of them end at once. A spare's link idles until the spare has its first chunk
+from all replicas, and it sends one chunk to each of them after their last bytes have come:
 
     a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    round = (2 (n + k - 1) / (n + 2 k) M + n C) / B
     a = 0                b = 1 / k            round = (n / k M + n C) / B    where n^2 <= 2 k (k - 1)
 
-B bytes per second in each direction, chunks of C bytes of a spare's shard. For k = 1 and k = n these are
-the shares of BytePS (OSDI'20, section 4.1); without spares a round takes 2 (n - 1) / n M / B; two replicas
-gain nothing.
+B is the bandwidth in bytes per second in each direction, C the size of a chunk of a spare's shard. For k = 1
+and k = n these are the shares of BytePS (OSDI'20, section 4.1). Without spares a round takes 2 (n - 1) / n M
+/ B. Two replicas gain nothing from spares.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _MANY_BYTES = 1e15
 
 
 class SyncedBytes(NamedTuple):
-    """Bytes that one replica sends to one other in a round."""
+    """Bytes from one replica to one other in a round."""
 
     pushed: float
     pulled: float
@@ -51,7 +53,7 @@ class SyncedBytes(NamedTuple):
 def synced_bytes(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: float = 1
 ) -> SyncedBytes:
-    """Returns the bytes of a stage of these layers. minibatches: those that a replica has of a round."""
+    """Returns the bytes for a stage of these layers. minibatches: one replica's minibatches in a round."""
     found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
     shard_bytes = (sum(layer.parameter_bytes for layer in layers) - found.weight_bytes) / num_replicas
     return SyncedBytes(shard_bytes + found.factor_bytes, shard_bytes)
@@ -60,7 +62,7 @@ def synced_bytes(
 def shares_of_a_shard(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool, minibatches: float
 ) -> SyncedBytes:
-    """The same over what each of both would be without factors."""
+    """Returns synced_bytes() with `factors`, divided by the bytes without factors."""
     dense = synced_bytes(layers, num_replicas).pulled
     if dense == 0:
         return SyncedBytes(1.0, 1.0)
@@ -71,9 +73,12 @@ def shares_of_a_shard(
 def exchange_times(
     stage: Stage, all_ms: float, share: SyncedBytes, num_bytes: float | None = None
 ) -> dict[str, Any]:
-    """The arguments of StageTimes. all_ms: of all the stage's parameters over one link. share: of a shard,
-    what is pushed to its owner and pulled from it. num_bytes: of the parameters; None: so many that a spare's
-    chunk takes no time beside them."""
+    """Returns arguments of StageTimes for the exchange between replicas and spares.
+
+    all_ms: time of all the stage's parameters over one link. share: what is pushed to an owner and pulled
+    from it, as shares of its shard. num_bytes: of the parameters; None: so many that the time of one chunk
+    does not matter.
+    """
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
     times: dict[str, Any] = {
@@ -87,36 +92,38 @@ def exchange_times(
         times |= {
             "num_replicas": replicas,
             "spare_push_ms": all_ms * of_spare * share.pushed,
-            # To all replicas what is left of the round when all pushes have come.
+            # The rest of the round after all pushes have arrived, divided among the replicas.
             "spare_shard_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
         }
     return times
 
 
 def all_reduce_ms(stage: Stage, all_ms: float) -> float:
-    """Returns the time of a ring, in which each replica sends and receives 2 (r - 1) / r of the stage's
-    gradients. all_ms: the time of all of them over one link."""
+    """Returns the time of a ring all-reduce: each replica sends and receives 2 (r - 1) / r of the stage's
+    gradients. all_ms: time of all gradients over one link.
+    """
     return 2 * (stage.num_replicas - 1) / stage.num_replicas * all_ms
 
 
 def spare_link_ms(stage: Stage, profile: Profile, bytes_per_s: float) -> float:
-    """Milliseconds per minibatch in which a spare's link carries versions to the replicas."""
+    """Returns milliseconds per minibatch in which a spare's link carries versions to the replicas."""
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
     num_bytes = sum(layer.parameter_bytes for layer in layers)
     return 1e3 * shard_shares(stage.num_replicas, stage.num_spare_shards).of_spare * num_bytes / bytes_per_s
 
 
 class ShardShares(NamedTuple):
-    """Shares of a stage's parameters."""
+    """Shares of a stage's parameters that one replica and one spare own."""
 
     of_replica: float
     of_spare: float
-    """0 where there is none."""
+    """0 if there are no spares."""
 
 
 def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
-    """The core deals shards so (csrc/schedule/shard_sizes.h). Raises ValueError for more spares than
-    replicas, and for spares of one replica."""
+    """Returns the shares that the core assigns (csrc/schedule/shard_sizes.h). Raises ValueError for more
+    spares than replicas, and for spares of one replica.
+    """
     from pipedream import _core
 
     shares = _core.shard_shares(num_replicas, num_spares)
@@ -125,14 +132,16 @@ def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
 
 
 def num_chunks(num_bytes: float, num_replicas: int) -> int:
-    """Number of chunks in which a shard of so many bytes of parameters travels, where there are no spares."""
+    """Returns the number of chunks in which a shard travels if the stage has num_bytes of parameters and no
+    spares.
+    """
     from pipedream import _core
 
     return max(1, math.ceil(num_bytes / (num_replicas * _core.SHARD_CHUNK_BYTES_MAX)))
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
-    """Milliseconds in which the links carry the gradients and versions of a round."""
+    """Returns the milliseconds in which the links carry a round's traffic."""
     from pipedream import _core
 
     of_replica, of_spare = shard_shares(num_replicas, num_spares)
