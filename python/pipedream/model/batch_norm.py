@@ -1,11 +1,13 @@
-"""Batch norm under microbatches, as GPipe has it: each microbatch is normalised by its own statistics, and
-the running statistics take one step a minibatch, by the mean and variance over all its microbatches.
+"""Batch norm with microbatches, as in GPipe. Each microbatch is normalised by its own statistics. The running
+statistics take one step per minibatch, by the mean and variance over all of its microbatches
+(MinibatchStatistics).
 
-EvaluatedNorms are for a stage that evaluates and trains in turn, while minibatches are in flight. The
-backward of a norm that was evaluated reads the running statistics again, as they are then: torch moves them
-in place and counts no version of them, so that a minibatch trained in between makes a wrong gradient
-without a word, in a plain loop, too. Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute
-thread.
+EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
+minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch
+updates these in place and does not count the update as a version. So a minibatch that trains in between
+silently makes the gradient wrong, in a plain loop, too.
+
+Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -50,21 +52,22 @@ class _Moments:
 
 
 class MinibatchStatistics:
-    """The batch norms of one stage. Use `microbatch()` around each forward, `recomputation()` around each
-    backward, and `update()` once all forwards are done."""
+    """Collects the batch norms' statistics of one stage over a minibatch. Use `microbatch()` around each
+    forward, `recomputation()` around each backward, and `update()` after the last forward.
+    """
 
     def __init__(self, stage: nn.Module) -> None:
         self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
         self._moments: dict[_BatchNorm, _Moments] = {}
-        self._tracking: list[_BatchNorm] = []  # in the latest forward, those that would have counted it
+        self._tracking: list[_BatchNorm] = []  # norms that collected statistics in the latest forward
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether the stage has batch norms."""
         return bool(self._norms)
 
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
-        """The forward of one microbatch."""
+        """A context around the forward of one microbatch."""
         norms = self._tracking = [norm for norm in self._norms if _tracks(norm)]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in norms]
         try:
@@ -76,13 +79,14 @@ class MinibatchStatistics:
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """Is around the second forward of a microbatch, or of parts of it, whose statistics were collected
-        before: a recompute, and the backward of layers that checkpoint themselves."""
+        """A context around forwards that are repeated, whose statistics have been collected already: a
+        recompute, or the backward of layers that checkpoint themselves.
+        """
         with _not_tracking(self._tracking):
             yield
 
     def update(self) -> None:
-        """The minibatch is complete: its statistics go into the running ones."""
+        """Updates the running statistics. Call it when the minibatch is complete."""
         with torch.no_grad():
             for norm, moments in self._moments.items():
                 _update_running(norm, moments)
@@ -94,7 +98,7 @@ class MinibatchStatistics:
 
 
 def _tracks(norm: _BatchNorm) -> bool:
-    # Past nn.Module's __getattr__ and, below, its __setattr__: with them this takes ten times as long.
+    # Uses __dict__ because nn.Module's __getattr__, and __setattr__ below, take ten times as long.
     fields = norm.__dict__
     if not (fields["training"] and fields["track_running_stats"]):
         return False
@@ -132,13 +136,15 @@ Item = tuple[int, int]
 
 
 class EvaluatedNorms:
-    """The norms of one stage. Call `check()` after each forward that has a graph."""
+    """Detects norms that are trained before a backward that needs their running statistics. Call `check()`
+    after each forward that has a graph.
+    """
 
     def __init__(self, stage: StageModule) -> None:
         names = {id(buffer): name.rpartition(".")[0] for name, buffer in stage.stage_buffers()}
         self._stage_index = stage.stage_index
         self._norms: list[tuple[str, nn.Module, Tensor]] = []
-        """With its name and what counts its steps."""
+        """Each norm with its name and the tensor that counts its steps."""
         for module in stage.modules():
             if isinstance(module, _NormBase) and module.running_mean is not None:
                 counter = module.num_batches_tracked
@@ -146,17 +152,20 @@ class EvaluatedNorms:
                 self._norms.append((names.get(id(counter), type(module).__name__), module, counter))
         self._counts = [counter._version for _, _, counter in self._norms]
         self._evaluated: list[Item | None] = [None] * len(self._norms)
-        """By norm, in the latest forward that did."""
+        """For each norm, the item that it evaluated last."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether the stage has norms with running statistics."""
         return bool(self._norms)
 
     def check(self, item: Item, in_flight: Container[Item]) -> None:
-        """The item's forward is done. in_flight: whose backward is not. Raises ValueError where a norm has
-        been trained that was evaluated for one of them."""
+        """Call it after an item's forward. in_flight: the items whose backward is yet to come.
+
+        Raises ValueError if a norm has been trained after it evaluated one of them.
+        """
         for index, (name, norm, counter) in enumerate(self._norms):
-            # Some train without a step that is counted; one that has stepped may be evaluating again.
+            # A norm in training mode may not count its step. A norm in eval mode may have made a step earlier
+            # in this forward.
             has_trained = norm.training or counter._version != self._counts[index]
             self._counts[index] = counter._version
             if not has_trained:

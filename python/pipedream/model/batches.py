@@ -1,10 +1,11 @@
-"""Minibatches as people have them, and what a model and a loss are called with.
+"""The forms that a minibatch may have, and how a model and a loss are called with each.
 
-    (inputs, targets)      model(inputs), loss_fn(outputs, targets); where the model's forward takes no single
-                           argument, a tuple or list of inputs is its arguments, a dict those by name
+    (inputs, targets)      model(inputs), loss_fn(outputs, targets). If the model's forward takes several
+                           arguments, a tuple or list of inputs is its positional arguments, a dict its
+                           arguments by name.
     a dict or dataclass    model(**batch), loss_fn(outputs, batch)
-    Microbatches           each of its batches, one after the other, as one of these
-    loss_fn=None           the loss is the model's own: its output's .loss, or the output itself
+    Microbatches           each of its batches in turn, in one of these forms
+    loss_fn=None           the model computes the loss: its output's .loss, or the output itself
 
 Pure; any thread.
 """
@@ -25,12 +26,14 @@ __all__ = ["Keywords", "call_model", "first_microbatch", "own_loss", "parts_of"]
 
 
 class Keywords(dict[str, Any]):
-    """Inputs that a model is called with by name."""
+    """Inputs with which a model is called by name."""
 
 
 def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
-    """(inputs, targets) of what `data` or `batches` yielded; of Microbatches the Microbatches of each. Raises
-    TypeError naming the minibatch, ValueError for Microbatches without a batch."""
+    """Splits a batch from `data` or `batches` into (inputs, targets). Microbatches become Microbatches of
+    inputs and of targets. Raises TypeError naming the minibatch, and ValueError for Microbatches without a
+    batch.
+    """
     if isinstance(batch, Microbatches):
         return _parts_of_each(batch, minibatch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -64,7 +67,9 @@ def _parts_of_each(batches: Microbatches, minibatch: int) -> tuple[Any, Any]:
 
 
 def first_microbatch(part: Any) -> Any:
-    """The first of Microbatches; inputs or targets that are cut later as they are."""
+    """Returns the first batch of Microbatches. Other inputs or targets are returned whole; they are cut
+    later.
+    """
     return part[0] if isinstance(part, Microbatches) else part
 
 
@@ -93,12 +98,14 @@ def _call_by_name(model: nn.Module, inputs: Keywords) -> Any:
 
 
 def _why_not_bound(model: nn.Module, inputs: Keywords) -> str:
-    """Empty where the call itself is as the model's forward wants it, so that something in it failed."""
+    """Returns why the model's forward does not accept these arguments; empty if it does, so that the error
+    came from inside.
+    """
     try:
         inspect.signature(model.forward).bind(**inputs)
     except TypeError as error:
         return str(error)
-    except ValueError:  # one without a signature
+    except ValueError:  # a forward without a signature
         return ""
     return ""
 
@@ -110,13 +117,13 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
         inspect.signature(forward).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # one without a signature
+    except ValueError:  # a forward without a signature
         return True
     return True
 
 
 def _check_only_loss(outputs: Sequence[Any]) -> None:
-    """Raises ValueError for several scalars with a gradient: the others would not be trained."""
+    """Raises ValueError for several scalars that need a gradient: only the first would be trained."""
     scalars = [one for one in outputs if isinstance(one, Tensor) and one.dim() == 0 and one.requires_grad]
     if len(scalars) > 1:
         raise ValueError(
@@ -127,7 +134,7 @@ def _check_only_loss(outputs: Sequence[Any]) -> None:
 
 
 def own_loss(outputs: Any, targets: Any) -> Tensor:
-    """The loss in a model's output. Raises ValueError where there is none."""
+    """Returns the loss in a model's output. Raises ValueError if there is none."""
     loss = outputs
     if not isinstance(outputs, Tensor):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)

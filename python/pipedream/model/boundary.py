@@ -1,8 +1,9 @@
-"""Boundary: what crosses the cut between two stages, planned from a rehearsal and checked at every minibatch.
+"""Boundary: the value that crosses the cut between two stages. It is planned in a rehearsal and checked at
+every minibatch.
 
-A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. On the wire
-only its tensors travel, each once, in the order of the structure; the structure is known to both sides.
-Also the small checks and helpers that everyone who runs layers shares. Stateless; any thread.
+A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. Only its
+tensors are sent, each once, in the order of the structure. Both sides know the structure. This module also
+has small checks and helpers for code that runs layers. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ __all__ = [
 ]
 
 _KEEP = "keep the structure of the first minibatch"
-_NOTHING = object()  # that was given
+_NOTHING = object()  # marks a tensor that the value has not given yet
 
-# Nodes with keys and with places, by what they are made of.
+# The types of nodes with keys, and of nodes with positions, by their names in a structure.
 _KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
 _INDEXED: dict[str, type[Any]] = {"tuple": tuple, "list": list, "microbatches": Microbatches}
 
@@ -52,9 +53,9 @@ class Boundary:
     """The structure of a value and the tensors in it.
 
     `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
-    {"microbatches": [nodes]}, {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A
-    tensor object that occurs twice has one index and crosses once. A tensor of the first minibatch may be
-    None in a later one, where another crosses with it.
+    {"microbatches": [nodes]}, {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A tensor
+    object that occurs twice has one index and crosses once. A tensor of the first minibatch may be None in a
+    later one, if another tensor crosses with it.
     """
 
     structure: dict[str, Any]
@@ -64,9 +65,11 @@ class Boundary:
     def of(
         cls, value: Any, *, name: str = "the value", needs_tensor: bool = True, num_beside: int = 0
     ) -> Boundary:
-        """The boundary of a value. Raises ValueError, naming the place, for what cannot cross.
+        """Returns the boundary of a value. Raises ValueError, naming the place, for a value that cannot
+        cross.
 
-        needs_tensor: constants alone cannot. num_beside: of further tensors that will cross with it.
+        needs_tensor: refuses a value that has constants only. num_beside: number of tensors that will cross
+        in addition.
         """
         index_of: dict[int, int] = {}
         specs: list[TensorSpec] = []
@@ -82,8 +85,9 @@ class Boundary:
         return cls(structure, tuple(specs))
 
     def or_as(self, other: Boundary) -> Boundary:
-        """Returns the boundary of a value that may also be as the other says. Raises ValueError if more than
-        sizes differ."""
+        """Returns the boundary of a value that may have the sizes of either. Raises ValueError if more than
+        the sizes differ.
+        """
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
         if self.structure != other.structure or kinds[0] != kinds[1]:
             raise ValueError("minibatches of these shapes differ in more than their sizes")
@@ -97,15 +101,15 @@ class Boundary:
 
     @functools.cached_property
     def _lone(self) -> TensorSpec | None:
-        """The tensor of a value that is one tensor, as most are; None for any other."""
+        """The spec of a value that is a single tensor, as most are; None for any other value."""
         return self.tensors[0] if "tensor" in self.structure else None
 
     def checked(
         self, value: Any, *, stage: int | None = None, minibatch: int | None = None
     ) -> list[torch.Tensor]:
-        """The tensors of a value in the order they cross, as flatten() gives them and check() wants them."""
+        """Returns a value's tensors in the order in which they cross, after check()."""
         lone = self._lone
-        if (  # as planned, in every minibatch but a short one
+        if (  # the planned shape, as in every minibatch but a short last one
             lone is not None
             and isinstance(value, torch.Tensor)
             and value.shape == lone.shape
@@ -120,10 +124,10 @@ class Boundary:
     def flatten(
         self, value: Any, *, stage: int | None = None, minibatch: int | None = None
     ) -> list[torch.Tensor]:
-        """The tensors of a value in the order they cross.
+        """Returns a value's tensors in the order in which they cross.
 
-        Raises ValueError naming stage, minibatch and place when the structure or a constant is not as
-        planned, or a tensor needs a gradient that was not planned.
+        Raises ValueError naming stage, minibatch and place if the structure or a constant differs from the
+        plan, or if a tensor needs a gradient that was not planned.
         """
         given: list[Any] = [_NOTHING] * len(self.tensors)
         fault = _collect(self.structure, value, "the value", given)
@@ -162,7 +166,7 @@ class Boundary:
         return f"tensor {tensor_index}{_key_of(self.structure, tensor_index)}"
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value that holds these tensors; the inverse of flatten."""
+        """Returns the value that holds these tensors; the inverse of flatten()."""
         if self._lone is not None:
             return tensors[0]
         pairs = zip(tensors, self.tensors, strict=True)
@@ -172,10 +176,10 @@ class Boundary:
     def check(
         self, tensors: Sequence[torch.Tensor], *, stage: int | None = None, minibatch: int | None = None
     ) -> None:
-        """Raises ValueError naming stage and minibatch unless the tensors fit what was planned.
+        """Raises ValueError naming stage and minibatch unless the tensors fit the plan.
 
-        Refused: another number of tensors, dtype or rank; a larger first dimension or more bytes. Smaller
-        is fine, as a short last batch is.
+        Another number of tensors, dtype or rank is refused, and so is a larger first dimension or more bytes.
+        Smaller tensors are fine: the last batch may be short.
         """
         if len(tensors) != len(self.tensors):
             raise ValueError(
@@ -189,18 +193,18 @@ class Boundary:
             if fault is not None:
                 raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
 
-    # How the tensors travel, and the gradients of those that need one.
+    # How tensors, and the gradients of those that need one, are laid out when they are sent.
 
     def sent(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
         return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
 
     def received(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
-        """The inverse, in the same memory."""
+        """Returns the tensors as the stage uses them; the inverse of sent(), in the same memory."""
         return _each(as_used, tensors, self._gradient_orders if gradients else self._orders)
 
     @functools.cached_property
     def _orders(self) -> list[DimOrder]:
-        """Empty where all are row-major, as mostly."""
+        """The order of each tensor's dimensions; empty if all are row-major, as in most models."""
         orders = [spec.order for spec in self.tensors]
         return orders if any(orders) else []
 
@@ -215,7 +219,7 @@ class Boundary:
 
     @classmethod
     def from_json(cls, text: str) -> Boundary:
-        """The inverse of to_json. Raises ValueError for text that to_json does not write."""
+        """Reads the text of to_json(). Raises ValueError for any other text."""
         try:
             fields = json.loads(text)
             specs = tuple(map(TensorSpec.from_fields, fields["tensors"]))
@@ -228,9 +232,10 @@ class Boundary:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory as a tensor that autograd takes for neither a leaf nor a view.
+    """Returns a tensor in the same memory that autograd treats as neither a leaf nor a view.
 
-    `.data` and not detach(): a view that a custom function returns may not be modified in place.
+    It uses `.data` because autograd forbids modifying a view that a custom function returns, and detach()
+    makes one.
     """
 
     @staticmethod
@@ -242,17 +247,17 @@ class _Alias(torch.autograd.Function):
         return gradients[0]
 
 
-# Not _Alias.apply, which first looks for transforms of torch.func: that takes longer than all the rest, and
-# there are none around a stage.
+# _Alias.apply would first look for transforms of torch.func. That takes longer than everything else, and a
+# stage has none.
 _alias = super(torch.autograd.Function, _Alias).apply
 
 
 def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
-    """Returns a non-leaf, non-view alias of a received leaf's memory, which a stage's first layer is given.
+    """Returns a non-leaf, non-view alias of a received leaf's memory, as the input of a stage's first layer.
 
-    So a first layer that works in place (nn.ReLU(inplace=True)) is allowed, as it is in the unsplit model;
-    it overwrites the leaf's memory, and the gradient still arrives in leaf.grad. A tensor that needs no
-    gradient is returned as it is.
+    The first layer may then work in place (nn.ReLU(inplace=True)), as in the unsplit model. It overwrites the
+    leaf's memory, and the gradient still arrives in leaf.grad. A tensor that needs no gradient is returned
+    unchanged.
     """
     if not leaf.requires_grad:
         return leaf
@@ -261,7 +266,9 @@ def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
-    """The loss, if it is a scalar tensor to start a backward from. Raises TypeError or ValueError."""
+    """Returns the loss if it is a scalar tensor from which a backward can start. Raises TypeError or
+    ValueError.
+    """
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"loss_fn returned a {type(loss).__name__} for minibatch {minibatch}: return a scalar tensor"
@@ -280,10 +287,10 @@ def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
 
 
 def exportable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as plain contiguous memory, for whoever reads it by its address.
+    """Returns the tensor's values as plain contiguous memory, for code that reads it by its address.
 
-    The same memory where that is what it is already; the lazy conjugate and negative bits, which DLPack and
-    raw pointers do not carry, are resolved.
+    It is the same memory if that is plain already. Lazy conjugate and negative bits are resolved, because
+    DLPack and raw pointers do not carry them.
     """
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
@@ -292,7 +299,7 @@ def exportable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The value with function(tensor) for each tensor in its tuples, lists and dicts.
+    """Returns the value with function(tensor) in place of each tensor in its tuples, lists and dicts.
 
     A tensor object that occurs twice is mapped once.
     """
@@ -300,12 +307,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def replaced(value: Any, others: Mapping[int, Any]) -> Any:
-    """The value with others in the place of what has these ids in it: tensors, tuples, lists or dicts."""
+    """Returns the value with others[id] in place of each tensor, tuple, list or dict whose id() is a key of
+    others.
+    """
     return _map(lambda tensor: tensor, value, {**others})
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value's tuples, lists and dicts, each object once."""
+    """Returns the tensors in a value's tuples, lists and dicts, each object once."""
     if type(value) is tuple and len(value) == 2:  # (inputs, targets), as most data have them
         first, second = value
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first is not second:
@@ -324,8 +333,9 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """The value with its tensors on the device; those that are there already stay the same objects, unless
-    `copy` wants all of them in memory of their own."""
+    """Returns the value with its tensors on the device. A tensor that is there already stays the same object,
+    unless `copy` asks for new memory for all.
+    """
     if isinstance(value, torch.Tensor):
         return value if value.device == device and not copy else value.to(device, copy=copy)
     return _map(lambda tensor: tensor.to(device, copy=copy), value, {})
@@ -342,7 +352,7 @@ def _each(
 
 
 def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:
-    # Exact types only: a named tuple or an ordered dict would arrive as another type than it left.
+    # Only exact types: a named tuple or an ordered dict would arrive as another type.
     if isinstance(value, torch.Tensor):
         if id(value) not in index_of:
             index_of[id(value)] = len(specs)
@@ -377,7 +387,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _collect(node: dict[str, Any], value: Any, place: str, given: list[Any]) -> str | None:
-    # Fills in the tensors, and None for those that are not there; returns what is not as planned.
+    # Fills `given` with the tensors, None for missing ones. Returns the difference from the plan, if any.
     ((kind, content),) = node.items()
     if kind == "tensor":
         if value is not None and not isinstance(value, torch.Tensor):
@@ -436,7 +446,7 @@ def _indices(node: Any) -> Iterator[int]:
 
 
 def _key_of(structure: dict[str, Any], tensor_index: int) -> str:
-    """ " (input_ids)" for an input that a model takes by that name; else empty."""
+    """ " (input_ids)" for an input that the model takes by this name; empty for any other."""
     keys = structure.get("keywords", {})
     return "".join(f" ({key})" for key, node in keys.items() if node == {"tensor": tensor_index})
 

@@ -1,10 +1,10 @@
-"""Calls of modules, seen from outside: each goes through a function, which may make it, or give something
-back without it.
+"""Intercepts calls of modules: each call goes through a handler, which may make the call, or return something
+else without it.
 
-All hooks lie within the call. It goes the way that torch has for a compiled call, so a module stays of its
-class, for which forwards ask. Only where a class has a `__call__` of its own (checkpointing), which lies
-within the call too, the module is meanwhile of another that differs in it alone. Owned by the thread that
-runs the forward.
+The handler sees a call including its hooks. It is installed where torch installs a compiled call, so the
+module keeps its class, which forwards may check. A class with a `__call__` of its own (checkpointing) needs
+another way: its modules get a subclass of the same name for the time. Owned by the thread that runs the
+forward.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import nn
 __all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(module, the call itself, its arguments) -> what the caller gets."""
+"""(module, the call itself, its arguments, its keyword arguments) -> what the caller gets."""
 
-_HANDLER = "_pipedream_call_handler_"  # in the module's own table: other threads have modules of their own
-_DEPTH = "_pipedream_call_depth"  # of a class: how many handlers see its calls
-_BEFORE = "_pipedream_call_before"  # of a function that sees calls: the compiled call in whose place it is
+_HANDLER = "_pipedream_call_handler_"  # stored in the module: other threads have modules of their own
+_DEPTH = "_pipedream_call_depth"  # attribute of a class: how many handlers see its calls
+_BEFORE = "_pipedream_call_before"  # attribute of an intercepting function: the compiled call it replaces
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile compiled the module, so that its calls run generated code. A module whose calls
-    are only watched is not compiled."""
+    """Whether torch.compile compiled the module, so that its calls run generated code. Intercepted calls do
+    not count as compiled.
+    """
     call = module._compiled_call_impl
     while hasattr(call, _BEFORE):
         call = getattr(call, _BEFORE)
@@ -36,7 +37,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of those inside whose calls can be seen, each once: none inside a compiled one."""
+    """Returns (name, module) for the modules whose calls can be seen, each once. Those inside a compiled
+    module cannot.
+    """
     found: dict[int, tuple[str, nn.Module]] = {}
     pending = [("", model)]
     while pending:
@@ -58,7 +61,9 @@ def module_names(model: nn.Module) -> dict[int, str]:
 
 @contextlib.contextmanager
 def calls_seen(modules: Iterable[nn.Module], handler: CallHandler) -> Iterator[None]:
-    """Inside, every call of one of the modules goes through the handler. Not again inside itself."""
+    """Inside, every call of these modules goes through the handler, but not calls that the handler itself
+    makes.
+    """
     with contextlib.ExitStack() as seen:
         for module in modules:
             plain = type(module).__call__ is nn.Module.__call__
@@ -66,11 +71,11 @@ def calls_seen(modules: Iterable[nn.Module], handler: CallHandler) -> Iterator[N
         yield
 
 
-_COMPILED_CALL = "_compiled_call_impl"  # what nn.Module.__call__ calls in the place of the hooks and forward
+_COMPILED_CALL = "_compiled_call_impl"  # nn.Module.__call__ calls this, if set, in place of hooks and forward
 
 
 def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
-    """Gives what undoes it."""
+    """Intercepts a module's calls. Returns a function that undoes it."""
     before = vars(module).get(_COMPILED_CALL)
     call = before or module._call_impl
 
@@ -89,7 +94,7 @@ def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
-    """Gives what undoes it."""
+    """Intercepts a module's calls by a subclass. Returns a function that undoes it."""
     kind = type(module)
     name = _handler_name(kind)
 
@@ -103,13 +108,15 @@ def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _handler_name(kind: type[nn.Module]) -> str:
-    """The attribute of the next handler, which may see calls that others see already."""
+    """Returns the attribute that stores the next handler; the class may have handlers already."""
     return f"{_HANDLER}{getattr(kind, _DEPTH, 0)}"
 
 
 @functools.cache
 def _seen_kind(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with its calls seen; by the same name, as user code may ask for it."""
+    """Returns a subclass whose calls are intercepted. It has the same name, because user code may check
+    it.
+    """
 
     name = _handler_name(kind)
 

@@ -1,4 +1,4 @@
-"""Contents: what is in objects that change without being replaced, and comes back as it was. Stateless; the
+"""Contents: saves and restores what is inside objects that change without being replaced. Stateless; the
 thread that runs the module.
 """
 
@@ -21,27 +21,28 @@ from torch import Tensor, nn
 __all__ = ["Contents", "attributes_of", "is_of_the_users", "overwriting"]
 
 _LENGTH_MAX = 1024
-"""Entries of a container that are looked into. A longer one gets its entries back, but not what is inside
-them: it is a data set, and no memory of a layer's."""
+"""Containers with more entries than this are not searched: they are data, not a layer's memory. Their own
+entries are restored, but not the contents of these.
+"""
 _CONTAINERS = (list, deque, dict, set)
-# Objects of others' have threads, files and caches inside, which are not the model's to put back.
+# Objects of these libraries hold threads, files and caches. Restoring those is not our business.
 _LIBRARIES = {"torch", "numpy", "pipedream", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
 _NOTHING = object()
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 
 
 class Contents:
-    """Containers, tensors, arrays, generators, and the attributes of objects that the user's classes have."""
+    """The saved contents of containers, tensors, arrays, generators, and objects of the user's classes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """modules: that are kept in another way."""
-        # By id; alive, so that ids stay theirs.
+        """modules: not saved here, because the caller saves them in another way."""
+        # By id. The objects are kept alive, so that their ids stay unique.
         self._kept: dict[int, tuple[Any, Callable[[], object]]] = {
             id(module): (module, _nothing) for module in modules
         }
 
     def keep(self, values: Iterable[Any]) -> None:
-        """The values, and all within them."""
+        """Saves the values, and everything inside them."""
         pending = [value for value in values if type(value) not in _ATOMS]
         while pending:
             value = pending.pop()
@@ -62,7 +63,9 @@ def _nothing() -> None:
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """Gives the value what it has now; None for one of which nothing is known."""
+    """Returns a function that gives the value its present contents back; None for an unknown kind of
+    object.
+    """
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else overwriting(value)
     if isinstance(value, torch.Generator):
@@ -95,25 +98,26 @@ def _inside(value: Any) -> list[Any]:
 
 
 def is_of_the_users(value: Any) -> bool:
-    """Whether it is an object of a class that no library has."""
+    """Whether the object's class belongs to no library."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)):
         return False
     if isinstance(
         value, (nn.Module, types.SimpleNamespace)
-    ):  # a module that none of the others has registered
+    ):  # this module is not registered in any other one
         return True
     return (type(value).__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
 def attributes_of(target: Any) -> dict[str, Any]:
-    """The attributes in its dictionary and its slots. They are read past the object's own look-ups, which may
-    run code or raise."""
+    """Returns an object's attributes, from its dictionary and its slots. The object's own look-up is
+    bypassed, because it may run code or raise.
+    """
     try:
         attributes = dict(object.__getattribute__(target, "__dict__"))
     except AttributeError:
         attributes = {}
     for name, slot in _slots(target).items():
-        with contextlib.suppress(AttributeError):  # an empty one
+        with contextlib.suppress(AttributeError):  # an empty slot
             attributes[name] = slot.__get__(target)
     return attributes
 
@@ -142,8 +146,9 @@ def _refilling_attributes(target: Any) -> Callable[[], None]:
 
 
 def _refilling(container: Any) -> Callable[[], None]:
-    """A function that refills the container as it is now. It uses the base classes' own methods, because a
-    subclass may compute or refuse."""
+    """Returns a function that gives the container its present entries back. It uses methods of the base
+    class, because a subclass may override them with code that computes or refuses.
+    """
     base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(container, kind))
     is_dict = issubclass(base, dict)
     entries = list(base.__iter__(container))
@@ -152,7 +157,7 @@ def _refilling(container: Any) -> Callable[[], None]:
     def refill() -> None:
         now = base.values(container) if is_dict else ()
         if _are_these(base.__iter__(container), entries) and _are_these(now, values):
-            return  # as a vocabulary is
+            return  # nothing changed, as in a vocabulary
         base.clear(container)
         if is_dict:
             for key, value in zip(entries, values, strict=True):
@@ -168,8 +173,9 @@ def _are_these(found: Iterable[Any], objects: list[Any]) -> bool:
 
 
 def overwriting(tensor: Tensor) -> Callable[[], None]:
-    """Gives a tensor the memory and the values back that it has now, whoever has written them: `.data` counts
-    as no version."""
+    """Returns a function that gives the tensor its present memory and values back. It compares values,
+    because writes through `.data` count as no version.
+    """
     memory, version = tensor.data, tensor._version
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
     content = tensor.detach().clone()
@@ -193,9 +199,9 @@ def _is_of_numpy(value: Any) -> bool:
 
 
 def _restoring_of_numpy(value: Any) -> Callable[[], object] | None:
-    import numpy as np  # is there, as the value is
+    import numpy as np  # imported already: the value is numpy's
 
-    if isinstance(value, np.memmap):  # a file, which may be larger than memory
+    if isinstance(value, np.memmap):  # the file may be larger than memory
         return None
     if isinstance(value, np.ndarray):
         content = value.copy()

@@ -1,6 +1,8 @@
-"""Copies of data, to look at while the run's own stay as they are: what a dataset or a sampler counts, what
-a queue gives once, and generators. A DataLoader's generators stay as they are while it is looked at, and
-after a run they are as if the caller had iterated it. Stateless; the thread that looks.
+"""Copies of data, for looking at a minibatch before the run without changing what the run will read: counters
+of a dataset or sampler, items of a queue, generators.
+
+A DataLoader's generators keep their state while it is looked at. After a run they are as if the caller had
+iterated the loader. Stateless; the thread that looks.
 """
 
 from __future__ import annotations
@@ -33,27 +35,30 @@ _INDICES = {torch.int64, torch.int32}
 
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
-    """Data that may be iterated instead. None: a copy may share with the data what an iteration takes away,
-    as the place in an open file or the items of a queue."""
+    """Returns data to iterate in place of these. None if a copy would share something that iterating uses up,
+    as the position in an open file or the items of a queue.
+    """
     if isinstance(data, (list, tuple)):
         return data
     if isinstance(data, DataLoader) and has_indices(data):
         return _copy_of_loader(data)
     try:
         return _sharing_copy(without_processes(data), {})  # type: ignore[no-any-return]
-    except Exception:  # whatever a user's object raises
+    except Exception:  # a user's object may raise anything
         return None
 
 
 def has_indices(data: Iterable[Any]) -> bool:
-    """Whether an iteration takes nothing away, and copy_of() always gives a copy."""
+    """Whether iterating uses nothing up, so that copy_of() always returns a copy."""
     is_loader = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
     return is_loader or isinstance(data, (list, tuple))
 
 
 def without_processes(data: Iterable[Any]) -> Iterable[Any]:
-    """A DataLoader with persistent_workers that was iterated has its processes, which cannot be sent; a copy
-    of it starts its own. Other data as they are."""
+    """Returns a copy of a DataLoader without its worker processes, and any other data unchanged. A loader
+    with persistent_workers keeps processes after an iteration, which cannot be pickled; the copy starts its
+    own.
+    """
     if not isinstance(data, DataLoader) or data._iterator is None:
         return data
     loader = copy.copy(data)
@@ -62,30 +67,34 @@ def without_processes(data: Iterable[Any]) -> Iterable[Any]:
 
 
 def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Its dataset's attributes are copied, and all of its samplers."""
+    """Copies a loader, the attributes of its dataset, and its samplers."""
     copied: Any = copy.copy(without_processes(loader))
     dataset = _shallow_copy(loader.dataset)
     parts = (loader.generator, loader.sampler, loader.batch_sampler)
     generator, sampler, batch_sampler = _copy_of_samplers(parts, {id(loader.dataset): dataset})
-    # A loader refuses others once it is made.
+    # A loader refuses to set these attributes once it is made.
     vars(copied).update(dataset=dataset, generator=generator, sampler=sampler, batch_sampler=batch_sampler)
     return copied  # type: ignore[no-any-return]
 
 
 def _copy_of_samplers(parts: tuple[Any, Any, Any], shared: dict[int, Any]) -> tuple[Any, Any, Any]:
-    """parts: the generator, the sampler, the batch sampler. shared: what stands for an object, by its id."""
+    """parts: the generator, the sampler, the batch sampler. shared: replacements for objects, by the object's
+    id.
+    """
     for copied in (_sharing_copy, copy.deepcopy):
-        with contextlib.suppress(Exception):  # whatever a user's object raises
+        with contextlib.suppress(Exception):  # a user's object may raise anything
             return copied(parts, dict(shared))
     generator, sampler, batch_sampler = parts[0], *map(_shallow_copy, parts[1:])
     if isinstance(batch_sampler, BatchSampler):
-        of_batches = batch_sampler.sampler  # another one than the loader's where it was given
+        of_batches = batch_sampler.sampler  # another sampler than the loader's, if the user gave this one
         batch_sampler.sampler = sampler if of_batches is parts[1] else _shallow_copy(of_batches)
     return generator, sampler, batch_sampler
 
 
 def _shallow_copy(data: Any) -> Any:
-    """A copy, or the data themselves if they cannot be copied or no iteration changes them."""
+    """Returns a shallow copy, or the data themselves if they cannot be copied or iterating does not change
+    them.
+    """
     if data is None or isinstance(data, (list, tuple)):
         return data
     try:
@@ -95,7 +104,7 @@ def _shallow_copy(data: Any) -> Any:
 
 
 def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
-    """shared: what stands for an object in the copy, by its id."""
+    """Copies a value. shared: what to use in the copy in place of an object, by the object's id."""
     content = io.BytesIO()
     pickler = _SharingPickler(content, shared)
     pickler.dump(value)
@@ -104,7 +113,7 @@ def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
 
 
 class _SharingPickler(pickle.Pickler):
-    """Copies what can be sent, but tensors and arrays, which an iteration reads."""
+    """Copies everything that can be pickled, and shares tensors and arrays, which iterating only reads."""
 
     def __init__(self, content: io.BytesIO, stand_ins: dict[int, Any]) -> None:
         super().__init__(content, protocol=pickle.HIGHEST_PROTOCOL)
@@ -122,7 +131,7 @@ class _SharingPickler(pickle.Pickler):
 
 
 def _may_be_an_order(value: torch.Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether it may be the positions of samples, which a sampler shuffles where they are."""
+    """Whether the value may be an order of samples, which a sampler shuffles in place."""
     if isinstance(value, np.memmap) or value.ndim != 1 or value.nbytes > _ORDER_BYTES_MAX:
         return False
     return value.dtype in _INDICES if isinstance(value, torch.Tensor) else value.dtype.kind in "iu"
@@ -149,21 +158,23 @@ def generator_states(data: Iterable[Any]) -> list[Tensor]:
 
 
 def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
-    """states: generator_states() of these data, or of a copy; none where others have iterated them."""
+    """Sets the data's generators. states: from generator_states() of these data or a copy; empty if they were
+    iterated elsewhere.
+    """
     for generator, state in zip(_generators_of(data), states, strict=False):
         generator.set_state(state)
 
 
 @contextlib.contextmanager
 def generators_of_loader_kept(data: Iterable[Any]) -> Iterator[None]:
-    """Inside the data may be iterated."""
+    """Inside, the data may be iterated; afterwards a DataLoader's generators have their former states."""
     states = generator_states(data)
     with afterwards(lambda: set_generators(data, states)):
         yield
 
 
 def _generators_of(data: Iterable[Any]) -> list[torch.Generator]:
-    """Each once: a loader hands its own on to the sampler that it makes."""
+    """Returns each generator once: a loader passes its own to the sampler that it makes."""
     if not isinstance(data, torch.utils.data.DataLoader):
         return []
     parts = [data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]

@@ -1,25 +1,26 @@
-"""Draws: what a model draws in its forward is keyed by where it draws and for which microbatch, so that every
-cut, number of replicas, schedule and recompute has the same dropout masks.
+"""Keys the random numbers of a model's forward by the place that draws them and by the microbatch. Dropout
+masks are then the same for every cut, number of replicas, schedule and recompute.
 
     seed = position << 32 | hash(base seed, minibatch, microbatch, position)
-           where in the forward      which numbers it draws there
+           where in the forward      which numbers are drawn there
 
-A position is the beginning, or the end, of a call of a module that drew random numbers when the model was
-traced; of a list of layers it is a layer's beginning. The generator is seeded where such a call begins, and
-where one ends whose caller draws on. So a stage behind a cut, which makes none of the calls before it, draws
-in its own what a run without cuts draws there. The position is in the seed because a generator remembers its
-seed: what saves and restores a generator's state brings the position back, too. The CPU's generator uses the
-low half of the seed.
+A position is the begin, or the end, of a module's call that drew random numbers when the model was traced. In
+a list of layers it is the begin of a layer. The generator is seeded where such a call begins, and where it
+ends if its caller goes on to draw. A stage behind a cut makes none of the earlier calls, and still draws the
+same numbers as a run without cuts.
 
-    forward         begin(): the stage's first position; each call that draws has its own
-    recompute       the same again, by the same begin()
-    checkpoint()    its own forward again, in the backward of the microbatch that go_back_to() names
-    between calls   code and hooks draw from the last position on, alike at all stages that run them: what is
-                    called before they draw either has a position, or leaves the generators as it found them
-    eval()          nothing draws, so nothing is keyed and nothing is paid
+The seed contains the position because a generator remembers its seed: code that saves and restores a
+generator's state restores the position with it. The CPU's generator uses the low half of the seed.
+
+    forward         begin() sets the stage's first position; each call that draws has its own
+    recompute       begin() again, so it draws the same
+    checkpoint()    repeats its forward in the backward; go_back_to() sets that backward's microbatch
+    between calls   code and hooks draw on from the last position, alike at all stages that run them: a module
+                    called before they draw has a position, or its call leaves the generators unchanged
+    eval()          draws nothing, so nothing is keyed and no time is spent
     a module that only a later minibatch calls draws by its name
 
-Generators are global to a process: use by the thread that runs the stages, and by autograd's.
+Generators are global to a process: use them on the thread that runs the stages, and on autograd's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "drawing_alike", "keyed_draws
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
 _NEXT_BITS = 10
-"""Between two positions there is room for calls that come after the last traced one of their module."""
+"""Bits between two positions. They number calls that come after a module's last traced call."""
 _NOT_ONLY = (-1, None)
 _mixed = _core.derived_seed
 _seed_host = torch.default_generator.manual_seed
@@ -57,33 +58,34 @@ _seed_of_host = torch.default_generator.initial_seed
 
 @dataclass(frozen=True)
 class DrawSites:
-    """The places at which a forward draws."""
+    """The places at which a forward draws random numbers."""
 
     begins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Module -> positions of its calls, ascending; none of one that is only like those that draw."""
+    """Module -> positions of its calls, ascending; empty for a module that only resembles those that draw."""
     ends: Mapping[int, int] = field(default_factory=dict)
-    """Beginning -> end, of calls whose caller draws after them."""
+    """Begin -> end, for calls whose caller draws after them."""
     skips: Mapping[CallKey, int] = field(default_factory=dict)
-    """Call -> the position at its end, where it matters to what draws after it. Of all calls."""
+    """Call -> the last position up to its end, for all calls, if later draws depend on it."""
     quiet: frozenset[str] = frozenset()
-    """Modules that drew nothing and were called before their caller drew. Where a cut lies between, the stage
-    behind it does not call them: what they draw in a later minibatch must not move their caller's draws."""
+    """Modules that drew nothing in a call before their caller drew. A stage behind a cut may not call them.
+    If they draw in a later minibatch, that must not change their caller's numbers.
+    """
     draws_between: bool = False
-    """Whether code outside all calls draws."""
+    """Whether code outside all module calls draws."""
     of_loss: int = 0
-    """Position of the loss; 0: it goes on from the last one."""
+    """Position of the loss. 0: the loss draws on from the last position."""
 
     def __bool__(self) -> bool:
-        """Whether anything is drawn."""
+        """Whether the forward draws anything."""
         return bool(self.begins) or self.draws_between or self.of_loss > 0
 
     def __add__(self, other: DrawSites) -> DrawSites:
-        """The places of several stages of a list of layers."""
+        """Joins the places of several stages of a list of layers."""
         return DrawSites({**self.begins, **other.begins}, of_loss=max(self.of_loss, other.of_loss))
 
 
 def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
-    """The places at which a traced model draws."""
+    """Returns the places at which a traced model draws."""
     calls = trace.calls
     draws = [op for op in trace.operations if op.draws]
     ticks = [op.tick for op in draws]
@@ -92,7 +94,7 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
     position_of = {tick: number << _NEXT_BITS for number, tick in enumerate(events, 1)}
 
     def goes_on(end: int) -> bool:
-        """Whether the next draw after this tick belongs to a call that had begun before it."""
+        """Whether the next draw after this tick belongs to a call that began before the tick."""
         after = bisect.bisect(ticks, end)
         return after < len(draws) and (draws[after].call == ROOT or calls[draws[after].call].begin < end)
 
@@ -122,7 +124,9 @@ def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
 
 
 def _alike(model: nn.Module, drawing: Iterable[str]) -> list[str]:
-    """Modules of the kinds that draw, as those of a layer that was dropped in the first minibatch."""
+    """Returns modules of the same types as those that draw, such as a layer that LayerDrop skipped in the
+    trace.
+    """
     modules = visible_modules(model)
     kinds = {type(module) for name, module in modules if name in set(drawing)}
     return [
@@ -136,10 +140,10 @@ def _may_draw(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class SeenDraws:
-    """The draws that a stage was seen to make when it ran once."""
+    """The parts of a stage that drew random numbers in one run of it."""
 
     layers: frozenset[int] = frozenset()
-    """Layers of a list that drew, by their position in the model."""
+    """Layers of a list that drew, by their index in the model."""
     in_loss: bool = False
     in_backward: bool = False
 
@@ -150,12 +154,14 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """The position before this layer's own, in a list of layers."""
+    """Returns the position before the layer's own, in a list of layers."""
     return layer_index << _NEXT_BITS
 
 
 def _sites_of_layers(stage: StageModule, seen: SeenDraws) -> DrawSites:
-    """The layers of a list that drew, and those with dropout, which may draw in a later minibatch."""
+    """Returns the places of layers that drew, and of layers with dropout, which may draw in a later
+    minibatch.
+    """
     begins = {
         str(index): (_start_of_layer(index + 1),)
         for index, layer in enumerate(stage.layers, stage.first_layer)
@@ -171,8 +177,9 @@ def _drops(module: nn.Module) -> bool:
 def keyed_draws(
     base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
 ) -> KeyedDraws | None:
-    """The keyed draws of a worker's stages, which were seen to draw this; None if there are none. base:
-    draws_seed() of the run."""
+    """Returns the keyed draws of a worker's stages; None if they draw nothing. base: draws_seed() of the run.
+    seen: what each stage drew in its rehearsal.
+    """
     traced = stages[0].traced_draws
     if traced is not None:
         at_cuts = frozenset().union(*(stage.modules_at_cuts for stage in stages))
@@ -187,8 +194,9 @@ def keyed_draws(
 
 @contextlib.contextmanager
 def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
-    """Inside, a stage of a model that was traced draws in its one forward what any process draws there, so
-    that stages in several processes go the same way. A list of layers draws from the generators."""
+    """Inside, a stage of a traced model draws the same numbers in every process, so that stages in several
+    processes take the same path. A list of layers draws from the generators as usual.
+    """
     traced = stage.traced_draws is not None
     draws = keyed_draws(0, [stage], [SeenDraws()], device) if traced else None
     stage.draws = draws
@@ -200,7 +208,7 @@ def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
 
 
 class KeyedDraws:
-    """Seeds the generators of a worker's forwards."""
+    """Seeds the generators during a worker's forwards."""
 
     def __init__(
         self,
@@ -209,13 +217,15 @@ class KeyedDraws:
         modules: Iterable[tuple[str, nn.Module]],
         device: torch.device,
     ) -> None:
-        """base: seeding.draws_seed(). modules: with the names that the sites have; others draw nothing."""
+        """base: seeding.draws_seed(). modules: with their names in the sites; modules without a site draw
+        nothing.
+        """
         self._base = base
         self._sites = sites
-        self._positions: dict[int, tuple[int, ...]] = {}  # of several calls or none, by the module's id
-        self._only_call: dict[int, tuple[int, int | None]] = {}  # the only position, and of what is after it
-        self._quiet: set[int] = set()  # by id
-        self._names: dict[int, int] = {}  # hashed
+        self._positions: dict[int, tuple[int, ...]] = {}  # by the module's id
+        self._only_call: dict[int, tuple[int, int | None]] = {}  # (position, end), by id, of a single call
+        self._quiet: set[int] = set()  # ids of modules
+        self._names: dict[int, int] = {}  # hashes of the modules' names, by id
         self._modules: dict[nn.Module, None] = {}
         for name, module in modules:
             if name in sites.begins:
@@ -237,12 +247,12 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, calls of the modules draw by their positions, in backwards that make them again, too."""
+        """Inside, calls of the modules draw by their positions, also when a backward repeats them."""
         with calls_seen(self._modules, self._call):
             yield
 
     def begin(self, minibatch: int, microbatch: int, stage: StageModule | None) -> None:
-        """A stage's forward of the microbatch begins; None: that of a whole model which was traced."""
+        """Call it before a stage's forward of the microbatch. stage None: a whole traced model."""
         self.go_back_to(minibatch, microbatch)
         if stage is None or stage.traced_draws is not None:
             self._seed(0)
@@ -250,7 +260,7 @@ class KeyedDraws:
             self._seed(_start_of_layer(stage.first_layer))
 
     def go_back_to(self, minibatch: int, microbatch: int) -> None:
-        """A backward of the microbatch begins, in which calls may be made again."""
+        """Call it before a backward of the microbatch, which may repeat calls."""
         self._context = _mixed(_mixed(self._base, minibatch), microbatch)
 
     def begin_loss(self) -> None:
@@ -258,7 +268,7 @@ class KeyedDraws:
             self._seed(self._sites.of_loss)
 
     def skip(self, key: CallKey) -> None:
-        """A call was over before the stage, and gives back what it gave."""
+        """Call it for a call that an earlier stage has made; its output is taken from there."""
         position = self._sites.skips.get(key)
         if position is not None:
             self._seed(position)
@@ -290,7 +300,7 @@ class KeyedDraws:
             position, end = found, self._sites.ends.get(found)
         seed = (
             position << _LOW_BITS | _mixed(self._context, position) & _LOW
-        )  # as _seed(), a microsecond less
+        )  # inlined _seed(), which saves a microsecond
         _seed_host(seed)
         if self._seed_device is not None:
             self._seed_device(seed)
@@ -306,15 +316,18 @@ class KeyedDraws:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Calls a module that the traced forward did not call. Later draws are as if it were not called, as
-        they are at stages that do not call it."""
+        """Calls a module that the traced forward did not call. It leaves later draws unchanged, because other
+        stages may not call the module.
+        """
         with generators_of_torch_kept():
             position = _seed_of_host() >> _LOW_BITS
             self._draw_from(position, _mixed(self._context ^ self._names[id(module)], 0))
             return call(*arguments, **keywords)
 
     def _next_call(self, module: nn.Module) -> int | None:
-        """The position of a module's next call, by the position before; None for a module without any."""
+        """Returns the position of a module's next call, after the present position; None for a module without
+        any.
+        """
         before = _seed_of_host() >> _LOW_BITS
         positions = self._positions[id(module)]
         if not positions:

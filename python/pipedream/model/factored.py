@@ -1,10 +1,12 @@
-"""Fully connected layers whose weight's gradient is left as its factors: the gradient of what a layer gives
-and what it was given, whose product it is (sufficient factors; Zhang et al., Poseidon, ATC 2017, section 4).
+"""Fully connected layers that keep a weight's gradient as two factors: the gradients of the layer's outputs
+and the layer's inputs. Their product is the gradient (sufficient factors; Zhang et al., Poseidon, ATC 2017,
+section 4).
 
     dW = dY^T X         W: outputs x inputs, dY: rows x outputs, X: rows x inputs
 
-rows: of a minibatch, all dimensions but the last in one. While a layer is factored its backward makes no dW,
-so whatever gradient arrives at W comes from another use of it. Owned by the thread that runs the stage.
+rows: all dimensions of a minibatch but the last, joined. While a layer is factored its backward does not
+compute dW. A gradient that still arrives at W comes from another use of W. Owned by the thread that runs the
+stage.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ __all__ = ["FactoredLayers", "Factors", "Take", "factorable", "rows_counted"]
 
 
 class Factors(NamedTuple):
-    """The factors of a weight's gradient, which is gradients^T inputs. Both are contiguous."""
+    """The factors of a weight's gradient, which is gradients^T @ inputs. Both are contiguous."""
 
     gradients: Tensor
     """Gradients of the outputs, rows x outputs."""
     inputs: Tensor
-    """rows x inputs."""
+    """Inputs of the layer, rows x inputs."""
 
     @property
     def num_rows(self) -> int:
@@ -38,22 +40,25 @@ class Factors(NamedTuple):
 
 
 Take = Callable[[str, Tensor, Tensor], None]
-"""Called in a backward, once for each use of a weight: (its name, gradients, inputs), as of Factors, which
-may change afterwards."""
+"""Called in a backward for each use of a weight: (its name, gradients, inputs), as in Factors. Both tensors
+may change after the call.
+"""
 
 
 class FactoredLayers:
-    """The factored weights of a stage, by their full names, wherever the stage uses them."""
+    """The factored weights of a stage, by their full names. It replaces the forwards of the layers that use
+    them.
+    """
 
     def __init__(self, layers: Mapping[str, Sequence[nn.Linear]], take: Take) -> None:
-        """layers: by the weight's name, those that have it, as of factorable()."""
+        """layers: from factorable(), by the weight's name, the layers that use the weight."""
         self._layers = layers
         self._take = take
         self._is_open = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, these layers are factored."""
+        """Inside, the layers are factored."""
         self.install()
         try:
             yield
@@ -72,7 +77,9 @@ class FactoredLayers:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward of the stage. What a forward differentiates for itself is none of it."""
+        """A context around a backward of the stage. Gradients that a forward computes for itself are not
+        taken.
+        """
         self._is_open = True
         try:
             yield
@@ -80,15 +87,18 @@ class FactoredLayers:
             self._is_open = False
 
     def used(self, name: str, node: Any, gradients: Tensor, inputs: Tensor) -> None:
-        """node: of the weight in the graph."""
-        # A layer's own hook may differentiate by the layer's inputs alone, also during this backward.
+        """Called by a layer's backward. node: the weight's node in the graph."""
+        # A layer's hook may differentiate by the layer's inputs only, even during this backward. Such factors
+        # do not count.
         if self._is_open and torch._C._will_engine_execute_node(node):
             self._take(name, gradients, inputs)
 
 
 def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Linear]]:
-    """The parameters that the stage uses only as weights of fully connected layers, by name, each with these
-    layers. Layers of a subclass, or with a forward of their own, may do anything and do not count."""
+    """Returns the parameters that the stage uses only as weights of fully connected layers, by name, with
+    these layers. A subclass of nn.Linear, or a layer with a forward of its own, may do anything and does not
+    count.
+    """
     if any(map(is_compiled, stage.modules())):
         return {}
     linear = {id(m._parameters): m for m in stage.modules() if isinstance(m, nn.Linear) and _is_plain(m)}
@@ -109,8 +119,9 @@ def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> d
 
 @contextlib.contextmanager
 def rows_counted(layers: Mapping[str, Sequence[nn.Linear]]) -> Iterator[dict[str, int]]:
-    """Gives how many rows the factors of each weight have, of the backwards that are done inside through
-    forwards inside. layers: as of factorable()."""
+    """Gives the number of rows of each weight's factors, by name. It counts backwards inside the context, of
+    forwards that also ran inside. layers: from factorable().
+    """
     rows: dict[str, int] = {}
 
     def count(name: str, gradient: Tensor) -> None:
@@ -137,17 +148,17 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 class _Forward:
-    """Replaces a layer's forward."""
+    """The forward that replaces a factored layer's."""
 
     def __init__(self, factored: FactoredLayers, name: str, layer: nn.Linear) -> None:
         self._factored = factored
         self._name = name
         self._layer = layer
 
-    def __call__(self, input: Tensor) -> Tensor:  # by the name that nn.Linear has for it
+    def __call__(self, input: Tensor) -> Tensor:  # nn.Linear calls its argument so
         layer = self._layer
-        # By autocast of the model's own the factors would be rounded; a weight that functional_call has made
-        # has a gradient of its own. Left as they are, so that the weight's gradient shows them.
+        # The model's own autocast would round the factors. A weight that functional_call made is not the
+        # parameter itself. Both run plainly; the gradient that then arrives at the weight reveals them.
         if torch.is_autocast_enabled(input.device.type) or not layer.weight.is_leaf:
             return F.linear(input, layer.weight, layer.bias)
         output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
@@ -157,7 +168,7 @@ class _Forward:
 
 
 class _Linear(torch.autograd.Function):
-    """nn.functional.linear without a gradient of the weight."""
+    """nn.functional.linear that computes no gradient of the weight."""
 
     @staticmethod
     def forward(
@@ -166,12 +177,12 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.factored, ctx.name = factored, name
         output = F.linear(inputs, weight, bias)
-        # Of a view that a Function makes autograd refuses what is done in place, as by the next layer.
+        # Autograd forbids changing a view in place that a Function returns, which the next layer may do.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        if torch.is_grad_enabled():  # this is to be differentiated, too, and dW is no part of it
+        if torch.is_grad_enabled():  # create_graph=True: this gradient would lack the part of dW
             raise RuntimeError(
                 f"the gradient of a gradient is asked for, and that of {ctx.name!r} is pushed as factors:"
                 " leave 'factors' out of the codec of pushes"

@@ -1,6 +1,8 @@
-"""The user's functions `optimizer` and `lr_scheduler`: called, checked, and tried before any process starts.
+"""Calls and checks the user's functions `optimizer` and `lr_scheduler`, and tries them before any process
+starts.
 
-What they raise names the argument and the stage, and has the user's own error as its cause. Any thread.
+An error in them is raised again with the argument and the stage, and with the user's own error as its cause.
+Any thread.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
-    """Parameters of the optimizer's own that share the memory, and the marks, of these."""
+    """Returns parameters for an optimizer. They share the memory and the marks (attributes) of these
+    parameters.
+    """
     return [_make_master(parameter) for _, parameter in named]
 
 
 def parameter_like(original: nn.Parameter, content: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
-    """A parameter in the content's memory, of the original's class and with its marks, by which parameter
-    groups may be made."""
+    """Returns a parameter in the content's memory, with the original's class and attributes, because the
+    user's factory may group parameters by these.
+    """
     kind = type(original) if nn.Parameter in type(original).__mro__ else nn.Parameter
     made: nn.Parameter = torch.Tensor._make_subclass(kind, content, requires_grad)
     vars(made).update(vars(original))
@@ -53,10 +58,11 @@ def parameter_like(original: nn.Parameter, content: Tensor, *, requires_grad: bo
 def build_optimizer(
     factory: OptimizerFactory, names: Sequence[str], parameters: list[nn.Parameter], where: str
 ) -> torch.optim.Optimizer:
-    """Calls the user's factory with the parameters, or with (name, parameter) pairs if it asks for them.
+    """Calls the user's factory with the parameters, or with (name, parameter) pairs if its first argument is
+    named_parameters.
 
-    where: "stage 1", for errors. A ValueError or TypeError of the factory stays one, and another error
-    becomes a PipelineError. Refuses a returned object that cannot train.
+    where: "stage 1", for errors. Raises ValueError or TypeError if the factory raises one of these, and
+    PipelineError if it raises anything else. Refuses a result that cannot train.
     """
     given = list(zip(names, parameters, strict=True)) if _wants_names(factory) else parameters
     try:
@@ -83,8 +89,9 @@ def build_optimizer(
 
 
 def with_delay(factory: OptimizerFactory, delay: float) -> OptimizerFactory:
-    """The factory of a stage, which is given the stage's mean delay in updates where it has an argument of
-    that name that is still open."""
+    """Returns the factory with delay= set to the stage's mean delay in updates, if it has an argument `delay`
+    that is not bound yet.
+    """
     is_bound = isinstance(factory, functools.partial) and "delay" in factory.keywords
     if is_bound or "delay" not in _arguments(factory):
         return factory
@@ -117,12 +124,14 @@ def try_factories(
     device_type: str,
     delays: Sequence[float] | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Calls them as each stage will, so that a mistake is told before the run starts. stages: the parameters
-    that each one updates. device_type: where they will be then. delays: of the stages, in updates; None: 0.
-    Returns what the optimizers' factory made.
+    """Calls both factories as each stage will, so that a mistake shows before the run starts. Returns the
+    optimizers. Random number generators keep their states.
 
-    Where the parameters are elsewhere now the factories may fail for that reason alone (fused=True), and
-    nothing is said: the stage's own call will tell. Random number generators stay as they are.
+    stages: the parameters that each stage updates. device_type: where these will be. delays: of the stages,
+    in updates; None: 0.
+
+    If the parameters are on another device now, a factory may fail for that reason only (fused=True). The
+    error is then ignored: the stage's own call will raise it again.
     """
     all_made = []
     with generators_kept(), _compiler_left_out():
@@ -147,8 +156,9 @@ def try_factories(
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """Meanwhile torch's optimizers are made without the import of the compiler, which takes seconds of a
-    process that will train nothing itself."""
+    """Inside, torch's optimizers are made without importing the compiler. The import takes seconds in a
+    process that will train nothing.
+    """
     marked = torch.optim.Optimizer.add_param_group
     torch.optim.Optimizer.add_param_group = unmarked_until_compiling(marked)  # type: ignore[method-assign]
     try:

@@ -1,14 +1,14 @@
-"""Global names in which the code of a model counts or keeps something, to be put back after it has run for
-other reasons than training.
+"""Saves and restores global names in which a model's code counts or keeps something. Running a model for
+other reasons than training then leaves no trace in them.
 
     global step; step += 1            the name itself
     counts["step"] += 1               a key of a dict under a global name
-    count[0] += 1, log.append(0.5)    all of a list, deque or dict of nothing but numbers and tensors
-    state.step += 1, Layer.step += 1  an attribute of an object or class of the user's, or of a module
-    step.add_(1)                      what a small tensor holds
+    count[0] += 1, log.append(0.5)    all of a list, deque or dict that has only numbers and tensors
+    state.step += 1, Layer.step += 1  an attribute of a user's object, class or module
+    step.add_(1)                      the values of a small tensor
 
-Numbers and tensors alone: what is loaded when it is first asked for stays. Stateless; the thread that runs
-the module.
+Only numbers and tensors are restored, so that things loaded on first use stay. Stateless; the thread that
+runs the module.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _Restore = Callable[[], None]
 
 
 class GlobalNames:
-    """The places at which code of modules, and of a function or object, counts in global names, itself or by
-    a function that it names. They are found once, and kept as often as needed."""
+    """Finds the places where code counts in global names: code of modules, of a function or object, and of
+    functions that these name. They are searched once, and saved as often as needed.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
-        self._entries: dict[tuple[int, Any], tuple[Any, Any]] = {}  # (holder, name), by id
+        self._entries: dict[tuple[int, Any], tuple[Any, Any]] = {}  # (holder, name), by (id of holder, name)
         self._tallies: dict[int, Any] = {}
         self._tensors: dict[int, Tensor] = {}
-        self._seen: dict[int, Any] = {}  # alive, so that no other object gets the id
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
         objects = [value for _, value in objects_carried_by("", function)]
         kinds = dict.fromkeys(type(value) for value in (*modules, *objects))
         pending = [value for value in objects if isinstance(value, types.FunctionType)]
@@ -73,7 +74,7 @@ class GlobalNames:
                     self._look_into(value)
 
     def kept(self) -> _Restore:
-        """Gives all of them the values back that they have now."""
+        """Returns a function that gives all places their present values back."""
         entries = [
             (holder, name, _entries_of(holder).get(name, _MISSING)) for holder, name in self._entries.values()
         ]
@@ -112,7 +113,7 @@ class GlobalNames:
 
 
 def _read(namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
-    """The values that the names have there, and in modules of the user's that they mean."""
+    """Yields the values of these names in a namespace, and in the user's modules that the names refer to."""
     for name in names & namespace.keys():
         value = namespace[name]
         yield value
@@ -146,7 +147,7 @@ def _is_tally(value: Any) -> bool:
 
 
 def _is_alike(value: Any, before: Any) -> bool:
-    """Whether the same objects are in both."""
+    """Whether both have the same objects."""
     pairs = [(value, before)]
     if isinstance(value, dict):
         pairs.append((value.values(), before.values()))
@@ -154,7 +155,9 @@ def _is_alike(value: Any, before: Any) -> bool:
 
 
 def _is_of_the_users(value: Any) -> bool:
-    """A plain dict, too; modules of a model are kept in another way."""
+    """Whether the value belongs to the user's code. A plain dict does; a model's modules are saved
+    elsewhere.
+    """
     if type(value) in _CONTAINERS or isinstance(value, nn.Module):
         return isinstance(value, dict)
     if isinstance(value, (type, types.ModuleType)):
@@ -165,9 +168,9 @@ def _is_of_the_users(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The global names that the code sets, and all that it may read."""
+    """Returns the global names that the code sets, and all names that it may read."""
     sets: set[str] = set()
-    if _SETS_GLOBAL in code.co_code[::2]:  # else nothing is disassembled, which takes long
+    if _SETS_GLOBAL in code.co_code[::2]:  # disassembling takes long, so only if needed
         sets = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
     names = set(code.co_names)
     for constant in code.co_consts:

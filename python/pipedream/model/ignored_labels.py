@@ -1,17 +1,18 @@
-"""Labels of -100, which torch's losses leave out of their mean: a microbatch then counts by its other labels,
-and not by its samples.
+"""Detects labels of -100, which torch's losses leave out of their mean. With microbatches, each microbatch
+must then count by its remaining labels, not by its samples.
 
     look     the last stage's reader finds a minibatch whose microbatches have unequal shares of such labels
-    judge    the stage tries whether its loss is such a mean, by losses of one microbatch with other labels
+    judge    the stage tests whether its loss is such a mean, by losses of one microbatch with changed labels
 
-The loss of one microbatch f is tried with the labels of A alone, with those of B alone, and with both:
+The test computes the loss f of one microbatch with only the labels of samples A, with only those of samples
+B, and with both:
 
-    the mean over labels    f(A + B) = (|A| f(A) + |B| f(B)) / (|A| + |B|)
-    over all positions      f(A + B) = f(A) + f(B)
-    of samples' means       f(A + B) = (samples of A * f(A) + samples of B * f(B)) / samples
+    mean over labels             f(A + B) = (|A| f(A) + |B| f(B)) / (|A| + |B|)
+    mean over all positions      f(A + B) = f(A) + f(B)
+    mean over samples' means     f(A + B) = (samples of A * f(A) + samples of B * f(B)) / samples
 
-A and B are samples, so a decoder whose inputs follow from the labels is tried as well. The mean over labels
-must be by far the nearest. Owned by the worker's compute thread.
+Since A and B are samples, the test also works for a decoder whose inputs are made from the labels. The first
+equation must fit by far the best. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ IGNORED = -100
 """The ignore_index of torch's losses."""
 
 _DTYPES = (torch.int64, torch.int32, torch.int16)
-_ROUNDING = 1e-7  # of a loss in float32
+_ROUNDING = 1e-7  # relative, of a loss in float32
 _LOOKS_ON_DEVICE = 8
-"""Labels on a device that are looked at; those on the host always are."""
+"""How many labels on a device are looked at; labels on the host are always looked at."""
 
 
 @dataclass(frozen=True)
 class UnevenLabels:
-    """Labels whose -100s are not spread evenly over the microbatches."""
+    """Labels whose -100s are spread unevenly over the microbatches."""
 
     where: str
-    """An expression behind the name of the targets: "" or '["labels"]'."""
+    """An expression that follows the name of the targets: "" or '["labels"]'."""
     valid: int
-    """Some label that is none of -100."""
+    """Some label other than -100."""
     is_uneven: tuple[bool, bool]
-    """One answer for all labels, one for all but the first of each sample."""
+    """Whether they are uneven when all labels count, and when the first label of each sample is left out."""
     is_named: bool
-    """The targets are a batch with names."""
+    """Whether the targets are a batch with named entries."""
 
     def of(self, targets: Any) -> Tensor:
         return _label_tensors(targets)[self.where]
@@ -66,14 +67,14 @@ class UnevenLabels:
 
 
 class IgnoredLabels:
-    """Remembers whether the run's loss is a mean over its labels."""
+    """Remembers, for each labels tensor, whether the run's loss is a mean over its labels."""
 
     def __init__(self) -> None:
-        self._is_shifted: dict[str, bool | None] = {}  # None: the loss is no mean over these labels
+        self._is_shifted: dict[str, bool | None] = {}  # None: the loss is not a mean over these labels
         self._looks_on_device = 0
 
     def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
-        """Looks for uneven labels in a minibatch's targets. sizes: samples of each piece."""
+        """Returns the uneven labels in a minibatch's targets. sizes: number of samples of each piece."""
         found = []
         together = _joined_labels(targets) if isinstance(targets, Microbatches) else _label_tensors(targets)
         for where, labels in together.items():
@@ -99,7 +100,7 @@ class IgnoredLabels:
             return False
         if labels.device.type == "cpu":
             return bool(_array(labels).min() <= IGNORED)
-        self._looks_on_device += 1  # each waits for the device
+        self._looks_on_device += 1  # each look waits for the device
         return self._looks_on_device <= _LOOKS_ON_DEVICE and int(labels.min()) <= IGNORED
 
     def judge(
@@ -111,12 +112,13 @@ class IgnoredLabels:
         minibatch: int,
         num_microbatches: int,
     ) -> None:
-        """Raises ValueError for a loss that is a mean over the labels, as soon as a microbatch has shown it.
-        labels: of a microbatch. loss_with: its loss with other labels in their place, which may be of twice
-        as many samples."""
+        """Raises ValueError if the loss is a mean over the labels, once a microbatch has shown that it is.
+        labels: of a microbatch. loss_with: computes its loss with other labels, possibly for twice as many
+        samples.
+        """
         if uneven.where not in self._is_shifted:
             if not bool((labels == IGNORED).any()):
-                return  # they may be the very inputs, in which -100 would be out of range
+                return  # the labels may also be the inputs, where -100 would be out of range
             self._is_shifted[uneven.where] = _shift_of_mean(labels, uneven.valid, loss_with)
         is_shifted = self._is_shifted[uneven.where]
         if is_shifted is None or not uneven.is_uneven[is_shifted]:
@@ -130,8 +132,9 @@ class IgnoredLabels:
 
 
 def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
-    """A copy of an input or of targets with other labels in the place of these, wherever they are in it.
-    Everything has twice as many samples where the others have."""
+    """Returns a copy of inputs or targets with other labels wherever these occur. If there are twice as many
+    other labels, all samples are repeated.
+    """
     ratio = len(others) // len(labels)
 
     def replaced(tensor: Tensor) -> Tensor:
@@ -147,7 +150,7 @@ def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
 
 
 def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
-    """The targets' tensors of whole numbers, each by an expression behind the targets' name."""
+    """Returns the targets' integer tensors by the expression that follows the targets' name."""
     if isinstance(targets, Tensor):
         return {where: targets} if targets.dtype in _DTYPES and targets.dim() > 0 else {}
     entries: Mapping[Any, Any] = {}
@@ -163,33 +166,36 @@ def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def _joined_labels(batches: Microbatches) -> dict[str, Tensor]:
-    """The labels of all batches, joined."""
+    """Returns the labels of all batches, joined."""
     of_each = [_label_tensors(batch) for batch in batches]
     found = {where: [labels[where] for labels in of_each if where in labels] for where in of_each[0]}
     return {where: torch.cat([labels.flatten() for labels in each]) for where, each in found.items()}
 
 
 def _array(labels: Tensor) -> Any:
-    """The labels, on the host, as an array: numpy finds and counts several times as fast as torch."""
+    """Returns the labels as a numpy array; they must be on the host. Numpy counts several times as fast as
+    torch.
+    """
     return labels.detach().as_subclass(Tensor).numpy()
 
 
 def _valid_in(labels: Tensor) -> tuple[int, int]:
-    """(labels that are none of -100, those but for the first of each sample)."""
+    """Returns the number of labels other than -100, of all and without the first of each sample."""
     is_valid = _array(labels.cpu()) != IGNORED
     num_valid = int(np.count_nonzero(is_valid))
     return num_valid, num_valid - (int(np.count_nonzero(is_valid[..., 0])) if labels.dim() > 1 else 0)
 
 
 def _is_uneven(counts: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether pieces have other shares of what is counted than of the samples."""
+    """Whether the pieces' shares of the counts differ from their shares of the samples."""
     total, num_samples = sum(counts), sum(sizes)
     return any(count * num_samples != size * total for count, size in zip(counts, sizes, strict=False))
 
 
 def _shift_of_mean(labels: Tensor, valid: int, loss_with: Callable[[Tensor], float]) -> bool | None:
-    """Whether the loss, a mean over labels, leaves the first of each sample out; None for another loss, or
-    one of which it cannot be told."""
+    """Tests whether the loss is a mean over labels. Returns whether it leaves out the first label of each
+    sample. None: it is no such mean, or the test is inconclusive.
+    """
     if len(labels) == 1:
         labels = torch.cat([labels, labels])
     full = labels.masked_fill(labels == IGNORED, valid)
@@ -197,9 +203,9 @@ def _shift_of_mean(labels: Tensor, valid: int, loss_with: Callable[[Tensor], flo
     is_a, is_b = (torch.zeros_like(full, dtype=torch.bool) for _ in range(2))
     is_a[:half] = True
     is_b[half:] = True
-    if full.dim() > 1:  # of B a few alone, that it has another share of the labels than of the samples
+    if full.dim() > 1:  # keep few labels of B, so that its share of labels differs from its share of samples
         is_b[..., : 3 * full.shape[-1] // 4] = False
-    with contextlib.suppress(Exception):  # the forward itself tells what fails
+    with contextlib.suppress(Exception):  # if the loss fails, the forward itself will raise the error
         loss = loss_with(full.masked_fill(~(is_a | is_b), IGNORED))
         of_a, of_b = (loss_with(full.masked_fill(~chosen, IGNORED)) for chosen in (is_a, is_b))
         is_shifted = False

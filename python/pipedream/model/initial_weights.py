@@ -1,17 +1,18 @@
-"""Initial weights: what a model on the meta device gets its values from, tensor by tensor, so that nobody
-has to hold the whole of it.
+"""Gives a model on the meta device its initial values, tensor by tensor, so that no process must hold the
+whole model.
 
-    the modules' own   reset_parameters() of each module, then the _init_weights(module) of the model around
-                       it (Hugging Face's), children before parents, as a model's constructor does
-    a function         of a module, after its own
-    a checkpoint       safetensors, a file or a folder of them, by name; what it does not have of buffers the
-                       modules make
+    the modules' own   reset_parameters() of each module, then _init_weights(module) of the model around it
+                       (Hugging Face), children before parents, in the order of a model's constructor
+    a function         of a module, called after the module's own
+    a checkpoint       safetensors, a file or a folder of them, by name; buffers that it lacks come from the
+                       modules
 
-Every draw of random numbers has a stream of its own, known by the seed, the module and how many draws it
-has made before. What has no memory here draws all the same. So each tensor gets the same values whatever
-else is made with it, and a model starts alike in one process and in many stages. whole_for_a_check() holds
-the whole model in host memory for as long as its cuts are checked, where it fits. Owned by the calling
-thread.
+Every draw of random numbers has a stream of its own, which depends on the seed, the module and the number of
+the module's earlier draws. Tensors that stay on the meta device draw as well. So each tensor gets the same
+values whichever others are made, and a model starts alike in one process and in many stages.
+
+whole_for_a_check() holds the whole model in host memory while its cuts are checked, if it fits. Owned by the
+calling thread.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ __all__ = [
 ]
 
 WeightSource = Callable[[nn.Module], Any] | str | os.PathLike[str] | None
-"""The source of the values of a model on the meta device. None: the modules' own functions."""
+"""The source of the values for a model on the meta device. None: the modules' own functions."""
 
 WEIGHT_INDEX = "model.safetensors.index.json"
-"""In a folder of safetensors: which file has what."""
+"""The file, in a folder of safetensors, that says which file has which tensor."""
 COMPLEX_MARK = "complex:"
-"""Before a name in safetensors, which have no complex128: the tensor is saved as pairs of reals."""
+"""Prefix of a name in safetensors, which lack complex128: the tensor is saved as pairs of reals."""
 
-_UNSET = 0xFF  # bytes that are NaN as a float of any width
+_UNSET = 0xFF  # this byte, repeated, is NaN in a float of any width
 
 
 def materialise(model: Model, weights: WeightSource = None, *, seed: int | None = None) -> None:
-    """Gives a model that was made on the meta device its values, in host memory: those that `run` starts from
-    with this seed, or those of a checkpoint, as `run(save=folder)` writes it.
+    """Gives a model that was made on the meta device its values, in host memory: the values from which `run`
+    starts with this seed, or those of a checkpoint that `run(save=folder)` wrote.
 
-    weights: None, each module's own `reset_parameters()` and `_init_weights`; a function of a module that
-    sets what these leave; or a safetensors file, or a folder with some. Other tensors of the model, and the
-    generators, stay as they are. Raises ValueError for what none of these sets, by name.
+    weights: None, for each module's own `reset_parameters()` and `_init_weights`; a function of a module that
+    sets what these leave; or a safetensors file, or a folder of such files. Tensors that are not on meta, and
+    the generators, keep their state. Raises ValueError naming the tensors that nothing sets.
     """
     check_weights(weights)
     roots = roots_of(model)
@@ -80,8 +81,9 @@ def materialise(model: Model, weights: WeightSource = None, *, seed: int | None 
 def materialise_some(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> None:
-    """Gives those of the named tensors that are on meta their values, and others those that a checkpoint has.
-    roots: splitter.roots_of()."""
+    """Gives the named tensors on the meta device their values. Named tensors with memory get the values in
+    the checkpoint, if it has them. roots: layers.roots_of().
+    """
     there = {name: tensor for name, tensor in _tensors_of(roots) if name in names and not tensor.is_meta}
     _make_values(roots, names, weights, seed)
     if isinstance(weights, (str, os.PathLike)):
@@ -93,7 +95,7 @@ def materialise_some(
 def _make_values(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Makes values for tensors on meta. Returns pairs for stand_ins.exchange that undo it."""
+    """Makes values for tensors on meta. Returns pairs for stand_ins.exchange() that undo it."""
     wanted = {name: tensor for name, tensor in _tensors_of(roots) if name in names and tensor.is_meta}
     checkpoint = _Checkpoint(Path(weights)) if isinstance(weights, (str, os.PathLike)) else None
     saved: dict[str, str] = {} if checkpoint is None else checkpoint.names_of(wanted, roots)
@@ -115,7 +117,7 @@ def _make_values(
 def materialised(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> Iterator[None]:
-    """Inside those of the named tensors that are on meta have values; afterwards they are on meta again."""
+    """Inside, the named tensors that were on meta have values. Afterwards they are on meta again."""
     tables = [(module, dict(module._buffers)) for _, root in roots for module in root.modules()]
     former = _make_values(roots, names, weights, seed)
     try:
@@ -130,8 +132,9 @@ def materialised(
 
 @contextlib.contextmanager
 def traceable(model: nn.Module, weights: WeightSource) -> Iterator[None]:
-    """Inside a model that is on meta runs on the host: its buffers have their values, its parameters
-    stand-ins. What its autograd graph saves is dropped at once, so there is no backward."""
+    """Inside, a model on meta can run on the host: its buffers have their values, its parameters are
+    stand-ins. Tensors that autograd saves are dropped at once, so there can be no backward.
+    """
     if not is_on_meta([model]):
         yield
         return
@@ -146,7 +149,7 @@ def traceable(model: nn.Module, weights: WeightSource) -> Iterator[None]:
 
 
 def check_weights(weights: Any) -> None:
-    """Raises ValueError or TypeError for what is no source of weights."""
+    """Raises ValueError or TypeError if this is no source of weights."""
     if isinstance(weights, (str, os.PathLike)):
         _Checkpoint(Path(weights))
     elif isinstance(weights, type) or not (weights is None or callable(weights)):
@@ -164,7 +167,7 @@ def _forget(_: Any) -> Any:
 
 
 def _tensors_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """Each once, by its first name."""
+    """Yields each tensor once, with its first name."""
     seen: set[int] = set()
     for name, tensor in _all_names(roots):
         if id(tensor) not in seen:
@@ -189,7 +192,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(content: Tensor) -> Tensor:
-    """All of a dense tensor's memory, in any order."""
+    """Returns a dense tensor's whole memory as bytes, in any order."""
     return torch.empty(0, dtype=torch.uint8).set_(content.untyped_storage())
 
 
@@ -201,7 +204,7 @@ class _Blank:
         self._version = tensor._version
 
     def is_set(self, now: Tensor | None) -> bool:
-        """now: what has its name."""
+        """Whether the tensor has its values now. now: the tensor that has its name now."""
         if now is not self._tensor:
             return now is not None and not now.is_meta
         if now.numel() == 0:
@@ -253,10 +256,10 @@ class _ModulePlace:
     module: nn.Module
     name: str
     of_model: Callable[[nn.Module], Any] | None
-    """The _init_weights of the innermost module around it that has one."""
+    """The _init_weights of the innermost module around this one that has the method."""
 
     def holds(self, ids: set[int]) -> bool:
-        """Whether any of the tensors is the module's or one inside has it."""
+        """Whether the module, or one inside it, has any of these tensors."""
         return any(id(tensor) in ids for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def initialise(self, ids: set[int], function: Callable[[nn.Module], Any] | None) -> None:
@@ -292,7 +295,7 @@ def _children_first(
 
 
 def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """A method that takes a module, as Hugging Face's models have it."""
+    """Returns the module's _init_weights method if it takes one module, as in Hugging Face's models."""
     function = getattr(module, "_init_weights", None)
     if not callable(function):
         return None
@@ -305,7 +308,7 @@ def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 class _OwnDraws(TorchDispatchMode):
-    """Inside every draw of torch's on the host starts from a seed of its own."""
+    """Inside, each draw on the host starts from a seed of its own."""
 
     def __init__(self, seed: int, module: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -326,7 +329,7 @@ class _OwnDraws(TorchDispatchMode):
 
 
 class _Checkpoint:
-    """Safetensors, read tensor by tensor."""
+    """A checkpoint in safetensors, which is read tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -349,7 +352,9 @@ class _Checkpoint:
             )
 
     def names_of(self, wanted: Collection[str], roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-        """Returns those of the wanted names that are here, by any name of the same tensor."""
+        """Returns those wanted names that the checkpoint has, under any name of the same tensor: {wanted: its
+        name there}.
+        """
         first_name = {id(tensor): name for name, tensor in _tensors_of(roots)}
         found: dict[str, str] = {}
         for name, tensor in _all_names(roots):
@@ -393,15 +398,17 @@ class _Checkpoint:
 
 _log = logging.getLogger("pipedream")
 
-# A check holds this many copies of parameters and buffers: the values, gradients of the whole model and of
-# the cut one, the figures by which both are compared, and as much again for activations.
+# A check holds this many copies of parameters and buffers: the values, the gradients of the whole model and
+# of the cut one, the figures that compare them, and about as much for activations.
 _NUM_COPIES = 8
 _SEED = 0
 
 
 @contextlib.contextmanager
 def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]:
-    """Whether the model has values inside; else the log says why not."""
+    """Inside, the model has values if they fit into host memory. Gives whether it has; if not, the log says
+    why.
+    """
     roots = roots_of(model)
     tensors = dict(_named_tensors(model))
     needed_bytes = _NUM_COPIES * sum({id(t): t.nbytes for t in tensors.values()}.values())
@@ -420,7 +427,7 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
 
 
 def free_host_bytes() -> int:
-    """Free bytes of host memory, including the system's file cache as far as the system says so."""
+    """Free bytes of host memory. The system's file cache counts as free where the system reports it."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""Layers: what a model is made of, and what a plan may cut after. Stateless; any thread."""
+"""Layers: the units of a model between which a plan may cut. Stateless; any thread."""
 
 from __future__ import annotations
 
@@ -32,80 +32,83 @@ _TRAINABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class CutForward(ABC):
-    """A module whose layers are spans of its own forward; cut_model.CutModel is one."""
+    """A module whose layers are spans of its own forward; cut_model.CutModel implements it."""
 
     module: nn.Module
 
     @property
     @abstractmethod
     def layer_names(self) -> list[str]:
-        """One per layer."""
+        """The name of each layer."""
 
     @abstractmethod
     def stage(self, stage_index: int, first_layer: int, last_layer: int) -> StageModule:
-        """The stage of these layers."""
+        """Returns the stage of these layers."""
 
     @property
     @abstractmethod
     def outline(self) -> list[str]:
-        """A line per layer, equal where two processes cut the module in the same way."""
+        """A line per layer. The lines are equal in two processes that cut the module in the same way."""
 
     @abstractmethod
     def at(self, names: Sequence[str]) -> CutForward:
-        """The same with these cuts alone. Raises ValueError for one that there is not."""
+        """Returns the same module with only these cuts. Raises ValueError for an unknown cut."""
 
     @abstractmethod
     def explain(self) -> str:
-        """Why there are no more layers, or nothing."""
+        """Returns why there are no more layers, or an empty text."""
 
 
-# What users may pass as a model, any module or a list of layers; and what a run makes of some modules.
+# Users may pass any module or a list of layers. A run turns some modules into a CutForward.
 Model = nn.Module | Sequence[nn.Module] | CutForward
 
 
 @dataclass(frozen=True)
 class Layer:
     name: str
-    prefix: str  # of its parameters' full names in the model: "" or "name."
+    prefix: str  # of the parameters' full names in the model: "" or "name."
     module: nn.Module
 
 
 def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """(name, layer) in the order they run; what the profiler times and a plan may cut after.
+    """Returns (name, layer) in the order in which they run. The profiler times these layers, and a plan may
+    cut after each.
 
-    The children of an nn.Sequential, the entries of a list, tuple or nn.ModuleList; any other module,
-    also an nn.Sequential with a forward or hooks of its own, is one single layer until it is cut
-    (cut_model.py). Raises TypeError for anything else and ValueError for a model without layers.
+    They are the children of an nn.Sequential, or the entries of a list, tuple or nn.ModuleList. Any other
+    module is a single layer until it is cut (cut_model.py); so is an nn.Sequential with a forward or hooks of
+    its own. Raises TypeError for anything else, and ValueError for a model without layers.
     """
     return [(layer.name, layer.module) for layer in named_layers(model)]
 
 
 def model_name(model: Model) -> str:
-    """The class's name; "layers" for a list."""
+    """Returns the name of the model's class; "layers" for a list."""
     if isinstance(model, CutForward):
         model = model.module
     return type(model).__name__ if isinstance(model, nn.Module) else "layers"
 
 
 def roots_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """(prefix of the full names of its parameters and buffers, module): all that there is of the model.
+    """Returns (prefix of its parameters' and buffers' full names, module) for modules that together are the
+    whole model.
 
-    Raises as layers_of does."""
+    Raises as layers_of() does.
+    """
     return [(layer.prefix, layer.module) for layer in named_layers(model)]
 
 
 def outline_of(model: Model) -> list[str]:
-    """A line per layer, by which two processes find out whether they have the same layers."""
+    """Returns a line per layer. Two processes compare the lines to check that they have the same layers."""
     return model.outline if isinstance(model, CutForward) else [name for name, _ in layers_of(model)]
 
 
 def is_list_of_layers(model: nn.Module) -> bool:
-    """Whether the module's children are its layers, run one after the other."""
+    """Whether the module's children are its layers, which run one after the other."""
     return isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _is_plain(model))
 
 
 def named_layers(model: Model) -> list[Layer]:
-    """Raises as layers_of does."""
+    """Returns the model's layers. Raises as layers_of() does."""
     if isinstance(model, CutForward):
         model = model.module
         named = [(model_name(model), "", model)]
@@ -141,7 +144,7 @@ def _check_not_scripted(layer: nn.Module, prefix: str) -> None:
 
 
 def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    # As they are in the table: named_children() would drop a layer that is used twice.
+    # Reads the table itself: named_children() would drop a layer that is used twice.
     return model._modules.items()
 
 
@@ -157,7 +160,7 @@ def _is_plain(model: nn.Sequential) -> bool:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for parameters that cannot be trained. prefix: of their full names."""
+    """Raises ValueError for parameters that cannot be trained. prefix: put before their names in errors."""
     check_shapes(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
@@ -173,7 +176,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
 
 
 def check_shapes(module: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for parameters without a shape. prefix: of their full names."""
+    """Raises ValueError for parameters without a shape. prefix: put before their names in errors."""
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if is_lazy(parameter):
             raise ValueError(
@@ -183,5 +186,5 @@ def check_shapes(module: nn.Module, prefix: str = "") -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32", as the wire and the errors write it."""
+    """ "float32": a dtype's name on the wire and in errors."""
     return str(dtype).removeprefix("torch.")

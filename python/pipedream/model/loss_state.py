@@ -1,15 +1,18 @@
-"""LossState holds what a loss keeps from minibatch to minibatch: a centre, a queue, a count of its steps. It
-changes in the worker of the last stage, and comes back to the caller's loss at the end of a run.
+"""LossState: what a loss keeps from minibatch to minibatch, such as a centre, a queue or a count of its
+steps. It changes in the worker of the last stage. At the end of a run it is copied back into the caller's
+loss.
 
-    where      buffers of its modules, and tensors and numbers in attributes of these and of its other objects
-    not        what the model has, which comes back with the model, and entries of lists and dicts
-    replicas   floating point becomes the mean over those of the last stage, as the model's buffers do
+    included     buffers of the loss's modules; tensors and numbers in attributes of its modules and other
+                 objects
+    left out     what belongs to the model, and is copied back with it; entries of lists and dicts
+    replicas     floating-point values become the mean over the last stage's replicas, as the model's buffers
+                 do
 
-Owned by the worker's compute thread, and the caller's.
+Tensors of a loss, such as class weights, must be on the device of the last stage. Those of modules are moved
+for the time of a run. Other tensors may not be ours to move, so an error says what to do. Trying a loss
+before the run leaves no trace in a loss that counts or averages.
 
-Tensors of a loss, such as class weights, go to the device of the stage that runs it. Those of modules are
-moved for as long as a run takes. Nobody knows whether the others may be moved, so an error says what to do.
-A loss that counts or averages goes on as if it had not been tried.
+Owned by the worker's compute thread, and by the caller's.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ __all__ = [
     "spare_loss",
 ]
 
-_BUFFER, _TENSOR, _NUMBER = "buffer", "tensor", "number"  # the kinds, in the keys of a state
+_BUFFER, _TENSOR, _NUMBER = "buffer", "tensor", "number"  # kinds of values, in the keys of a state
 
 
 class LossState:
-    """The values that a loss has changed since this was made."""
+    """The values that a loss has changed since this object was made."""
 
     def __init__(self, loss_fn: Any, stages: Iterable[StageModule]) -> None:
-        """stages: of the model."""
+        """stages: the model's, whose tensors and modules are left out."""
         self._loss_fn = loss_fn
         roots = [root for stage in stages for _, root in stage.roots()]
         self._of_model = {id(module) for root in roots for module in root.modules()}
@@ -52,11 +55,11 @@ class LossState:
         self._before = {key: (value, _version_of(value)) for key, value in self._values()}
 
     def changed(self) -> dict[str, Tensor]:
-        """The values that have changed, by their places."""
+        """Returns the values that have changed, by their places."""
         return {
             key: value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
             for key, value in self._values()
-            # A buffer may be written through .data, which nobody counts.
+            # A buffer may be written through .data, which counts as no version, so it always goes along.
             if f":{_BUFFER}:" in key or not _is_as(self._before.get(key), value)
         }
 
@@ -74,11 +77,11 @@ class LossState:
 
 
 def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
-    """state: changed() of a copy of the loss."""
+    """Copies a state into a loss. state: from changed() of a copy of the loss."""
     holders = dict(objects_carried_by("loss_fn", loss_fn)) if state else {}
     for key, value in state.items():
         path, kind, name = key.rsplit(":", 2)
-        if path not in holders:  # an object that the worker's loss has made
+        if path not in holders:  # the worker's loss made this object during the run
             continue
         tables = dict(_tables_of(holders[path]))
         if kind == _NUMBER:
@@ -94,8 +97,9 @@ def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
 
 
 def joined_loss_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins the states of the last stage's replicas: the first one's, but the mean of floating-point values
-    that all have in the same shape."""
+    """Joins the states of the last stage's replicas. Floating-point values become the mean if all replicas
+    have them in the same shape; others come from the first replica.
+    """
     if not states:
         return {}
     first, *others = states
@@ -108,7 +112,7 @@ def joined_loss_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
 
 
 def check_loss_buffers(stages: list[StageModule], loss_fn: Any) -> None:
-    """Raises ValueError for a loss that holds a buffer of the model which an earlier stage changes."""
+    """Raises ValueError for a loss that holds a buffer of the model that an earlier stage changes."""
     last = stages[-1]
     own = {_storage_of(buffer) for _, buffer in last.stage_buffers()}
     changing = {
@@ -132,7 +136,7 @@ def check_loss_buffers(stages: list[StageModule], loss_fn: Any) -> None:
 
 
 def _tables_of(holder: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(kind, names and values) of what an object holds directly."""
+    """Returns (kind, values by name) for the values that an object holds directly."""
     attributes = getattr(holder, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(holder, type):
         return []
@@ -142,13 +146,13 @@ def _tables_of(holder: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _module_of(stage: StageModule, name: str) -> nn.Module:
-    """The module that has the buffer of this full name."""
+    """Returns the module that has the buffer with this full name."""
     prefix, root = next((prefix, root) for prefix, root in stage.roots() if name.startswith(prefix))
     return root.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """0: none that it could share."""
+    """Returns the address of a tensor's storage; 0 if it has none that another tensor could share."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -170,7 +174,8 @@ def _is_as(before: tuple[Any, int] | None, value: Any) -> bool:
 @contextlib.contextmanager
 def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
     """Inside, the modules that the loss is, or carries, are on the device. Afterwards they have their own
-    parameters and buffers again, with the contents that they have got; untouched where they already are.
+    parameters and buffers again, with the new contents of the buffers. Modules that are on the device already
+    are left alone.
     """
     elsewhere = [
         module
@@ -197,7 +202,7 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for module, name, parameter, content in parameters:
-            parameter.data = content  # moving pointed it elsewhere, or put another into its place
+            parameter.data = content  # module.to() changed .data, or replaced the parameter
             module._parameters[name] = parameter
         for (module, name, own), then, version in zip(buffers, moved, versions, strict=True):
             now = module._buffers.get(name)
@@ -206,29 +211,32 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
                     with torch.no_grad():
                         own.copy_(now)
                 module._buffers[name] = own
-            elif now is not None:  # another tensor, which the loss made
+            elif now is not None:  # the loss replaced the buffer
                 module._buffers[name] = now.to(own.device)
 
 
 def spare_loss(loss_fn: Any, model: Iterable[nn.Module] = ()) -> Any:
-    """A copy of the loss, for calls that do not count: what it keeps in its objects stays as it is. Its
-    parameters are the same ones, and so are modules and tensors of the model; so is what cannot be copied, as
-    the global names and closures of functions."""
+    """Returns a copy of the loss for trial calls, which leave the loss's objects unchanged. The copy shares
+    the parameters, and the modules and tensors of the model. It also shares what cannot be copied, such as
+    global names and closures of functions. If copying fails, the loss itself is returned.
+    """
     shared: list[Any] = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
     for root in model:
         shared += (*root.modules(), *root.buffers())
     memo: dict[Any, Any] = {id(one): one for one in shared}
-    # Views of the model's buffers stay so: this is where storages look for their copies.
+    # The copy's views of the model's buffers must stay views: deepcopy looks up storages' copies here.
     storages = [one.untyped_storage() for one in shared if isinstance(one, Tensor)]
     memo["torch"] = {storage._cdata: storage for storage in storages}
     try:
         return copy.deepcopy(loss_fn, memo)
-    except Exception:  # whatever a user's object raises: then it is tried itself
+    except Exception:  # a user's object may raise anything
         return loss_fn
 
 
 def call_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
-    """The loss. An error of one that holds tensors on another device than the outputs says so."""
+    """Calls the loss. If it fails and holds a tensor on another device than the outputs, the error says
+    so.
+    """
     try:
         return loss_fn(outputs, targets)
     except Exception as error:
@@ -239,7 +247,7 @@ def call_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any)
 
 
 def _advice(loss_fn: Any, outputs: Any) -> str:
-    """Returns a remedy if the loss has a tensor elsewhere; else empty."""
+    """Returns a remedy if the loss holds a tensor on another device; else an empty text."""
     for output in tensors_of(outputs)[:1]:
         for path, tensor in tensors_carried_by("loss_fn", loss_fn):
             if tensor.device != output.device:

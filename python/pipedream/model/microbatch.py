@@ -1,4 +1,4 @@
-"""Microbatches: how a minibatch is cut, and what each piece counts. Pure; any thread."""
+"""Microbatches: how a minibatch is cut into pieces, and the weight of each piece. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ __all__ = [
     "weights",
 ]
 
-# What every piece may share as it is.
+# Values that all pieces may share.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
 def samples_of(inputs: Any, targets: Any) -> int | None:
-    """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
-    where they have none, of the inputs. A size of 1, which broadcasts, tells nothing where another tensor has
-    more. Where the targets are a list with one entry per sample its length tells, and where there is no
-    tensor any such list's. None: there is nothing of these. Microbatches have the sum of theirs."""
+    """Returns the number of samples of a minibatch; None if nothing tells it.
+
+    It is the size of dimension 0 of the first tensor that has one, in the targets, or else in the inputs. A
+    size of 1, which broadcasts, does not count if another tensor has more. If the targets are a list with one
+    entry per sample, its length counts. Without any tensor, the length of any such list counts. Microbatches
+    have the sum of their batches' samples.
+    """
     if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
         return sum(sizes_of(inputs, targets, None, 1))
     if isinstance(targets, (list, tuple)) and targets is not inputs and _are_samples(targets, inputs):
@@ -47,21 +50,22 @@ def samples_of(inputs: Any, targets: Any) -> int | None:
 
 
 def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
-    """Whether the targets as a whole are a list of samples."""
+    """Whether the targets themselves are a list of samples."""
     if _has_entries_of_samples(targets):
         return True
     kinds = {type(entry) for entry in targets}
     if len(kinds) != 1 or not issubclass(kinds.pop(), (dict, torch.Tensor)) or hasattr(targets, "_fields"):
         return False
-    # Records, or masks of images; where sizes agree they are fields. A tuple of inputs may have fields of its
-    # own, as a graph's edges.
+    # Dicts or tensors may be one record or mask per sample, or fields over all samples. Fields have equal
+    # sizes in dimension 0. A tuple of inputs may have fields of other sizes, such as a graph's edges, so a
+    # tuple of targets is compared alone.
     is_pair = isinstance(inputs, (list, tuple)) and len(inputs) == len(targets)
     compared = targets if isinstance(targets, tuple) else (targets, inputs)
     return is_pair and len({tensor.shape[:1] for tensor in tensors_of(compared)} - {(1,)}) > 1
 
 
 def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
-    """Whether the entries can only be of a sample each: texts, or numbers and the like in a list."""
+    """Whether each entry can only belong to one sample: texts, or numbers and the like in a list."""
     kinds = {type(entry) for entry in sequence}
     if isinstance(sequence, list):
         return bool(kinds) and all(issubclass(kind, (type(None), *_CONSTANTS)) for kind in kinds)
@@ -69,7 +73,7 @@ def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
 
 
 def _sequences(value: Any) -> Iterator[Sequence[Any]]:
-    """The outermost lists, and the tuples outside of them."""
+    """Yields the outermost lists, and the tuples around them."""
     if isinstance(value, list):
         yield value
     elif isinstance(value, (tuple, dict)):
@@ -80,7 +84,7 @@ def _sequences(value: Any) -> Iterator[Sequence[Any]]:
 
 
 def lists_samples(value: Any, num_samples: int | None) -> bool:
-    """Whether there is a list or tuple in it with one entry per sample."""
+    """Whether the value contains a list or tuple with one entry per sample."""
     return any(True for _ in _lists_of_samples(value, num_samples))
 
 
@@ -91,28 +95,30 @@ def _lists_of_samples(value: Any, num_samples: int | None) -> Iterator[Sequence[
 
 
 def _is_of_samples(value: Any, num_samples: int) -> bool:
-    """Whether it is a list or tuple with one entry per sample, and not of fields, which are tensors of all
-    samples."""
+    """Whether the value is a list or tuple with one entry per sample. Fields, which are tensors over all
+    samples, do not count.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != num_samples or hasattr(value, "_fields"):
         return False
     if _has_entries_of_samples(value):
         return True
     kinds = {type(entry) for entry in value}
     if isinstance(value, tuple) and (len(kinds) > 1 or kinds & {type(None), *_CONSTANTS}):
-        return False  # a list may have entries of any kind
+        return False  # the entries of a list may be of different kinds, those of a tuple are then fields
     sizes = {tensor.size(0) for tensor in tensors_of(value) if tensor.dim() > 0}
     return sizes not in ({num_samples}, {1, num_samples})
 
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
-    """Returns the batch size of a profile: samples as a run counts them, at least 1. If inputs are joined
-    (words of bags, nodes of graphs), the targets tell."""
+    """Returns the batch size for a profile: the number of samples, at least 1, None if unknown. If inputs are
+    joined (words of bags, nodes of graphs), the targets tell it.
+    """
     num_samples = samples_of(inputs, targets)
     return None if num_samples is None else max(1, num_samples)
 
 
 def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
-    """Samples of each piece that torch.chunk makes; one each where there are no samples."""
+    """Returns the number of samples of each piece, as torch.chunk cuts. Without samples: 1 for each."""
     if num_samples is None:
         return [1] * num_microbatches
     if num_microbatches == 1:
@@ -122,8 +128,9 @@ def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
 
 
 def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatches: int) -> list[int]:
-    """Samples of each microbatch of a minibatch with num_samples in all: those of the pieces that torch.chunk
-    makes, or of Microbatches. Inputs or targets may be None, where a stage reads the others alone."""
+    """Returns the number of samples of each microbatch: as torch.chunk cuts num_samples, or as Microbatches
+    have them. inputs or targets is None at a stage that reads only the other.
+    """
     if not (isinstance(inputs, Microbatches) or isinstance(targets, Microbatches)):
         return piece_sizes(num_samples, num_microbatches)
     missing = [None] * len(inputs or targets)
@@ -132,7 +139,9 @@ def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatche
 
 
 def filled_up(part: Microbatches, num_microbatches: int) -> Microbatches:
-    """Returns as many microbatches, the further ones without samples. Only the first `len(part)` count."""
+    """Returns num_microbatches microbatches: the given ones, then ones without samples. Only the given ones
+    count.
+    """
     missing = num_microbatches - len(part)
     empty = map_tensors(lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor, part[0])
     return Microbatches([*part, *[empty] * missing])
@@ -141,17 +150,18 @@ def filled_up(part: Microbatches, num_microbatches: int) -> Microbatches:
 def chunk(
     value: Any, num_microbatches: int, *, name: str, minibatch: int | str, num_samples: int | None = None
 ) -> list[Any]:
-    """The microbatches of a nested value, as views, in order; [value] itself for num_microbatches = 1.
+    """Cuts a nested value into microbatches, as views, in order; returns [value] for num_microbatches = 1.
 
-    Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples, and every list or
-    tuple with one entry per sample likewise; other tensors, those that have 1 there where others have more
-    (positions, masks of a shape (1, T)) and constants go to every piece. As torch.chunk does, it may give
-    fewer pieces than asked for (5 samples in 4: 2, 2, 1); a value without samples is repeated for each piece
-    of the minibatch's num_samples. Microbatches are its batches, uncut.
+    Dimension 0 of a tensor is its samples. Tensors are cut with torch.chunk along it, and lists or tuples
+    with one entry per sample likewise. Three things go to every piece: tensors without a dimension, tensors
+    of size 1 in dimension 0 where others have more (positions, masks of shape (1, T)), and constants.
 
-    Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for no samples
-    and for tensors that disagree in their number of samples; TypeError for an
-    object that hides its samples.
+    Like torch.chunk, this may return fewer pieces than asked for (5 samples in 4: 2, 2, 1). A value
+    without samples is repeated for each piece of num_samples. Microbatches are returned uncut.
+
+    Raises ValueError, naming `name` and minibatch (its number, or a text such as "0 at these sizes"), if
+    there are no samples or tensors disagree in their number. Raises TypeError for an object that hides its
+    samples.
     """
     if isinstance(value, Microbatches):
         return [*value]
@@ -193,7 +203,7 @@ def chunk(
 
 
 def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
-    """The value without what is in these lists."""
+    """Returns the value without the contents of these lists."""
     if not lists:
         return value
     if id(value) in lists:
@@ -204,8 +214,10 @@ def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
 
 
 def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
-    """Raises ValueError for a minibatch without samples to cut; None are no samples at all. With fewer
-    samples than microbatches some are empty, which is no mistake of a short last minibatch."""
+    """Raises ValueError for a minibatch of 0 samples, which cannot be cut. num_samples None: nothing has
+    samples. Fewer samples than microbatches are allowed, as in a short last minibatch; some microbatches are
+    empty then.
+    """
     if num_samples == 0 and num_microbatches > 1:
         raise ValueError(
             f"minibatch {minibatch}: no samples in {name}, which cannot be cut into microbatches="
@@ -214,8 +226,9 @@ def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, m
 
 
 def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int | str) -> None:
-    """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces, and
-    for more Microbatches than the run has."""
+    """Raises ValueError if inputs and targets would be cut into different numbers of pieces, or if there are
+    more Microbatches than the run has microbatches.
+    """
     given = targets if inputs is None else inputs
     if isinstance(given, Microbatches):
         if len(given) > num_microbatches:
@@ -237,17 +250,19 @@ def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: 
 
 
 def weights(counts: Sequence[float]) -> list[float]:
-    """The share of each microbatch in its minibatch's loss and gradient: its samples, or what else it counts,
-    over those of all."""
+    """Returns each microbatch's share in the minibatch's loss and gradient: its count (of samples, or by
+    weight_fn) over the sum of all.
+    """
     if len(counts) == 1:
-        return [1.0]  # also of an empty minibatch
+        return [1.0]  # even if the count is 0
     total = sum(counts)
     return [count / total for count in counts]
 
 
 def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
-    """Returns the user's count of each microbatch. If none counts anything all count alike, so that the loss
-    is what loss_fn makes of nothing. pieces: their targets. Raises ValueError for what is no count.
+    """Returns weight_fn's count for each microbatch. pieces: their targets. If all counts are 0, all become
+    1: the loss is then what loss_fn returns for no labels. Raises ValueError for a negative or infinite
+    count.
     """
     counts = []
     for piece in pieces:
@@ -262,7 +277,7 @@ def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch:
 
 
 def _check_constants(value: Any, name: str, minibatch: int | str) -> None:
-    # An object that map_tensors does not look into would go to every microbatch with all its samples.
+    # An object that map_tensors() does not look into would go to every microbatch with all of its samples.
     if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (tuple, list)):

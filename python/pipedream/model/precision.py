@@ -1,6 +1,6 @@
-"""Precision: what `autocast` may be, and the loss scale that float16 needs.
+"""Precision: the values of `autocast`, and the loss scale that float16 needs.
 
-Pure values and one small rule; the last stage's compute thread owns the scaler.
+Pure values and one rule. The last stage's compute thread owns the scaler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _DTYPES = {
 
 
 def autocast_dtype(autocast: Any) -> torch.dtype | None:
-    """The dtype that `run(autocast=...)` names; None for no autocast. Raises ValueError for another."""
+    """Returns the dtype that `run(autocast=...)` names; None for no autocast. Raises ValueError for other
+    values.
+    """
     if autocast is None:
         return None
     try:
@@ -41,8 +43,9 @@ def autocast_dtype(autocast: Any) -> torch.dtype | None:
 
 
 def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Around one forward. Each is a region of its own: inside one, torch caches the casts of parameters, and
-    would take those of another weight version for these (facts: the autocast weight cache)."""
+    """Returns a context for one forward. Each forward needs a region of its own: within a region torch caches
+    casts of parameters, and would use those of another weight version (facts: the autocast weight cache).
+    """
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype)
@@ -50,9 +53,9 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
 
 @contextlib.contextmanager
 def casts_not_kept() -> Iterator[None]:
-    """Inside, every use of a parameter makes a cast of its own, in regions that the model itself begins, too.
-    A cast that one call made for another would cross a cut outside of what they return; a stage makes it
-    again."""
+    """Inside, every use of a parameter casts it again, also in regions that the model itself opens. A cached
+    cast that one call made for another would cross a cut unseen, and a stage makes its own anyway.
+    """
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -63,9 +66,10 @@ def casts_not_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_left() -> Iterator[dict[str, torch.dtype]]:
-    """Outside of the caller's regions of autocast, those that turn it off included: casts of parameters are
-    kept until the outermost region ends. Gives the dtypes of what is on, by the type of device; a stage has a
-    region around each forward instead."""
+    """Leaves the caller's regions of autocast, including those that turn it off. In such a region casts of
+    parameters would be cached until its end; a stage has a region around each forward instead. Gives the
+    dtypes of the regions that were on, by device type.
+    """
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
@@ -85,35 +89,41 @@ def autocast_left() -> Iterator[dict[str, torch.dtype]]:
 def num_steps_in_flight(
     in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
 ) -> int:
-    """The number of the scale's steps for which microbatches with an older one are under way, if no round
-    drains. in_flight: microbatches at each replica of the first stage. microbatches_per_step: in a row, of
-    one scale."""
+    """Returns how many scales may be in use at once if no round drains: the number of the scale's steps for
+    which microbatches with an older scale are under way.
+
+    in_flight: microbatches at each replica of the first stage. microbatches_per_step: consecutive
+    microbatches with one scale.
+    """
     others = in_flight * num_replicas_first - num_replicas_last
     steps = 1 + max(0, -(-others // microbatches_per_step))
-    # Replicas of the last stage tell each other with its next update what they have heard.
+    # Replicas of the last stage tell each other about overflows one update later.
     return steps if num_replicas_last == 1 else steps + 1
 
 
 class LossScaler:
-    """The scale of each minibatch's loss in float16: halved after an overflow, doubled after a long time
-    without one. With replicas all minibatches of a round of the last stage have one scale. Source:
-    Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the figures of
-    torch.amp.GradScaler."""
+    """The scale of each minibatch's loss in float16. It is halved after an overflow, and doubled after a long
+    time without one. With replicas, all minibatches in a round of the last stage have one scale.
+
+    Source: Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the figures of
+    torch.amp.GradScaler.
+    """
 
     INITIAL_SCALE = 65536.0
     GROWTH_INTERVAL = 2000
     _SCALE_MIN = 2.0**-14
 
     def __init__(self, num_steps_between_backoffs: int) -> None:
-        """num_steps_between_backoffs: at least so many calls lie between two; overflows of minibatches that
-        were under way with the scale that was too large say nothing new."""
+        """num_steps_between_backoffs: the least number of calls between two halvings. Minibatches that were
+        under way with the old scale may overflow as well, which says nothing new.
+        """
         self._distance = num_steps_between_backoffs
         self._scale = self.INITIAL_SCALE
         self._since_backoff = num_steps_between_backoffs
         self._since_change = -1  # the first call opens minibatch 0, which nothing preceded
 
     def state(self) -> list[float]:
-        """Numbers, from which go_on() goes on."""
+        """Returns the state as numbers, for go_on()."""
         return [self._scale, self._since_backoff, self._since_change]
 
     def go_on(self, state: Sequence[float]) -> None:
@@ -121,8 +131,9 @@ class LossScaler:
         self._since_backoff, self._since_change = int(since_backoff), int(since_change)
 
     def next_scale(self, overflowed: bool) -> float:
-        """The scale of the next minibatch, or round. overflowed: whether a gradient since the last call was
-        not finite, at any stage that could tell so far."""
+        """Returns the scale of the next minibatch or round. overflowed: whether some stage reported a
+        gradient that is not finite since the last call.
+        """
         self._since_backoff += 1
         self._since_change += 1
         if overflowed and self._since_backoff >= self._distance:

@@ -1,8 +1,9 @@
-"""Recompute (re-materialisation): a forward that keeps only its input, done again right before its backward.
+"""Recompute (re-materialisation): a stage keeps only the input of a forward, and repeats the forward right
+before its backward.
 
-The second forward must be the first one again: the same weights, the same random numbers, and no second step
-of any buffer. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Owned by the
-worker's compute thread.
+The second forward must equal the first: the same weights, the same random numbers, and no second step of any
+buffer. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class GeneratorState:
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
 
     def has_moved_on(self, device: torch.device) -> bool:
-        """Whether something was drawn since the capture."""
+        """Whether anything was drawn since the capture."""
         now = GeneratorState.capture(device)
         same_cuda = self.cuda is None or now.cuda is None or torch.equal(self.cuda, now.cuda)
         return not (same_cuda and torch.equal(self.cpu, now.cpu))
 
     @contextlib.contextmanager
     def replayed(self, device: torch.device) -> Iterator[None]:
-        """Inside, random numbers come as they came after the capture; afterwards go on as before."""
+        """Inside, the same random numbers come as after the capture. Afterwards the generators go on as
+        before.
+        """
         outside = GeneratorState.capture(device)
         self.restore(device)
         try:
@@ -53,11 +56,11 @@ class GeneratorState:
 
 
 class BufferMemory:
-    """The content of a stage's buffers before each forward, if the forward may both read and change them
-    (spectral norm's vectors, codebooks): the forward that is done again must read the same.
+    """Keeps the contents of a stage's buffers before each forward, so that the repeated forward reads the
+    same. Only buffers that a forward both reads and changes need that (spectral norm's vectors, codebooks).
 
-    The first forward shows which ones change. Batch norm's running statistics do not count: a forward
-    in training does not read them.
+    The first forward shows which buffers change. Batch norm's running statistics do not count, because a
+    forward in training mode does not read them.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -71,7 +74,7 @@ class BufferMemory:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Buffers]:
-        """Around a forward; gives what `replayed` needs."""
+        """A context around a forward. Gives the buffers that buffers_replayed() needs."""
         watched = self._owned if self._changing is None else self._changing
         before = [(module, name, module._buffers.get(name)) for module, name in watched]
         counts = [None if buffer is None else buffer._version for _, _, buffer in before]
@@ -96,8 +99,9 @@ Buffers = list[tuple[nn.Module, str, torch.Tensor | None]]
 
 @contextlib.contextmanager
 def buffers_replayed(stage: nn.Module, kept: Buffers) -> Iterator[None]:
-    """Inside, the layers work on copies of their buffers, with the contents that were kept; afterwards they
-    have their own again, untouched."""
+    """Inside, the layers work on copies of their buffers with the kept contents. Afterwards they have their
+    own buffers again, unchanged.
+    """
     owned = [(module, dict(module._buffers)) for module in stage.modules() if module._buffers]
     for module, buffers in owned:
         for name, buffer in buffers.items():

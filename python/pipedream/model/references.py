@@ -1,9 +1,9 @@
-"""References: where a model or a loss holds tensors, besides the modules' tables of parameters.
+"""References: all places where a model or a loss holds tensors, besides the modules' tables of parameters.
 
-A forward binds its weight version in every place that holds a parameter: in the modules' tables, and in the
-lists, dicts, tuples, attributes, partials and closures that a layer keeps. What cannot be bound is refused by
-name. What is reached in a way that nobody sees here is noticed by its gradient, which arrives at the model's
-own parameter: nobody trains that one meanwhile. Stateless; any thread.
+Before a forward, a stage puts its weight version into every place that holds a parameter: the modules'
+tables, and the lists, dicts, tuples, attributes, partials and closures that a layer keeps. A place that
+cannot be written is refused by name. A use that this search does not find is noticed by its gradient: it
+arrives at the model's own parameter, which nothing else trains during a run. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
     "tensors_carried_by",
 ]
 
-# What their own objects hold, modules apart, are no weights of the user's.
+# Objects of these libraries, modules apart, hold none of the user's weights.
 _LIBRARIES = ("torch", "numpy", "logging", "pipedream")
-# They hold nothing, and are by far the most: a vocabulary has a million. So they are left out where they are
-# met, before anything is made for them.
+# Values of these types hold nothing, and are by far the most: a vocabulary has a million. They are skipped
+# before anything is allocated for them.
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
-# As a module's tables of hooks, most of which are empty.
+# Empty ones are skipped. Most modules' tables of hooks are.
 _CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
 _TABLES = {"_parameters", "_buffers", "_modules"}
 
@@ -50,26 +50,28 @@ class Place:
     path: str
     tensor: Tensor
     container: Any
-    """container[key] holds it, or a tuple or partial that has it inside. None: nothing can be put there."""
+    """The object with container[key] that holds the tensor, or a tuple or partial around it. None: nothing
+    can be written there.
+    """
     key: Any
     held: Any
-    """The value of container[key]."""
+    """The present value of container[key]."""
     is_outside: bool
-    """Within a module that none of the roots has registered."""
+    """Whether it is inside a module that no root has registered."""
 
     @property
     def where(self) -> tuple[int, Any]:
-        """Equal for the same container and key."""
+        """A key that is equal for the same container and key."""
         holder = self.container.target if isinstance(self.container, _Attributes) else self.container
         return id(holder), self.key
 
     def filled(self, replace: Callable[[Tensor], Tensor]) -> Any:
-        """Returns the value of container[key] with replace(tensor) in the place of its tensors."""
+        """Returns the value of container[key] with each of its tensors replaced by replace(tensor)."""
         return _replaced(self.held, replace)
 
 
 class ByteSpan(NamedTuple):
-    """The place of a tensor: bytes begin <= b < end of a storage."""
+    """The memory of a tensor: bytes begin <= b < end of a storage."""
 
     device: torch.device
     storage: int
@@ -81,7 +83,7 @@ class ByteSpan(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> ByteSpan | None:
-        """None: it has no memory of its own to speak of."""
+        """Returns the tensor's span; None for a tensor without memory of its own."""
         if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
             return None
         extent = sum(
@@ -93,36 +95,39 @@ class ByteSpan(NamedTuple):
 
 
 def places_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
-    """The places within some modules, each object entered once; roots: (path, module)."""
+    """Yields the places within some modules, entering each object once. roots: (path, module)."""
     roots = list(roots)
     registered = {id(module) for _, root in roots for module in root.modules()}
     return _places([_Found(root, path) for path, root in roots], registered, with_globals=False)
 
 
 def tensors_carried_by(name: str, function: Any) -> list[tuple[str, Tensor]]:
-    """(path, tensor) of what a function or object has within reach: its attributes, arguments, closures, and
-    the global names that its code reads."""
+    """Returns (path, tensor) for each tensor that a function or object can reach: through attributes,
+    arguments, closures, and the global names that its code reads.
+    """
     places = _places([_Found(function, name)], set(), with_globals=True)
     return list({id(place.tensor): (place.path, place.tensor) for place in places}.values())
 
 
 def modules_carried_by(function: Any) -> list[nn.Module]:
-    """The modules that a function or object has within reach."""
+    """Returns the modules that a function or object can reach."""
     found = _walk([_Found(function, "")], set(), with_globals=True)
     return [entry.value for entry in found if isinstance(entry.value, nn.Module)]
 
 
 def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
-    """(path, object) of the modules and other objects that a function or object holds itself, not by global
-    names; tensors and containers are left out."""
+    """Returns (path, object) for modules and other objects that a function or object holds, but not through
+    global names. Tensors and containers are left out.
+    """
     found = _walk([_Found(function, name)], set(), with_globals=False)
     others = (Tensor, dict, list, tuple, set, frozenset, deque, type, types.ModuleType)
     return [(entry.path, entry.value) for entry in found if not isinstance(entry.value, others)]
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raises TypeError for a class, and ValueError for a loss with something to train in it: the stages train
-    the model's parameters, and each stage has only its own."""
+    """Raises TypeError for a class. Raises ValueError for a loss with trainable tensors: a stage trains only
+    its own parameters of the model.
+    """
     if isinstance(loss_fn, type):
         name = loss_fn.__name__
         raise TypeError(f"loss_fn is the class {name}: make a loss of it, as {name}() does")
@@ -138,7 +143,9 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 @contextlib.contextmanager
 def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, a gradient that arrives at one of these parameters raises ValueError with its name."""
+    """Inside, a gradient that arrives at one of these parameters raises ValueError with the parameter's
+    name.
+    """
     handles = [
         _told_of_gradients(parameter, _notice if parameter.requires_grad else _notice_thawed, name)
         for name, parameter in parameters.items()
@@ -153,7 +160,7 @@ def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 def _told_of_gradients(parameter: nn.Parameter, tell: Callable[[str, Tensor], None], name: str) -> Any:
     needs_gradient = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch takes the hook of such a parameter alone, and keeps it
+    parameter.requires_grad_(True)  # torch accepts the hook only on such a parameter, and keeps it afterwards
     handle = parameter.register_post_accumulate_grad_hook(functools.partial(tell, name))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(needs_gradient)
     return handle
@@ -200,7 +207,9 @@ class _Found(NamedTuple):
         return _Found(value, path, container, key, value, self.is_outside)
 
     def part(self, path: str, value: Any) -> _Found:
-        """Returns the part of a value that is made again when a part of it changes."""
+        """Returns an entry for a part of an immutable value. Changing the part means making the value
+        again.
+        """
         return _Found(value, path, self.container, self.key, self.held, self.is_outside)
 
     def fixed(self, path: str, value: Any) -> _Found:
@@ -208,7 +217,7 @@ class _Found(NamedTuple):
 
 
 class _Attributes:
-    """The attributes of an object as a container."""
+    """Gives an object's attributes the interface of a container."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -227,8 +236,8 @@ def _places(roots: list[_Found], registered: set[int], *, with_globals: bool) ->
 
 
 def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[_Found]:
-    """Every object once; tensors, tuples and partials at each of their places."""
-    seen: dict[int, Any] = {}  # by id; alive, so that no other object gets the id
+    """Yields every object once. Tensors, tuples and partials are yielded at each of their places."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     pending = roots[::-1]
     while pending:
         found = pending.pop()
@@ -236,7 +245,7 @@ def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> I
         if isinstance(value, Tensor):
             yield found
         elif type(value) not in _ATOMS:
-            # Each place of a tuple or a partial is one to fill.
+            # Each place of a tuple or a partial must be written separately.
             if id(value) in seen and not _is_made_anew(value):
                 continue
             seen[id(value)] = value
@@ -251,7 +260,7 @@ def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
     if isinstance(value, nn.Module):
         yield from _inside_module(found)
     elif isinstance(value, dict):
-        # As it is stored: a subclass may compute or load what it gives out.
+        # Reads what is stored: a subclass may compute or load what it returns.
         stored = dict.items(value)
         yield from (found.fixed(f"a key of {path}", key) for key, _ in stored if type(key) not in _ATOMS)
         yield from (
@@ -293,7 +302,7 @@ def _inside_module(found: _Found) -> Iterator[_Found]:
             if tensor is not None
         )
     yield from (found.fixed(f"{path}.{name}", child) for name, child in module._modules.items())
-    # What the hooks of weight_norm, spectral_norm and prune make anew before each forward.
+    # Hooks of weight_norm, spectral_norm and prune make these attributes again before each forward.
     hooks = module._forward_pre_hooks.values()
     made_by_hooks = {getattr(hook, name, None) for hook in hooks for name in ("name", "_tensor_name")}
     for key, value in own.items():
@@ -317,13 +326,13 @@ def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
     if with_globals:
         for name in sorted(_globals_read(function.__code__)):
             value = function.__globals__.get(name)
-            # Other functions of the user's module, but not all that it imports.
+            # Follows functions of the user's own module, but not those that it imports.
             if not isinstance(value, types.FunctionType) or value.__module__ == function.__module__:
                 yield found.fixed(f"{path} (the global {name})", value)
 
 
 def _inside_object(found: _Found) -> Iterator[_Found]:
-    # Past the object's own ways of looking up: to ask for what it lacks may run or raise anything.
+    # Bypasses the object's own look-up, which may run code or raise for a missing attribute.
     target, path = found.value, found.path
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(target, "__dict__")
@@ -349,12 +358,12 @@ def _is_of_a_library(value: Any) -> bool:
 
 
 def is_name_of_a_library(module_name: str | None) -> bool:
-    """Whether a module is one of those whose objects hold no weights of the user's."""
+    """Whether a module belongs to a library whose objects hold none of the user's weights."""
     return (module_name or "").partition(".")[0] in _LIBRARIES
 
 
 def _is_made_anew(value: Any) -> bool:
-    """Whether _replaced can."""
+    """Whether _replaced() can make the value again with other tensors."""
     kind = type(value)
     return kind in (functools.partial, tuple) or (isinstance(value, tuple) and hasattr(kind, "_make"))
 

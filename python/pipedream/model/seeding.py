@@ -1,18 +1,18 @@
 """Random numbers: which generator each part of a run draws from, so that a run can be repeated exactly.
 
-The rule, the same in the workers and in the reference:
+The rule is the same in the workers and in the reference:
 
-- One worker: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
-  that is given is set first with `seed_all`.
-- Several workers: the data have streams of their own, from `seed_all(data_seed(base))`, so that every
-  worker reads the same minibatches. Torch's is swapped in while data are read, `random` and numpy belong to
-  them. What the model draws in its forwards is keyed by where and for which microbatch (draws.py), an
-  optimizer's step by its stage, its parameters' names and its number, a backward that draws by its stage and
-  microbatch: `update_seed`, `backward_seed`. The rest of a stage draws from the process's generators,
-  `process_seed`. `base` is `base_seed(seed)` of the caller (of rank 0 under torchrun).
+- One worker: everything draws from the process's global generators, as in a plain PyTorch loop. If a seed is
+  given, `seed_all` sets them first.
+- Several workers: data draw from streams of their own, which start at `seed_all(data_seed(base))`, so that
+  every worker reads the same minibatches. Torch's stream is swapped in while data are read; `random` and
+  numpy belong to the data alone. A model's forward draws numbers keyed by place and microbatch (draws.py). An
+  optimizer's step draws by its stage, its parameters' names and its number (`update_seed`). A backward draws
+  by its stage and microbatch (`backward_seed`). Everything else in a stage draws from the process's
+  generators (`process_seed`). `base` is the caller's `base_seed(seed)`, or rank 0's under torchrun.
 
-So a layer of a pipeline draws from torch's generator only, as dropout does.
-Generators are global to a process: use by the thread that runs the stage.
+A layer in a pipeline must therefore draw from torch's generator only, as dropout does. Generators are global
+to a process: use them on the thread that runs the stage.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ _seed_host = torch.default_generator.manual_seed
 
 
 def base_seed(seed: int | None) -> int:
-    """The 63-bit number all streams of a run derive from: of `seed`, or of torch's present CPU state.
+    """Returns the 63-bit number from which all streams of a run derive. It depends on `seed`, or on torch's
+    present CPU state.
 
-    Draws nothing: the state stays as it is. Only torch's state counts, so that a script that calls
-    torch.manual_seed and no more is repeatable. Raises TypeError for a seed that is no int.
+    Nothing is drawn, so the state does not change. Only torch's state counts: a script that calls
+    torch.manual_seed and nothing else can be repeated. Raises TypeError for a seed that is no int.
     """
     if seed is None:
         return _mix(b"state", torch.get_rng_state().numpy().tobytes())
@@ -68,40 +69,44 @@ def base_seed(seed: int | None) -> int:
 
 
 def draws_seed(base: int) -> int:
-    """The 63-bit seed of what a model draws in its forwards; the same on every machine and version."""
+    """Returns the 63-bit seed for a model's draws in its forwards; the same on every machine and version."""
     return _mix(b"draws", str(base).encode())
 
 
 def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
-    """The seed of an optimizer's draws in its steps. names: of its parameters, or of its pieces of them."""
+    """Returns the seed for an optimizer's draws in its steps. names: of its parameters, or of its pieces of
+    these.
+    """
     return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
 
 
 def evaluation_seed(base: int) -> int:
-    """The seed of what validation data draw."""
+    """Returns the seed for the validation data's draws."""
     return _mix(b"evaluation", str(base).encode())
 
 
 def backward_seed(base: int, stage_index: int) -> int:
-    """The seed of a stage's draws in its backwards."""
+    """Returns the seed for a stage's draws in its backwards."""
     return _mix(b"backward", f"{base} {stage_index}".encode())
 
 
 def process_seed(base: int, stage_index: int) -> int:
-    """The seed of a process's own generators. stage_index: its first stage."""
+    """Returns the seed of a process's own generators. stage_index: the process's first stage."""
     return _mix(b"process", f"{base} {stage_index}".encode())
 
 
 def data_seed(base: int, stopped_at: int | None = None) -> int:
-    """The 63-bit seed of the stream that the data (shuffling, augmentation) draw from. stopped_at: the
-    minibatch before which the run was stopped that this one goes on from."""
+    """Returns the 63-bit seed of the stream from which data draw (shuffling, augmentation).
+
+    stopped_at: the minibatch before which the run stopped that this run continues; None: it continues none.
+    """
     return _mix(b"data", (str(base) if stopped_at is None else f"{base} {stopped_at}").encode())
 
 
 def seed_all(seed: int) -> None:
-    """Sets the global generators: torch on all devices, `random`, and numpy's if numpy is imported.
+    """Sets the global generators: torch's on all devices, `random`'s, and numpy's if numpy is imported.
 
-    `seed` is a number that torch.manual_seed takes.
+    `seed` is a number that torch.manual_seed accepts.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -111,7 +116,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_data(base: int, seed: int | None, num_workers: int) -> None:
-    """Sets the global generators as whoever reads the data of a run does, by the rule above."""
+    """Sets the global generators for the process that reads a run's data, by the rule above."""
     if num_workers > 1:
         seed_all(data_seed(base))
     elif seed is not None:
@@ -135,7 +140,7 @@ class RngState:
         return cls(torch.get_rng_state(), _cuda_state(), random.getstate(), numpy_state)
 
     def restore(self) -> None:
-        """Puts the generators back; the state may be restored any number of times."""
+        """Restores the generators. A state may be restored any number of times."""
         torch.set_rng_state(self.torch_cpu)
         _set_cuda_state(self.torch_cuda)
         random.setstate(self.python)
@@ -150,7 +155,7 @@ class RngState:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """JSON; from_document() makes it the state again."""
+        """Returns the state as JSON, for from_document()."""
         document: dict[str, Any] = {
             "torch": _hex_of(self.torch_cpu),
             "cuda": [_hex_of(state) for state in self.torch_cuda],
@@ -178,7 +183,9 @@ class RngState:
         )
 
     def of_numpy(self) -> Any:
-        """The state of numpy's generator in a form that compares; None where nobody has imported numpy."""
+        """Returns the state of numpy's generator in a form that can be compared; None if numpy is not
+        imported.
+        """
         if self.numpy is None:
             return None
         kind, keys, *rest = self.numpy
@@ -187,7 +194,7 @@ class RngState:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[RngState]:
-    """Inside, the generators may be used; afterwards they are as they were. Gives their state."""
+    """Inside, the generators may be used. Afterwards they have their former states. Gives these states."""
     state = RngState.capture()
     try:
         yield state
@@ -197,7 +204,7 @@ def generators_kept() -> Iterator[RngState]:
 
 @contextlib.contextmanager
 def generators_of_torch_kept() -> Iterator[None]:
-    """Inside, torch's generators may be used; afterwards they are as they were."""
+    """Inside, torch's generators may be used. Afterwards they have their former states."""
     cpu, cuda = torch.get_rng_state(), _cuda_state()
     try:
         yield
@@ -207,9 +214,10 @@ def generators_of_torch_kept() -> Iterator[None]:
 
 
 class RngStream:
-    """A torch stream of its own (CPU and CUDA): `with stream:` draws from it where it was left.
+    """A torch stream of its own (CPU and CUDA). `with stream:` draws from it and goes on where the last one
+    stopped.
 
-    Swapping costs about 1 us each way: `random` and numpy are left alone, they belong to the data.
+    Swapping takes about 1 us each way. `random` and numpy belong to the data and are left alone.
     """
 
     def __init__(self, seed: int) -> None:
@@ -218,14 +226,16 @@ class RngStream:
         self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def left_at(self) -> RngState | None:
-        """Torch's generators where it was left, the others as they are; None before it was entered."""
+        """Returns torch's generators where this stream stopped, with the others' present states; None before
+        its first use.
+        """
         if self._inside is None:
             return None
         cpu_state, cuda_state = self._inside
         return replace(RngState.capture(), torch_cpu=cpu_state, torch_cuda=cuda_state)
 
     def go_on_from(self, state: RngState) -> None:
-        """Makes it draw next what torch's generators in this state would."""
+        """Makes the stream go on from the state of torch's generators."""
         self._inside = (state.torch_cpu, state.torch_cuda)
 
     def __enter__(self) -> RngStream:
@@ -263,8 +273,8 @@ def _of_hex(text: str) -> torch.Tensor:
 
 
 def seed_torch(seed: int) -> None:
-    """Torch's generators, of the host and of all devices in use."""
-    # As torch.manual_seed, which takes a hundred times as long to ask for devices that are not there.
+    """Seeds torch's generators of the host and of all devices in use."""
+    # torch.manual_seed takes a hundred times as long, because it looks for devices that are not there.
     _seed_host(seed)
     if _cuda_is_initialized():
         torch.cuda.manual_seed_all(seed)

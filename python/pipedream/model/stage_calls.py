@@ -1,9 +1,9 @@
-"""One stage's forward and backward: what is called with what. Training runs them (stage/passes.py), a
-rehearsal measures them (budget/rehearsal.py), the layer sweep times them (layer_sweep.py); each around
-these calls.
+"""The calls of one stage's forward and backward. Training makes them (stage/passes.py), a rehearsal measures
+them (budget/rehearsal.py), the layer sweep times them (layer_sweep.py). Each adds its own work around these
+calls.
 
-    leaves_of(value)          what reaches the stage, without the graph of those before
-    layers(given), loss(...)  the forward, each under the run's precision
+    leaves_of(value)          the stage's input, detached from the graph of earlier stages
+    layers(given), loss(...)  the forward and the loss, each in the run's precision
     backward(...)             leaves gradients at the leaves and at the parameters
 
 Stateless but for the stage. On the thread that runs it.
@@ -38,7 +38,7 @@ class StageCalls:
         device: torch.device,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """loss_fn: None where no loss is called."""
+        """loss_fn: None at a stage that calls no loss."""
         region: Region | None = None
         if autocast is not None:
             region = functools.partial(autocast_region, device.type, autocast)
@@ -50,13 +50,14 @@ class StageCalls:
 
     def loss(self, output: Any, targets: Any, minibatch: int = 0) -> Tensor:
         """Returns the loss of the last stage's output. Raises TypeError or ValueError if no backward can
-        start from it."""
+        start from it.
+        """
         assert self._call_loss is not None
         return check_loss(self._call_loss(output, targets), minibatch)
 
 
 def leaves_of(value: Any, *, copies: bool = False) -> Any:
-    """The value with a leaf for each tensor, in the same memory or in copies."""
+    """Returns the value with a leaf in place of each tensor, in the same memory or in copies."""
 
     def leaf_of(tensor: Tensor) -> Tensor:
         plain = tensor.detach()
@@ -66,8 +67,9 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. So are those
-    whose gradient has no elements, on which nothing downstream depended."""
+    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. An output
+    with a gradient without elements is left out, too: nothing downstream depended on it.
+    """
     roots = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
@@ -78,20 +80,22 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """torch.autograd.backward(roots, gradients) but for its comparison of shapes, which the engine repeats,
-    and for which torch imports the compiler's symbolic shapes: 0.4 s of a process that compiles nothing."""
+    """Does torch.autograd.backward(roots, gradients) without torch's comparison of shapes. The engine
+    compares them anyway, and torch's comparison imports the compiler's symbolic shapes, which takes 0.4 s.
+    """
     _engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
-    """Goes back from a multiple of the loss, which nobody else holds; does nothing where nothing is to be
-    trained. It begins with the factor as the gradient: the product, and what torch asks of a loss in Python,
-    take as long as a small layer's backward."""
+    """Runs the backward of factor * loss, from a loss that nobody else uses; does nothing if there is nothing
+    to train. It starts with `factor` as the gradient. Multiplying, and torch's checks in Python, would take
+    as long as a small layer's backward.
+    """
     if not loss.requires_grad:
         return
     if type(loss) is Tensor:
         run_backward((loss,), (torch.full_like(loss, factor, requires_grad=False),))
-    else:  # a class of its own may have a backward of its own
+    else:  # a subclass may have a backward of its own
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Stage module: what runs the layers of one stage, and which parameters several stages use.
+"""StageModule: runs the layers of one stage. Tie: a parameter that several stages use.
 
-Nothing is copied: a stage holds the very layer objects of the model, so what trains a stage trains the model.
-Made in the caller's thread; then the compute thread's.
+Nothing is copied: a stage holds the model's own layer objects, so training the stage trains the model. Made
+in the caller's thread; then used by the compute thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["StageModule", "Tie", "find_ties", "tie_pairs"]
 
 
 class StageModule(nn.Module):
-    """Layers first_layer..last_layer of a model, run in order; the value is passed on as it is.
+    """Layers first_layer..last_layer of a model, run in order. Each gets the value that the one before
+    returned.
 
     A value is a tensor or nested tuples, lists and dicts of tensors. The layers are the model's own.
     """
@@ -38,13 +39,13 @@ class StageModule(nn.Module):
         self.layer_names = [name for name, _, _ in layers]
         self.layers = nn.ModuleList(module for _, _, module in layers)
         self.traced_draws: DrawSites | None = None
-        """Places at which the model draws; None for a list of layers."""
+        """The places at which the model draws random numbers; None for a list of layers."""
         self.modules_at_cuts: frozenset[str] = frozenset()
-        """Names of the modules whose calls are over at a cut of the stage, in a call that is not."""
+        """Names of modules whose calls have ended at one of the stage's cuts, inside a call that goes on."""
         self.draws: KeyedDraws | None = None
-        """Seeds the generators, while the stage trains."""
+        """Seeds the generators while the stage trains."""
         self._prefixes = [prefix for _, prefix, _ in layers]
-        # Fresh containers are in training mode whatever their layers are in; they say what those say.
+        # New containers are in training mode. They take the mode of their layers instead.
         self.training = self.layers.training = all(module.training for module in self.layers)
 
     def forward(self, value: Any) -> Any:
@@ -55,17 +56,21 @@ class StageModule(nn.Module):
         return value
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(full name in the model, parameter), each trainable parameter once, in the model's order."""
+        """Returns (full name in the model, parameter) for each trainable parameter once, in the model's
+        order.
+        """
         return [(name, parameter) for name, parameter in self._unique_parameters() if parameter.requires_grad]
 
     def frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(full name in the model, parameter), each parameter without requires_grad once."""
+        """Returns (full name in the model, parameter) for each parameter without requires_grad once."""
         return [
             (name, parameter) for name, parameter in self._unique_parameters() if not parameter.requires_grad
         ]
 
     def stage_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """(full name in the model, buffer), each once, those that no state_dict holds included."""
+        """Returns (full name in the model, buffer) for each buffer once, including those that no state_dict
+        has.
+        """
         unique: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, layer in zip(self._prefixes, self.layers, strict=True):
             for name, buffer in layer.named_buffers():
@@ -73,16 +78,18 @@ class StageModule(nn.Module):
         return list(unique.values())
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """(prefix of the full names in the model, module): all modules that its code runs."""
+        """Returns (prefix of the full names in the model, module) for all modules that the stage's code
+        runs.
+        """
         return list(zip(self._prefixes, self.layers, strict=True))
 
     def held_names(self) -> set[str]:
-        """The full names of the parameters and buffers whose values it needs."""
+        """Returns the full names of the parameters and buffers whose values the stage needs."""
         named = (*self._unique_parameters(), *self.stage_buffers())
         return {name for name, _ in named}
 
     def persistent_names(self) -> set[str]:
-        """The full names of what a state_dict of the model holds, of all its modules."""
+        """Returns the full names of the entries that the model's state_dict has for the stage's modules."""
         return {
             f"{prefix}{path}.{name}" if path else prefix + name
             for prefix, root in self.roots()
@@ -92,15 +99,17 @@ class StageModule(nn.Module):
         }
 
     def others_parameters(self) -> list[nn.Parameter]:
-        """Parameters of other stages in the modules that its code runs."""
+        """Returns parameters of other stages that lie in modules that the stage's code runs."""
         return []
 
     def strays(self) -> list[torch.Tensor]:
-        """Parameters and buffers of other stages that its code reads, for nothing that is needed."""
+        """Returns parameters and buffers of other stages that the stage's code reads without needing their
+        values.
+        """
         return []
 
     def place(self, device: torch.device) -> None:
-        """Moves what it holds to the device."""
+        """Moves the stage's parameters and buffers to the device."""
         self.to(device)
 
     def owns(self, name: str) -> bool:
@@ -108,7 +117,7 @@ class StageModule(nn.Module):
         return any(name.startswith(prefix) for prefix in self._prefixes)
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Makes the tensor the buffer of this full name in the model, which may be new."""
+        """Makes the tensor the buffer with this full name in the model. The name may be new."""
         for prefix, layer in zip(self._prefixes, self.layers, strict=True):
             if name.startswith(prefix):
                 path, _, own_name = name.removeprefix(prefix).rpartition(".")
@@ -128,21 +137,22 @@ class StageModule(nn.Module):
 class Tie:
     """A trainable parameter that several stages use.
 
-    One nn.Parameter object here; in separate processes each stage's is an object of its own, and the names
-    say which belong together.
+    In this process it is one nn.Parameter object. In separate processes each stage has an object of its own,
+    and the names say which belong together.
     """
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
-    """Ascending; the first one owns the parameter: its optimizer updates it."""
+    """Ascending. The first stage owns the parameter: its optimizer updates it."""
     names: tuple[str, ...]
-    """Full name in the model at each of these stages."""
+    """The parameter's full name in the model at each of these stages."""
 
 
 def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
-    """The trainable parameters that two or more of the stages use, in the order of the owners' parameters.
+    """Returns the trainable parameters that two or more of the stages use, in the order of the owners'
+    parameters.
 
-    A frozen parameter that stages share needs nothing, and is not listed.
+    Frozen parameters that stages share need no exchange and are not listed.
     """
     uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for stage in stages:
@@ -160,5 +170,5 @@ def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
 
 
 def tie_pairs(ties: Sequence[Tie]) -> list[tuple[int, int]]:
-    """(owner, user): the stages that share parameters, each pair once, ascending."""
+    """Returns (owner, user) for the stages that share parameters, each pair once, ascending."""
     return sorted({(tie.stages[0], user) for tie in ties for user in tie.stages[1:]})

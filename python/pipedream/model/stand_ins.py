@@ -1,14 +1,15 @@
-"""Stand-ins: what a process has in the place of parameters that it needs no values of, without their memory.
+"""Stand-ins: replace the contents of parameters whose values a process does not need, without taking their
+memory.
 
-    zeroed      tracing a model on the meta device: what flows where does not depend on values, but any kernel
-                may run
-    poisoned    parameters of other stages: whoever reads one reads NaN, and the loss shows it. Those that the
-                code is known to read have memory of their own, as it may view them in other shapes
+    zeroed      for tracing a model on the meta device. Data flow does not depend on values, but any kernel
+                may run, so there must be values.
+    poisoned    for parameters of other stages. Code that reads one reads NaN, and the loss shows it.
+                Parameters that the code is known to read get memory of their own, because it may view them in
+                other shapes.
 
-The parameter stays the object that it is, wherever it is held; only what it contains is exchanged. Owned by
-the thread that runs the model.
+The parameter object stays in place; only its contents are exchanged. Owned by the thread that runs the model.
 
-Models on the meta device, whose parameters have a shape and no memory, are known here, too.
+This module also has the helpers for models on the meta device, whose parameters have a shape and no memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ __all__ = ["exchange", "is_on_meta", "parameters_on_meta", "poison", "poisoned",
 
 
 def poison(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor that nobody is to read, and that shows where somebody does: NaN, whole numbers that are
-    no index of anything, true and false by turns."""
+    """Returns a flat tensor of values that reveal a read: NaN, integers that are a valid index of nothing, or
+    alternating booleans.
+    """
     if dtype == torch.bool:
         return torch.arange(size, device=device) % 2 == 0
     return torch.full((size,), _poison_of(dtype), dtype=dtype, device=device)
@@ -46,19 +48,21 @@ def _poison_of(dtype: torch.dtype) -> float | int:
 
 
 def exchange(tensor: Tensor, content: Tensor) -> Tensor:
-    """Makes the tensor, a parameter or buffer, have the memory and device of `content`, which nobody else
-    holds. Returns what has the former ones, with which another exchange undoes it."""
+    """Gives a parameter or buffer the memory and device of `content`, which nobody else may hold. Returns a
+    tensor with the former memory; exchanging it back undoes this.
+    """
     content = content.detach().requires_grad_(tensor.requires_grad)
-    # Not torch.utils.swap_tensors, which refuses while a graph holds the tensor: after an error one does, and
-    # nobody will go back through it.
+    # torch.utils.swap_tensors would refuse while a graph holds the tensor. After an error a graph does,
+    # although nobody will use it.
     torch._C._swap_tensor_impl(tensor, content)
     return content
 
 
 @contextlib.contextmanager
 def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside the tensors are as poison() has it, on the device: one element in their shape. read: those of
-    them that lie in memory as they did."""
+    """Inside, the tensors are poisoned on the device: one element, expanded to their shape. read: those of
+    them that get memory for all of their elements.
+    """
     in_memory = {id(tensor) for tensor in read}
     with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):
         yield
@@ -66,7 +70,9 @@ def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Ten
 
 @contextlib.contextmanager
 def zeroed(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the tensors are zeros in address space of the host's that has no memory until it is written."""
+    """Inside, the tensors are zeros in the host's address space, which take no memory until they are
+    written.
+    """
     with _exchanged(tensors, _zeros_like):
         yield
 
@@ -96,7 +102,7 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
-_ON_META = "_pipedream_on_meta"  # of a parameter: what was registered in its place
+_ON_META = "_pipedream_on_meta"  # attribute of a parameter: the meta parameter that was registered instead
 
 
 def is_on_meta(modules: Iterable[nn.Module]) -> bool:
@@ -106,8 +112,9 @@ def is_on_meta(modules: Iterable[nn.Module]) -> bool:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside modules that are made have their parameters on the meta device, as under torch.device("meta"),
-    and their buffers with the values that their constructors compute."""
+    """Modules that are made inside have parameters on the meta device, as under torch.device("meta"). Their
+    buffers have the values that the constructors compute.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -123,7 +130,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The same for the same parameter, which may be registered in several places."""
+    """Returns a parameter on meta; always the same one for a parameter that is registered in several
+    places.
+    """
     made: nn.Parameter | None = vars(parameter).get(_ON_META)
     if made is None:
         content = torch.empty_like(parameter, device="meta").detach()

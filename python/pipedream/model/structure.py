@@ -1,7 +1,7 @@
-"""Structure: how tuples, lists, dicts and dataclasses hold values; taken apart and put together.
+"""Structure: how tuples, lists, dicts and dataclasses hold values. taken_apart() separates the two, rebuilt()
+joins them.
 
-What is none of these is one value, whatever it has inside. Pure values that can be sent to other processes;
-any thread.
+Any other object is one value, whatever is inside it. Structures can be pickled; any thread.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["Structure", "paths", "rebuilt", "taken_apart"]
 
 
 class Structure(NamedTuple):
-    """One level; kind None: a value."""
+    """One level of a nested value. kind None: a single value."""
 
     kind: type[Any] | None = None
     keys: tuple[Any, ...] = ()
     """The keys of a dict or a dataclass."""
     parts: tuple[Any, ...] = ()
-    """Structures."""
+    """The structures of the level's parts."""
 
     def __str__(self) -> str:
         if self.kind is None:
@@ -32,20 +32,20 @@ class Structure(NamedTuple):
 
 
 def taken_apart(value: Any) -> tuple[list[Any], Structure]:
-    """(the values in it, in order; what holds them)."""
+    """Returns the values in order, and the structure that holds them."""
     values: list[Any] = []
     return values, _take_apart(value, values)
 
 
 def rebuilt(structure: Structure, values: Iterable[Any]) -> Any:
-    """The inverse."""
+    """Puts the values into the structure; the inverse of taken_apart()."""
     if structure.kind is None:
         return next(iter(values))
     return _rebuild(structure, iter(values))
 
 
 def paths(structure: Structure) -> list[str]:
-    """The place of each value, as ".logits[0]"; "" for the only one."""
+    """Returns the place of each value, such as ".logits[0]"; "" for a single value."""
     if structure.kind is None:
         return [""]
     if issubclass(structure.kind, dict):
@@ -82,7 +82,7 @@ def _rebuild(structure: Structure, values: Iterator[Any]) -> Any:
     items = dict(zip(structure.keys, parts, strict=True))
     if not dataclasses.is_dataclass(kind):
         return kind(items)
-    if issubclass(kind, dict):  # a dataclass whose fields that are set are also its items
+    if issubclass(kind, dict):  # such as Hugging Face's ModelOutput: fields that are set are also items
         return kind(**items)
     made = object.__new__(kind)
     for name, item in items.items():

@@ -1,8 +1,7 @@
-"""Tensor spec: what is planned of one tensor that crosses a cut, or travels otherwise.
+"""TensorSpec: the plan of one tensor that is sent, across a cut or otherwise.
 
-Tensors travel as contiguous memory. One that is not row-major (channels_last, a transposed one) is sent in
-the order of its memory, without a copy, and the receiver sees it with the strides that it had. Pure; any
-thread.
+Tensors are sent as contiguous memory. A tensor that is not row-major (channels_last, a transposed one) is
+sent in the order of its memory, without a copy. The receiver restores its strides. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -24,25 +23,27 @@ _WIRE_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _
 
 
 DimOrder = tuple[int, ...]
-"""The dimensions from the slowest to the fastest in memory; () is row-major."""
+"""The dimensions from the slowest to the fastest in memory. () is row-major."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a boundary, as planned: the largest that may cross."""
+    """The plan of one tensor of a boundary: the largest that may cross."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
-    """Whether a gradient comes back for it."""
+    """Whether a gradient is sent back for it."""
     others: tuple[tuple[int, ...], ...] = ()
-    """Shapes that it may have instead."""
+    """Shapes that it may have instead of `shape`."""
     order: DimOrder = ()
-    """The order of dimensions in memory of the first minibatch's, which all get."""
+    """The order of dimensions in the memory of the first minibatch's tensor. Later ones are sent in this
+    order.
+    """
 
     @classmethod
     def of(cls, tensor: Tensor, place: str) -> TensorSpec:
-        """Raises ValueError, naming the place, for a tensor that cannot cross."""
+        """Makes the spec of a tensor. Raises ValueError, naming the place, for a tensor that cannot cross."""
         if tensor.layout != torch.strided:
             raise ValueError(f"{place} is a {tensor.layout} tensor: only dense tensors can cross a cut")
         if dtype_name(tensor.dtype) not in _WIRE_DTYPES:
@@ -62,14 +63,16 @@ class TensorSpec:
         return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
 
     def is_exceeded_by(self, shape: Sequence[int]) -> bool:
-        """Whether a shape of as many dimensions has more elements, or more in the first dimension."""
+        """Whether a shape with the same number of dimensions has more elements, or a larger first
+        dimension.
+        """
         return all(
             math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
             for planned in (self.shape, *self.others)
         )
 
     def or_as(self, other: TensorSpec) -> TensorSpec:
-        """The spec of a tensor that may also be as the other says."""
+        """Returns the spec of a tensor that may fit either spec."""
         return replace(
             self,
             others=(*self.others, other.shape, *other.others),
@@ -77,7 +80,7 @@ class TensorSpec:
         )
 
     def misfit(self, tensor: Tensor) -> str | None:
-        """Why the tensor is not as planned."""
+        """Returns why the tensor does not fit the plan; None if it does."""
         shape = tuple(tensor.shape)
         if tensor.dtype != self.dtype:
             return (
@@ -96,10 +99,13 @@ class TensorSpec:
             )
         return None
 
-    # A tensor of the first minibatch may be None in a later one, for which a tensor without extent crosses.
+    # A tensor of the first minibatch may be None in a later one. A tensor of size 0 in every dimension is
+    # then sent.
 
     def for_none(self, device: torch.device) -> Tensor | None:
-        """The tensor that crosses for None; None if none can: without dimensions it has a value."""
+        """Returns the tensor that stands for None; None if there is none, because the shape leaves no room
+        for it.
+        """
         can = any(self.shape)
         return torch.empty((0,) * len(self.shape), dtype=self.dtype, device=device) if can else None
 
@@ -107,7 +113,7 @@ class TensorSpec:
         return tensor.numel() == 0 and not any(tensor.shape) and any(self.shape)
 
     def to_fields(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the spec as a value for JSON."""
         return {
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
@@ -117,7 +123,7 @@ class TensorSpec:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> TensorSpec:
-        """The inverse of to_fields. Raises KeyError, TypeError or ValueError for what that does not give."""
+        """Reads the fields of to_fields(). Raises KeyError, TypeError or ValueError for any others."""
         shape = tuple(whole(size) for size in fields["shape"])
         order = tuple(whole(dim) for dim in fields["order"])
         if order and sorted(order) != [*range(len(shape))]:
@@ -126,8 +132,9 @@ class TensorSpec:
 
 
 def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
-    """The order of a tensor's dimensions. Gaps and repetitions of one that does not fill its memory are left
-    aside, as in a clone of it."""
+    """Returns the order of a tensor's dimensions in memory. Gaps in its memory and expanded dimensions are
+    ignored, as in a clone of it.
+    """
     row_major, num_entries = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):
         row_major[dim] = num_entries
@@ -135,25 +142,25 @@ def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
     if num_entries == 1 or list(stride) == row_major:
         return ()
     steps: list[int] = []
-    for step in stride:  # 0 is of a dimension that is expanded, and stays where it is
+    for step in stride:  # 0 is an expanded dimension; it keeps its place
         steps.append(step or (steps[-1] if steps else num_entries))
-    # Among equal strides a size of 1 is inside: of (N, 1, H, W) that tells channels_last.
+    # A dimension of size 1 counts as inside one with an equal stride. That makes (N, 1, H, W) channels_last.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-steps[dim], shape[dim] == 1, dim)))
     return () if order == tuple(range(len(shape))) else order
 
 
 def as_sent(tensor: Tensor, order: DimOrder) -> Tensor:
-    """The tensor with its dimensions in this order, contiguous where it is as planned."""
+    """Returns the tensor with its dimensions in this order, contiguous if its memory is as planned."""
     return tensor.permute(order) if order else tensor
 
 
 def as_used(sent: Tensor, order: DimOrder) -> Tensor:
-    """The inverse, in the same memory."""
+    """Returns the tensor as the stage uses it; the inverse of as_sent(), in the same memory."""
     return sent.permute(sorted(range(len(order)), key=order.__getitem__)) if order else sent
 
 
 def whole(number: Any) -> int:
-    """The number, if it is a count."""
+    """Returns the number. Raises ValueError unless it is a count."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is not a count")
     return number

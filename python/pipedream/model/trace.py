@@ -1,27 +1,28 @@
-"""Trace: one forward of a model, recorded: which modules it called, and which memory every operation read and
-wrote.
+"""Trace: the record of one forward of a model. It has the modules that were called, and the memory that every
+operation read and wrote.
 
     ticks   0        1 ... 4          5      6 ... 9
             inputs   stem: conv, ...  relu   block: ...      one clock for calls and operations
             call 0   call 1           in no  call 2
                                       call
 
-A tensor is known by its storage, so views are nothing of their own, and by the version of that storage: how
-often it had been written. The data flow is then exact, whatever Python carries a tensor from one place to
-another (attributes, hooks, tuples). Operations outside all module calls belong to the model itself; they
-and the loss are its call ROOT. Recording takes one forward's time and about 20 us per operation, keeps no
-tensor alive, and leaves the model as it was if the caller keeps it `untouched`. Owned by the thread that
-runs it.
+A tensor is identified by its storage and the storage's version, the number of times it had been written.
+Views of a storage are no tensors of their own. The data flow is therefore exact, however Python passes a
+tensor on (attributes, hooks, tuples). Operations outside all module calls belong to the model itself. They
+and the loss are the call ROOT. Recording takes one forward's time plus about 20 us per operation. It keeps no
+tensor alive. The model is unchanged afterwards if the caller wraps the recording in `untouched`. Owned by the
+thread that runs it.
 
-Data sizes say which dimensions of tensors are as long as the contents of others, as after `x[mask]`:
+Data sizes are sizes of dimensions that depend on the contents of a tensor, as after `x[mask]`:
 
-    mask = x > 0             (6, 5)      no dimension
-    rows = x[mask]           (17,)       17, which nonzero, unique, packed sequences and the like make, too
-    relu(rows), rows[:, None] * w        17, wherever an operation reads one and makes one as long
-    out.index_put_(mask, rows)           none: out is as long as before
+    mask = x > 0             (6, 5)      has no such dimension
+    rows = x[mask]           (17,)       has 17; nonzero, unique, packed sequences and the like make them, too
+    relu(rows), rows[:, None] * w        have 17: an operation read a tensor with it and made a dimension as
+                                         long
+    out.index_put_(mask, rows)           has none: out is as long as before
 
-They are followed by length, so a dimension that happens to be as long counts as well; a slice by a number
-that Python got from a tensor (`x[:n.item()]`) is not seen.
+They are followed by length, so another dimension that happens to be as long counts as well. A slice by a
+number that Python got from a tensor (`x[:n.item()]`) is not seen.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ __all__ = [
     "uncompiled",
 ]
 
-# Operations that ask a tensor for its shape and dtype, not for its contents.
+# Operations that use a tensor's shape and dtype, but not its contents.
 _BLIND = {
     "aten::empty_like",
     "aten::zeros_like",
@@ -75,7 +76,7 @@ _BLIND = {
     "aten::new_full",
 }
 
-# Operations whose count of random numbers depends on what they read: they draw until a number is accepted.
+# Operations that draw until a number is accepted, so that their count of draws depends on their input.
 _DRAWS_BY_CONTENTS = {
     "aten::_sample_dirichlet",
     "aten::_standard_gamma",
@@ -84,22 +85,22 @@ _DRAWS_BY_CONTENTS = {
 }
 
 ROOT = -1
-"""The call that the model itself is, and the loss."""
+"""The call that stands for the model itself and for the loss."""
 
 
 class Version(NamedTuple):
-    """The contents of a storage."""
+    """The contents of a storage at one time."""
 
     storage: int
     writes: int
-    """0: it was there before the forward."""
+    """How often the storage had been written; 0: not during the forward."""
 
 
 _NOTHING = Version(-1, 0)
 
 
 class CallKey(NamedTuple):
-    """A call of a module, known again in another forward."""
+    """Identifies a module's call, also in another forward."""
 
     module: str
     nth: int
@@ -109,7 +110,7 @@ class CallKey(NamedTuple):
 
 
 class CallCounter:
-    """Gives the calls of one forward their keys, as they come."""
+    """Assigns keys to the calls of one forward, in the order in which they come."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """names: calls.module_names()."""
@@ -123,16 +124,18 @@ class CallCounter:
         return key
 
     def skip(self, times_called: Mapping[str, int]) -> None:
-        """Calls that are not made, by module."""
+        """Counts calls that are not made. times_called: number of calls by module."""
         self._times_called.update(times_called)
 
 
 class Opaque:
-    """Itself a mark: of an object that is no plain value, as a cache. It is None behind a cut."""
+    """Stands for an object that is no plain value, such as a cache. The class itself is the mark. Behind a
+    cut such an object is None.
+    """
 
 
 INPUTS = CallKey("the inputs", 0)
-"""They count as the output of a call that is over before anything runs."""
+"""The call that stands for the inputs. It ends before anything runs, and the inputs are its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class Leaf:
     requires_grad: bool
     is_dense: bool
     has_data_size: bool
-    """A dimension is as long as the contents of a tensor said."""
+    """Whether a dimension's size depends on the contents of a tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -155,51 +158,53 @@ class Leaf:
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """Equal for leaves that are the same memory seen in the same way."""
+        """A key that is equal for leaves that view the same memory in the same way."""
         return self.version, self.shape, self.stride, self.offset, self.dtype
 
 
 @dataclass(slots=True)
 class Call:
-    """A module's, with what it returned."""
+    """A module's call, with its output."""
 
     key: CallKey
     parent: int
     begin: int
     end: int
     is_plain: bool
-    """Autograd records it in the ordinary way: under neither no_grad nor hooks on what is saved, as
-    checkpointing has them."""
+    """Whether autograd records it in the ordinary way: not under no_grad, and without hooks on saved tensors,
+    which checkpointing uses.
+    """
     structure: Structure
     """The structure of the output."""
     leaves: tuple[Any, ...]
     """The output's leaves: a Leaf for each tensor, a plain value itself, Opaque for any other object."""
     is_hooked: bool = False
-    """Forward hooks have seen the output, and may have put it elsewhere."""
+    """Whether forward hooks saw the output. They may have stored it elsewhere."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One of torch's, unless it makes nothing but views."""
+    """One of torch's operations, unless it makes only views."""
 
     tick: int
     call: int
-    """The innermost."""
+    """The innermost call around it."""
     name: str
     reads: tuple[Version, ...]
     writes: tuple[Version, ...]
     draws: bool
-    """It took random numbers."""
+    """Whether it drew random numbers."""
     decides: bool
-    """It gave Python a value, by which the forward may go on in one way or another, or took as many random
-    numbers as the contents of a tensor said, by which all later ones go on."""
+    """Whether the forward's later course may depend on it. It gave Python a value, or drew a number of random
+    numbers that depends on a tensor's contents.
+    """
     is_copy: bool = False
-    """It was added by the recording: see _made_own."""
+    """Whether the recording added it: see _made_own()."""
 
 
 @dataclass
 class Trace:
-    """The record of a forward, without a tensor in it."""
+    """The record of a forward. It holds no tensors."""
 
     calls: list[Call] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -207,16 +212,16 @@ class Trace:
     """Full name -> storage."""
     buffers: dict[str, int] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
-    """Those that can be called, containers apart, as they are registered."""
+    """Names of the modules that can be called, without containers, in the order of registration."""
     loss: Version = field(default=_NOTHING)
 
 
 def record(
     model: nn.Module, inputs: Any, call_model: Callable[[Any], Any], make_loss: Callable[[Any], Tensor]
 ) -> Trace:
-    """The trace of make_loss(call_model(inputs)), where call_model calls the model.
+    """Records make_loss(call_model(inputs)), where call_model calls the model.
 
-    Raises whatever the model raises.
+    Raises any error that the model raises.
     """
     recorder = _Recorder(model)
     recorder.note_inputs(inputs)
@@ -236,7 +241,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks = _saved_tensors_hooks()
         self._counter = CallCounter(module_names(model))
         self._storages: dict[int, int] = {}
-        self._kept: list[StorageWeakRef] = []  # while there is a reference no other storage gets its address
+        self._kept: list[StorageWeakRef] = []  # a reference keeps the storage's address from being reused
         self._writes: list[int] = []  # per storage
         self._written_at: list[int] = []
         self._data_sizes: dict[int, Sizes] = {}  # by storage
@@ -283,8 +288,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output if own is values else rebuilt(structure, own)
 
     def _made_own(self, values: list[Any], begin: int) -> list[Any]:
-        """Returns the output of a call that began then, with a copy of what it hands on as it was given
-        (Identity, Flatten). So readers of the call and readers of its input are told apart."""
+        """Returns the output of a call, with a clone of each tensor that the call passed on unchanged
+        (Identity, Flatten). Readers of the call's output can then be told from readers of its input. begin:
+        the call's first tick.
+        """
         copies: dict[int, Tensor] = {}
         for value in values:
             if isinstance(value, Tensor) and _has_storage(value):
@@ -372,7 +379,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         decides = not made and not written and bool(reads)
         decides |= draws and (func._schema.name in _DRAWS_BY_CONTENTS or any(map(self._has_data_size, made)))
         if not written and not decides:
-            return  # views
+            return  # it made only views
         self._tick += 1
         for storage in written:
             self._writes[storage] += 1
@@ -384,7 +391,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operation changes, as its schema says."""
+    """Returns the arguments that the operation changes, according to its schema."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     changed = [
@@ -392,7 +399,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    # The schemas of batch norm's do not say it.
+    # Batch norm's schemas do not declare that it changes its running statistics.
     if "batch_norm" in func._schema.name and (given.get("training") or given.get("train")):
         changed += [given.get("running_mean"), given.get("running_var")]
     return changed
@@ -403,9 +410,9 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Compiled code does not show its operations."""
+    """Returns a context in which compiled modules run eagerly. Compiled code does not show its operations."""
     if not any(map(is_compiled, model.modules())):
-        return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds
+        return contextlib.nullcontext()  # set_stance imports the compiler, which takes seconds
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
@@ -444,7 +451,7 @@ AS_LONG_AS_FIRST = {
     "aten::scatter",
     "aten::scatter_add",
 }
-"""Operations whose result is as long as their first argument, whatever the others are."""
+"""Operations whose result is as long as their first argument, whatever the other arguments are."""
 
 _JOINING = {"aten::cat", "aten::concat", "aten::_cat"}
 _PACKING = {"aten::_pack_padded_sequence"}
@@ -454,7 +461,7 @@ Sizes = frozenset[int]
 
 
 def data_sizes(func: Any, args: Sequence[Any], output: Tensor, known: Sizes) -> Sizes:
-    """Sizes of an operation's output that come from the data. known: those of all its arguments."""
+    """Returns the sizes of an operation's output that come from data. known: those of its arguments."""
     name = func._schema.name
     shape = output.shape
     found = known.intersection(shape)

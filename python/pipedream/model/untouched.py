@@ -1,4 +1,4 @@
-"""The state of a module is put back after it has run for other reasons than training: to be traced, checked,
+"""Saves and restores the state of modules that run for other reasons than training: to be traced, checked,
 profiled or rehearsed. Stateless; the thread that runs the module.
 """
 
@@ -20,11 +20,12 @@ from pipedream.model.seeding import RngState
 
 __all__ = ["Attributes", "attributes_kept", "untouched"]
 
-# Of a module's attributes, what cannot change but by being replaced.
+# Types of attributes that can only change by being replaced.
 _PLAIN = (bool, int, float, complex, str, type(None))
-# Those that every module has, which are kept in ways of their own, but for flags such as `training`.
+# Attributes that every module has. They are restored in other ways, except flags such as `training`.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-# Its tables of hooks: transformers' models install some in a first forward, and remember so in an attribute.
+# A module's tables of hooks. Transformers' models install some in a first forward, and remember that in an
+# attribute.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -35,8 +36,8 @@ _HOOKS = (
     "_backward_hooks",
 )
 
-# Scales, shifts and step sizes, which layers set up by their first minibatch; weights are no such thing, and
-# a copy of all of them would be a second model.
+# Parameters up to this size are saved: scales, shifts and step sizes, which layers set by their first
+# minibatch. Larger ones are weights. Saving all of them would take a second model's memory.
 _SMALL_BYTES = 64 * 1024
 
 Hooks = dict[str, dict[int, Any]]
@@ -44,14 +45,18 @@ Hooks = dict[str, dict[int, Any]]
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[None]:
-    """Layers and the loss may run inside; afterwards everything is as it was.
+    """Layers and the loss may run inside. Afterwards everything is as it was.
 
-    Kept: all random number generators, buffers (contents and objects), each parameter's .grad (None
-    inside) and requires_grad, the contents of small parameters, which a forward may set by its first
-    minibatch, training flags, and what else a module has in attributes, as a counter, `initialised` or the
-    tensors of a memory bank, without which a layer would take its next minibatch for another than the first.
-    So are numbers and tensors that their code counts in global names. Of the loss the modules that it has
-    within reach.
+    Saved and restored are:
+    - all random number generators,
+    - buffers, both contents and objects,
+    - each parameter's .grad (None inside) and requires_grad,
+    - the contents of small parameters, which a forward may set by its first minibatch,
+    - training flags and all other attributes of modules: a counter, `initialised`, the tensors of a memory
+      bank. Without this a layer would treat its next minibatch as its second.
+    - numbers and tensors in global names in which the modules' code counts.
+
+    The same holds for the modules that the loss can reach.
     """
     roots = [*modules, *modules_carried_by(loss_fn)]
     all_modules = list({id(m): m for module in roots for m in module.modules()}.values())
@@ -96,7 +101,8 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Undoes what modules set inside: new attributes, changed ones, hooks. An object that changes without
-    being replaced gets its contents back (contents.py)."""
+    being replaced gets its contents back (contents.py).
+    """
     modules = list(modules)
     before = [(module, type(module), dict(vars(module)), _hooks_of(module)) for module in modules]
     contents = Contents(modules)
@@ -107,7 +113,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         contents.restore()
         for module, kind, attributes, hooks in before:
             _restore_hooks(module, hooks)
-            if type(module) is kind:  # a lazy module has become another, with attributes of its own
+            if type(module) is kind:  # a lazy module has changed its class, and has attributes of its own now
                 for name in vars(module).keys() - attributes.keys():
                     del vars(module)[name]
                 vars(module).update(_replaceable(attributes))
@@ -117,10 +123,10 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Attributes:
-    """All that modules have now, but for the contents of parameters and buffers, to be put back later."""
+    """The present state of modules, except the contents of parameters and buffers, for restore()."""
 
     def __init__(self, modules: Iterable[nn.Module], global_names: GlobalNames) -> None:
-        """global_names: of the modules."""
+        """global_names: those of the modules."""
         all_modules = [module for root in modules for module in root.modules()]
         self._of = [
             (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules
@@ -154,7 +160,7 @@ def _hooks_of(module: nn.Module) -> Hooks:
 
 
 def _restore_hooks(module: nn.Module, hooks: Hooks) -> None:
-    """Makes what hooks_of gave the module's hooks again."""
+    """Restores a module's hooks to those that _hooks_of() returned."""
     for name, table in hooks.items():
         now = vars(module)[name]
         if len(now) != len(table) or any(key not in table for key in now):

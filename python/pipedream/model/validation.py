@@ -1,4 +1,4 @@
-"""Validation: held-out data on which a run measures its weights. Any thread."""
+"""Validation: held-out data on which a run evaluates its weights. Any thread."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from pipedream.common.checks import check_data, check_function, is_whole
 __all__ = ["LOSS", "Metric", "Validation", "check_validation"]
 
 LOSS = "loss"
-"""The figure that every evaluation has beside the metrics."""
+"""The name of the loss in every evaluation, beside those of the metrics."""
 
 Metric = Callable[[Any, Any], tuple[Any, Any] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out data that a run evaluates, without leaving its pipeline.
+    """Held-out data that a run evaluates inside its pipeline.
 
-    data: yields (inputs, targets) or dicts, as the training's data do; it is iterated anew for each
-    evaluation, so give a DataLoader or a list. metrics: functions by name, (outputs, targets) -> (sum,
-    count), called at the last stage for each validation minibatch; an evaluation's figure is the sum of all
-    sums over the sum of all counts. The loss is always measured. every: "epoch", or a number of minibatches,
-    which is rounded up to a place where all replicas have made their updates. outputs: True calls each metric
-    once, with lists of all outputs and all targets, which lie in host memory and take 4 GiB at most; a
-    function of outputs and targets says what is kept of a minibatch in the place of its outputs. Then a
-    metric may also return several figures by name, {"f1": 0.9}. ema: True evaluates the averages of
-    callbacks.EMA in the place of the weights. forward: (model, inputs) -> outputs, in the place of the
-    model's own forward in eval mode.
+    data: yields (inputs, targets) or dicts, as the training's data do. Each evaluation iterates it from the
+        start, so give a DataLoader or a list.
+    metrics: functions by name, (outputs, targets) -> (sum, count). The last stage calls them for each
+        validation minibatch. An evaluation's figure is the sum of all sums over the sum of all counts. The
+        loss is always measured.
+    every: "epoch", or a number of minibatches, which is rounded up to the next point where all replicas have
+        made their updates.
+    outputs: True calls each metric once, with lists of all outputs and all targets. The lists are in host
+        memory and take 4 GiB at most. A function of (outputs, targets) returns what to keep of a minibatch in
+        place of its outputs. In both cases a metric may also return several figures by name, {"f1": 0.9}.
+    ema: True evaluates the averages of callbacks.EMA in place of the weights.
+    forward: (model, inputs) -> outputs, in place of the model's own forward in eval mode.
     """
 
     data: Iterable[Any]
@@ -64,7 +66,7 @@ class Validation:
             check_function("validation: outputs", self.outputs)
 
     def functions(self) -> list[Callable[..., Any]]:
-        """The user's."""
+        """Returns the user's functions."""
         others = (self.forward, self.outputs)
         return [*self.metrics.values(), *(each for each in others if callable(each))]
 
@@ -80,7 +82,7 @@ class Validation:
 
 
 def check_validation(name: str, value: Any) -> None:
-    """Raises TypeError for an argument of run() that is none."""
+    """Raises TypeError if this argument of run() is no Validation."""
     if value is not None and not isinstance(value, Validation):
         raise TypeError(
             f"{name} is a {type(value).__name__}: give pipedream.Validation(data, metrics=..., every=...)"
