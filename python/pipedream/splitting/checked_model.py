@@ -1,8 +1,8 @@
-"""CheckedModel runs a model whole, and in stages that end at some of its places, for the check of cuts. Owned
-by the thread that profiles.
+"""CheckedModel: runs a model whole, and as stages that end at some of the places where it may be cut. The
+check of cuts compares the two. Owned by the thread that profiles.
 
-The check computes in float64 where it can: in float32 a sum in another order and a value that is a little
-stale look alike; in float64 they are ten orders of magnitude apart.
+The check computes in float64 where it can. In float32 the rounding of a sum in another order looks like a
+value that is slightly stale. In float64 the two are ten orders of magnitude apart.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ __all__ = [
 
 class CheckedModel(Protocol):
     roots: list[tuple[str, nn.Module]]
-    """(prefix of full names, module)."""
+    """(prefix of full names, module) for the model's modules."""
     place_names: list[str]
-    """Names of the layers after which it may be cut."""
+    """Names of the layers after which the model may be cut."""
     draws: DrawSites
-    """Places at which it draws; none for a list of layers, which draws from the generators as they are."""
+    """The places at which the model draws random numbers. Empty for a list of layers, which draws from the
+    generators as they are.
+    """
 
     def run(self, inputs: Any, at_place: Callable[[int], None]) -> Any:
-        """The whole model's output. at_place: called where a layer before the last one has ended."""
+        """Returns the whole model's output. at_place: called at the end of each layer but the last one."""
 
     def stages(self, ends: Sequence[int], on_begin: Callable[[int], None]) -> list[StageModule]:
-        """Stages that end at these places, and at the model's end. on_begin: called with the place where a
-        stage's own part begins."""
+        """Returns stages that end at these places and at the model's end. on_begin: called with the place at
+        which a stage's own part begins.
+        """
 
 
 def checked_model(model: Model) -> CheckedModel:
@@ -59,7 +62,7 @@ def checked_model(model: Model) -> CheckedModel:
 
 
 class _Module:
-    """Cut along its own forward."""
+    """A module that is cut along its own forward."""
 
     def __init__(self, cut: CutModel) -> None:
         self._cut = cut
@@ -146,21 +149,21 @@ def _calling(on_begin: Callable[[int], None], place: int) -> Callable[[], None]:
     return lambda: on_begin(place)
 
 
-# Values, gradients of the whole model and of the cut one, those being computed, and activations.
+# The values, gradients of the whole model and of the cut one, gradients being computed, and activations.
 _NUM_COPIES = 8
-# Compute capabilities of GPUs that do half as many operations a second in it as in float32: P100, V100, A100,
-# H100, B200. Others do a 32nd or a 64th.
+# Compute capabilities of GPUs whose float64 is half as fast as their float32: P100, V100, A100, H100, B200.
+# On others it is 32 or 64 times slower.
 _WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _WIDER_COMPLEX = {torch.complex64: torch.complex128}
 
 
 class NotInFloat64Error(Exception):
-    """The model does not compute in it."""
+    """The model does not compute in float64."""
 
 
 class PrecisionSeen(TorchDispatchMode):
-    """Notes the coarsest floating-point numbers that are computed inside."""
+    """Records the coarsest floating-point dtype that is computed inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,8 +180,7 @@ class PrecisionSeen(TorchDispatchMode):
 
 
 def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device) -> bool:
-    """Whether there is memory on the device for all that a check needs then, and the device is not many times
-    slower so."""
+    """Whether the device has the memory for a check in float64, and is not many times slower in float64."""
     tensors = {id(t): t for _, root in roots for t in (*root.parameters(), *root.buffers())}
     needed_bytes = _NUM_COPIES * 8 * sum(tensor.numel() for tensor in tensors.values())
     if device.type == "cpu":
@@ -191,14 +193,15 @@ def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device
 
 
 def as_float64(value: Any) -> Any:
-    """The value with wide floating-point tensors."""
+    """Returns the value with its floating-point tensors in float64, complex ones in complex128."""
     return map_tensors(lambda tensor: tensor.to(_wide(tensor)), value)
 
 
 @contextlib.contextmanager
 def in_float64(roots: Iterable[tuple[str, nn.Module]], loss_fn: Any) -> Iterator[None]:
-    """Inside, all floating-point tensors that the modules and the loss hold are wide, and new ones by
-    default. Raises NotInFloat64Error where that cannot be."""
+    """Inside, all floating-point tensors of the modules and the loss are float64, and so is the default
+    dtype. Raises NotInFloat64Error if they cannot be converted.
+    """
     held = [place.tensor for place in places_of(roots)]
     held += [tensor for _, tensor in tensors_carried_by("loss_fn", loss_fn)]
     narrow = [t for t in {id(t): t for t in held}.values() if t.dtype != _wide(t)]
@@ -210,7 +213,7 @@ def in_float64(roots: Iterable[tuple[str, nn.Module]], loss_fn: Any) -> Iterator
                 content = tensor.data
                 tensor.data = content.to(_wide(tensor))
                 before.append((tensor, content))
-        except Exception as error:  # of a tensor of some class of its own, or for want of memory
+        except Exception as error:  # a tensor of an unusual class, or too little memory
             raise NotInFloat64Error from error
         torch.set_default_dtype(torch.float64)
         yield

@@ -1,15 +1,16 @@
-"""Crossing: what passes a cut in the middle of a model's forward, packed by the stage upstream of it and
-unpacked by the one downstream.
+"""Crossing: the values that cross a cut in the middle of a model's forward. The stage upstream of the cut
+packs them, the stage downstream unpacks them.
 
-At the cut some calls of modules are over: the frontier. The stage downstream runs the model's own forward and
-gives back what those calls returned, without making them. Of that, the tensors which somebody downstream
-still reads cross; the others have a filler of the same shape, for code that asks for no more. Their sizes,
-and whole numbers that calls returned, may change with every minibatch, so they cross too:
+At the cut some calls of modules have ended: the frontier. The stage downstream runs the model's own forward,
+but does not make those calls. It returns their outputs from what crossed. Only the tensors that downstream
+code still reads cross. Each other tensor is replaced by a filler of the same shape, for code that asks for
+the shape only. The fillers' sizes, and integers that calls returned, may change with every minibatch, so they
+cross as well:
 
-    value = (tensor, ..., sizes)      sizes: int64, left out where there are none
+    value = (tensor, ..., sizes)      sizes: int64, left out if there are none
 
-A tensor of the first minibatch may be None in a later one. Then it is None in the value, and the sizes of a
-filler are -1.
+A tensor of the first minibatch may be None in a later one. It is then None in the value. If it has a filler,
+the filler's sizes are -1.
 
 Pure values, and functions of them; any thread.
 """
@@ -34,60 +35,61 @@ __all__ = ["NOT_CALLED", "Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
 
 
 class _NotCalled:
-    """unpack()'s value for a call that was made in the first minibatch and not in this one."""
+    """unpack()'s output of a call that the first minibatch made and this one did not."""
 
 
 NOT_CALLED = _NotCalled()
-_NO_SIZE = -(1 << 63)  # crosses in the place of such a call's sizes
+_NO_SIZE = -(1 << 63)  # replaces every size of a call that was not made
 
 _SIZE_OF_NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLeaf:
-    """One entry of what a frontier call returned."""
+    """One entry of a frontier call's output."""
 
     crossing: int | None = None
-    """Position among the tensors that cross; None: it has a filler, or is no tensor."""
+    """Position among the tensors that cross. None: it has a filler, or is no tensor."""
     dtype: torch.dtype | None = None
-    """None: no tensor."""
+    """None: it is no tensor."""
     num_dims: int = 0
     order: DimOrder = ()
     """The order of its dimensions in memory."""
     is_overwritten: bool = False
-    """Somebody writes into its memory before the cut, or into the filler after it."""
+    """Whether code overwrites its memory before the cut, or the filler after it."""
     constant: Any = None
-    """The value of a leaf that is no tensor. Opaque stands for an object that does not cross."""
+    """The value, if it is no tensor. Opaque stands for an object that does not cross."""
 
     @property
     def is_number(self) -> bool:
-        """Whether it may change from minibatch to minibatch."""
+        """Whether it is an integer, which may change from minibatch to minibatch."""
         return self.dtype is None and type(self.constant) is int
 
 
 @dataclass(frozen=True)
 class FrontierCall:
-    """A call that is over at the cut."""
+    """A call that has ended at the cut."""
 
     key: CallKey
     structure: Structure
     leaves: tuple[PackedLeaf, ...]
     calls_inside: Mapping[str, int]
-    """Module -> how often it is called in it."""
+    """Module -> how often the call calls it."""
     hooked: tuple[FrontierCall, ...] = ()
-    """Calls in it whose outputs forward hooks put elsewhere, for code that runs downstream: there the hooks
-    are called again."""
+    """Calls inside this one whose outputs forward hooks stored elsewhere, for code that runs downstream. The
+    hooks are called again downstream.
+    """
     is_hooked: bool = False
-    """It is such a call itself."""
+    """Whether this call itself is such a call."""
 
     @functools.cached_property
     def crosses(self) -> bool:
-        """Whether a tensor that it returned does."""
+        """Whether a tensor of its output crosses."""
         return any(leaf.crossing is not None for leaf in self.leaves)
 
     @functools.cached_property
     def num_sizes(self) -> int:
-        """Number of sizes that cross in the place of what it returned."""
+        """Number of sizes and integers that cross for entries of its output that do not cross themselves."""
         return sum(
             leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
             for leaf in self.leaves
@@ -95,8 +97,10 @@ class FrontierCall:
         )
 
     def flatten(self, output: Any) -> list[Any]:
-        """Returns the call's output as pack() takes it: as it is now, whoever overwrites it later."""
-        if isinstance(output, Tensor) and self.structure.kind is None:  # as most return
+        """Returns the call's output as a flat list for pack(). Tensors that will be overwritten are
+        cloned.
+        """
+        if isinstance(output, Tensor) and self.structure.kind is None:  # most calls return one tensor
             return [self._checked(0, output)]
         leaves, structure = taken_apart(output)
         if structure != self.structure:
@@ -107,7 +111,9 @@ class FrontierCall:
         return [self._checked(position, now) for position, now in enumerate(leaves)]
 
     def _checked(self, position: int, now: Any) -> Any:
-        """Raises ValueError for a value of another kind than in the first minibatch, unless it can cross."""
+        """Returns an entry. Raises ValueError if its kind differs from the first minibatch's and it cannot
+        cross.
+        """
         leaf = self.leaves[position]
         if leaf.dtype is not None:
             if isinstance(now, Tensor) and now.dim() == leaf.num_dims:
@@ -143,21 +149,24 @@ _BEGIN_WITH_IT = (
 )
 _KEEP_KIND = "give it as a tensor, as only tensors and whole numbers may change from minibatch to minibatch"
 
-_FILLERS_MAX = 1024  # of so many shapes
+_FILLERS_MAX = 1024  # the most shapes for which fillers are kept
 
 
 class Fillers:
-    """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none; those that
-    look alike are one tensor. They are poison: where somebody reads one, as nobody did in the first
-    minibatch, it fails as an index, or the loss shows it."""
+    """Fillers for tensors that nobody should read. They share memory, so they take almost none; fillers that
+    look alike are one tensor. Their values are poison: code that reads one, as none did in the first
+    minibatch, fails on an index, or the loss shows it.
+    """
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...], DimOrder], Tensor] = {}
-        self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id
+        self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id(), where it differs from the leaf's
 
     def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
-        """The leaf's stand-ins are of this tensor's kind from now on, as in a check in another precision."""
+        """Makes this leaf's fillers of the tensor's dtype from now on; a check may run in another
+        precision.
+        """
         self._dtypes[id(leaf)] = tensor.dtype
 
     def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -178,7 +187,7 @@ class Fillers:
         flat = self._flat.get((dtype, device))
         if flat is None or flat.numel() < size:
             flat = self._flat[dtype, device] = poison(size, dtype, device)
-            self._made.clear()  # or the smaller memory would stay
+            self._made.clear()  # these tensors would keep the smaller memory alive
         return flat[:size]
 
 
@@ -188,17 +197,17 @@ def _shaped(flat: Tensor, shape: tuple[int, ...], order: DimOrder) -> Tensor:
 
 @dataclass(frozen=True)
 class Crossing:
-    """The calls that are over at a cut, and the values of theirs that cross."""
+    """The calls that have ended at a cut, and those of their outputs that cross."""
 
     last: CallKey
     """The call whose end is the cut."""
     calls: tuple[FrontierCall, ...]
-    """The inputs first, then in the order in which they end."""
+    """The inputs first, then the calls in the order in which they end."""
     num_tensors: int
 
     @functools.cached_property
     def all_calls(self) -> tuple[FrontierCall, ...]:
-        """The calls, the hooked ones included."""
+        """All calls, including the hooked ones."""
         return tuple(found for call in self.calls for found in (*call.hooked, call))
 
     @property
@@ -208,9 +217,11 @@ class Crossing:
     def pack(
         self, outputs: Mapping[CallKey, Sequence[Any]], fillers: Fillers | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The value that crosses. outputs: of each frontier call, as it was flattened when it was over; none
-        of one that was not made, of which then nothing else may cross. fillers: those of the next stage,
-        where it is in this process."""
+        """Returns the value that crosses.
+
+        outputs: each frontier call's output, flattened at its end. A call that was not made is missing;
+        nothing of its output may cross then. fillers: the next stage's, if that stage is in this process.
+        """
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []
         for call in self.all_calls:
@@ -240,7 +251,7 @@ class Crossing:
         return tuple(packed)
 
     def unpack(self, value: Sequence[Any], fillers: Fillers) -> dict[CallKey, Any]:
-        """Returns the outputs that the frontier calls give back, and those of the hooked calls in them."""
+        """Returns the outputs of the frontier calls, and of the hooked calls inside them."""
         sizes = value[self.num_tensors].tolist() if len(value) > self.num_tensors else []
         taken = 0
         device = next(tensor.device for tensor in value if tensor is not None)
@@ -270,7 +281,7 @@ class Crossing:
 
 
 def _is_same(first: Tensor | None, now: Tensor | None) -> bool:
-    """Whether one stands for both. Copies that were made as calls ended are compared by their values."""
+    """Whether one tensor can stand for both. Clones that were made at calls' ends are compared by value."""
     if first is None or now is None:
         return first is now
     in_one_place = first.data_ptr() == now.data_ptr() and first.stride() == now.stride()

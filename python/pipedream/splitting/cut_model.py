@@ -1,9 +1,9 @@
-"""A module that is no list of layers, with the places where it may be cut: its layers are the spans between
-two neighbouring cuts of its own forward, named by the call with which each ends.
+"""CutModel: a module that is no list of layers, with the places where it may be cut. Its layers are the spans
+of its own forward between neighbouring cuts. A layer has the name of the call with which it ends.
 
-    cut = cut_model(model, inputs, targets, loss_fn)     one traced minibatch
-    cut.layer_names                                      what a plan counts
-    split(cut, plan)                                     stages, as of any other model
+    cut = cut_model(model, inputs, targets, loss_fn)     traces one minibatch
+    cut.layer_names                                      the layers that a plan counts
+    split(cut, plan)                                     stages, as for any other model
 
 Owned by the thread that makes it.
 """
@@ -38,12 +38,12 @@ __all__ = ["CutModel", "cut_model", "needs_cutting"]
 
 
 def needs_cutting(model: Model) -> bool:
-    """Whether the model has layers only after it was traced."""
+    """Whether the model must be traced before it has layers."""
     return isinstance(model, nn.Module) and not is_list_of_layers(model)
 
 
 class CutModel(CutForward):
-    """The module with the cuts that were found; the module itself is the user's."""
+    """A user's module with the cuts that were found."""
 
     def __init__(
         self,
@@ -54,34 +54,35 @@ class CutModel(CutForward):
         draws: DrawSites | None = None,
         call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
-        """call: runs the module, by its own forward or by another."""
+        """call: runs the module, by its own forward or by another one."""
         self.module = module
         self.call = call
         self.counts = tuple(counts)
-        """Attributes of modules with modules inside, by path: numbers that the forward changes."""
+        """Numbers that the forward changes, by path: attributes of modules that contain modules."""
         self.loss = loss
-        """The traced minibatch's. None where random numbers were drawn for it."""
+        """The traced minibatch's loss. None if the forward drew random numbers."""
         self.draws = draws or DrawSites()
-        """Places at which its forward drew random numbers."""
+        """The places at which the forward drew random numbers."""
         self.cuts = cuts
         self.offered = cuts.offered
-        """Places where it may be cut, in the order of the forward: all, or those that were chosen."""
+        """The places where it may be cut, in the order of the forward: all, or those that were chosen."""
         self.refused = cuts.refused
-        """With reasons."""
+        """Places where it may not be cut, with reasons."""
         names = tuple(cut.name for cut in cuts.offered)
         self.chosen = names if names and cuts.depend_on_chance else None
-        """The names of the offered ones where they are not all, or depend on the trace; else None."""
+        """The names of the offered places, if these are not all or depend on the trace; else None."""
 
     def at(self, names: Sequence[str]) -> CutModel:
-        """The same model to be cut after the calls of these names alone, as it may come from a plan. Raises
-        ValueError for a name after which it cannot be cut."""
+        """Returns the same model, to be cut only after the calls of these names, as a plan has them. Raises
+        ValueError for a name after which it cannot be cut.
+        """
         places = {self._place_of(name): None for name in names}
         known = [cut for cut in [*self.offered, *self.refused] if cut.crossing is not None]
         chosen = sorted((cut for cut in known if cut.call in places), key=self.cuts.end_of)
         return self._with(chosen, [cut for cut in self.refused if cut.call not in places])
 
     def without(self, reasons: Mapping[int, str]) -> CutModel:
-        """Not to be cut at these of the offered places. reasons: why, by position."""
+        """Returns the model without some of the offered places. reasons: why, by position."""
         kept = [cut for position, cut in enumerate(self.offered) if position not in reasons]
         dropped = [
             replace(self.offered[position], crossing=None, why_not=why) for position, why in reasons.items()
@@ -110,7 +111,9 @@ class CutModel(CutForward):
         )
 
     def _name_of_calls(self, path: str) -> str:
-        """Returns a name for the calls of the module with this path; the path itself if there is none."""
+        """Returns the name that calls have for the module with this path; the path itself if there is no
+        module.
+        """
         try:
             module = self.module.get_submodule(path)
         except AttributeError:  # "block (call 2)"
@@ -153,8 +156,9 @@ class CutModel(CutForward):
         return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
 
     def parameter_bytes(self, *, trained: bool = True) -> list[int]:
-        """Bytes of each layer's parameters that are trained, or that are not. A parameter of several layers
-        counts at the first."""
+        """Returns the bytes of each layer's parameters, of those that are trained or of those that are not.
+        The first layer that uses a parameter counts it.
+        """
         layer_of = self.cuts.first_spans_of_parameters(self.offered)
         sizes = [0] * len(self.layer_names)
         for name, parameter in self.module.named_parameters():
@@ -163,7 +167,9 @@ class CutModel(CutForward):
         return sizes
 
     def explain_checkpointed(self) -> str:
-        """Returns why a model that calls one checkpoint() after the other has few places; else empty."""
+        """Returns why a model that calls checkpoint() for one block after another has few cuts; else
+        empty.
+        """
         names = [cut.name for cut in self.refused if cut.is_checkpointed]
         if len(names) < 2:
             return ""
@@ -175,8 +181,9 @@ class CutModel(CutForward):
         )
 
     def explain(self) -> str:
-        """Why there are no more cuts, for the first places that are none; empty where there is nothing to
-        say."""
+        """Returns reasons why the first places that are no cuts are none; empty if there is nothing to
+        say.
+        """
         if is_compiled(self.module):
             return (
                 "it is compiled as a whole, which is one call: give the module that it was made of, and"
@@ -199,12 +206,14 @@ def cut_model(
     call: Callable[[nn.Module, Any], Any] = call_model,
     needs_outputs: bool = False,
 ) -> CutModel:
-    """Traces the model on one minibatch; it and the generators are afterwards as they were. A model on the
-    meta device is traced on the host, without parameters; weights: where its buffers' values come from.
-    call: runs the model. needs_outputs: somebody reads all outputs, besides the loss. The first of
-    Microbatches is taken.
+    """Traces the model on one minibatch. Afterwards the model and the generators are as before. Of
+    Microbatches the first batch is used. A model on the meta device is traced on the host, without values of
+    parameters.
 
-    Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
+    weights: the source of such a model's buffers. call: runs the model. needs_outputs: all outputs are read,
+    not only the loss.
+
+    Raises ValueError for parameters that cannot be trained, and any error that the model or the loss raises.
     """
     check_parameters(model)
     counts: list[str] = []
@@ -227,11 +236,14 @@ def _trace(
     call: Callable[[nn.Module, Any], Any],
     needs_outputs: bool,
 ) -> Trace:
-    """counts: gets what CutModel has of that name. losses: gets the loss, unless something was drawn."""
+    """Records the trace. counts: filled with CutModel.counts. losses: gets the loss, unless something was
+    drawn.
+    """
     device = device_of([model])
     loss_fn = spare_loss(loss_fn, [model])
-    # Copies, as a first layer that works in place would change the caller's data; and targets that are the
-    # inputs are then read at the last stage, where they are.
+    # Clones the inputs, because a first layer that works in place would change the caller's data. Clones the
+    # targets separately: targets that are also inputs are then read at the last stage, where they are
+    # available.
     given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(inputs, device))
     wanted = map_tensors(lambda tensor: tensor.detach().clone(), to_device(targets, device))
 
@@ -243,7 +255,7 @@ def _trace(
         with autocast_region(device.type, autocast):
             loss = check_loss(call_loss(loss_fn, output, wanted), 0)
         made.append(loss.detach())
-        if needs_outputs:  # so that the loss depends on them all
+        if needs_outputs:  # the loss must depend on all outputs
             for tensor in tensors_of(output):
                 loss = loss + 0.0 * tensor.sum()
         return loss
@@ -262,8 +274,9 @@ def _trace(
 
 
 def _numbers_kept(model: nn.Module) -> dict[str, float]:
-    """Numbers among the attributes of modules with others inside, by path. Such a module may run at several
-    stages."""
+    """Returns numbers in attributes of modules that contain modules, by path. Such a module may run at
+    several stages.
+    """
     return {
         f"{path}.{name}" if path else name: value
         for path, module in model.named_modules()

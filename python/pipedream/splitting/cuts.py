@@ -1,8 +1,9 @@
-"""Cuts: where the forward of any module may be divided between stages, and what crosses there.
+"""Cuts: the places where any module's forward may be divided between stages, and the values that cross there.
 
-A cut is the end of a call of a module. Upstream of it everything before that moment runs; downstream the same
-forward runs again, but the calls that are over at the cut (the frontier: those of the inputs, of the siblings
-that came before, at each level, and the call itself) give back what came over the cut.
+A cut is the end of a call of a module. The stage upstream runs everything before that moment. The stage
+downstream runs the same forward again, but does not make calls that have ended at the cut: it returns their
+outputs from the values that crossed. The outermost of these calls are the frontier: the inputs, the call that
+ends, and at each level around it the calls before it.
 
     forward(x)              upstream runs     downstream runs
       x = stem(x)           stem              -
@@ -10,10 +11,12 @@ that came before, at each level, and the call itself) give back what came over t
       x = body(x)           body, then stops  -                      <- the cut
       return head(x + y)                      +, head
 
-What crosses is the backward slice from the loss through all that runs downstream, where it ends in something
-that does not run there: nothing else can be read. What a hook inside a frontier call has put elsewhere
-(a list of router logits) crosses, too, and the hook is called again downstream. Contract: a cut is offered
-only where that is exactly reproducible, and every other end of a call has a reason why not. Pure; any thread.
+The values that cross are found by a backward slice: from the loss through everything that runs downstream, up
+to values that are made elsewhere. Nothing else can be read downstream. Values that a hook inside a frontier
+call stored elsewhere (a list of router logits) cross, too, and the hook is called again downstream.
+
+Contract: a cut is offered only where the result is exactly the same, and every other end of a call has a
+reason against it. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _BY_CHANCE = (
 
 @dataclass(frozen=True)
 class Cut:
-    """A place to cut, or the reason why it is none. One with both is a place for who names it alone."""
+    """A place to cut, or the reason why it is none. A place with both is a cut only if the user names it."""
 
     call: int
     name: str
@@ -51,33 +54,34 @@ class Cut:
     """Bytes that cross in the traced minibatch."""
     why_not: str = ""
     calls: tuple[str, ...] = ()
-    """All that end here, by name, the outermost first: the same place."""
+    """The names of all calls that end at this place, the outermost first."""
     is_checkpointed: bool = False
-    """The call itself, and none around it, is under activation checkpointing or no_grad."""
+    """Whether this call, and none around it, runs under activation checkpointing or no_grad."""
 
 
 @dataclass(frozen=True)
 class SpanState:
-    """The names of what a span of the forward has to do with."""
+    """The names of the parameters, buffers and modules that a span of the forward uses."""
 
     parameters: frozenset[str]
     buffers: frozenset[str]
     read: frozenset[str]
-    """Those of them that the traced minibatch used."""
+    """Those parameters and buffers that the traced minibatch used."""
     strays: frozenset[str]
-    """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
+    """Other spans' parameters and buffers that code outside calls reads, without its result being needed."""
     others_modules: frozenset[str] = frozenset()
-    """Modules of others that were not called in the traced minibatch; code outside calls may call them in a
-    later one."""
+    """Other spans' modules that the traced minibatch did not call. Code outside calls may call them in a
+    later one.
+    """
 
 
 @dataclass
 class _Slice:
-    """The operations that run in a span, and those that are needed."""
+    """Those operations in a span that are needed, and what they read."""
 
     needed: list[Operation] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
-    """By what is needed, and made outside the span."""
+    """Values that the needed operations read and that are made outside the span."""
 
 
 class Cuts:
@@ -112,8 +116,9 @@ class Cuts:
                 self.offered.append(legal)
 
     def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
-        """Returns the state that the span between two cuts needs or touches. first None: the span begins with
-        the forward. last None: it ends with the loss."""
+        """Returns the parameters, buffers and modules that the span between two cuts uses. first None: from
+        the start. last None: to the loss.
+        """
         begin = 0 if first is None else self._trace.calls[first.call].end
         end = None if last is None else self._trace.calls[last.call].end
         runs = [op for op in self._trace.operations if self._runs(op, begin, end)]
@@ -132,7 +137,9 @@ class Cuts:
         )
 
     def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
-        """The first of the spans between these cuts that reads, or would read, each parameter."""
+        """Returns, for each parameter, the first of the spans between these cuts that reads it or would read
+        it.
+        """
         ends = [self._trace.calls[cut.call].end for cut in cuts]
         spans = {name: sum(end < min(found.ticks) for end in ends) for name, found in self._unused.items()}
         for op in self._trace.operations:
@@ -142,20 +149,21 @@ class Cuts:
         return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
 
     def end_of(self, cut: Cut) -> int:
-        """When the call ends, by which cuts are in the order of the forward."""
+        """Returns the tick at which the cut's call ends. Cuts are ordered by it."""
         return self._trace.calls[cut.call].end
 
     @property
     def last_call(self) -> str:
-        """The last call of the forward; empty if it calls no module."""
+        """Returns the name of the call that ends last; empty if the forward calls no module."""
         last = max(self._trace.calls, key=lambda call: call.end)
         return "" if last.key == INPUTS else str(last.key)
 
-    # Where a cut may be.
+    # The ends of calls that may be cuts.
 
     def _candidates(self) -> Iterable[list[int]]:
-        """Groups of calls that end between the same two operations, the outermost first, if parameters are
-        used on both sides."""
+        """Yields groups of calls that end between the same two operations, the outermost first. Parameters
+        must be used before and after.
+        """
         uses = [op.tick for op in self._trace.operations if self._uses_parameters(op)]
         if not uses:
             return
@@ -210,15 +218,18 @@ class Cuts:
         return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
 
     def _crosses(self, index: int, leaf: Leaf, found: _Slice) -> bool:
-        """Inputs that are no floating-point numbers always do: they are small, and what reaches Python of
-        them (tolist(), numpy()) is no operation, nor would the check see it: stand-ins cannot be NaN."""
+        """Whether an output of a call crosses. Inputs that are no floating-point numbers always cross: they
+        are small, and reading them from Python (tolist(), numpy()) is no operation that the trace sees. The
+        check would not notice either, because such a filler cannot be NaN.
+        """
         is_input = self._trace.calls[index].key == INPUTS
         always = is_input and leaf.is_dense and not leaf.dtype.is_floating_point
         return always or leaf.version in found.reads
 
     def _fault(self, call: Call, found: _Slice) -> str:
-        """Why what runs on both sides would differ; empty where nothing does. What it draws is keyed
-        (draws.py)."""
+        """Returns why code that runs on both sides of the cut would compute something else; empty if it would
+        not. Random numbers are no reason, because they are keyed (draws.py).
+        """
         receiver = _storages(found.needed)
         receiver |= _storages(op for op in self._trace.operations if op.tick > call.end)
         sender = _storages(op for op in self._trace.operations if op.tick < call.end)
@@ -232,7 +243,7 @@ class Cuts:
     def _fault_of_wire(
         self, sources: list[int], found: _Slice, positions: dict[tuple[object, ...], int]
     ) -> str:
-        """Why what is needed cannot be given back by these calls; empty where it can."""
+        """Returns why the frontier's calls cannot return all values that are needed; empty if they can."""
         leaves = [leaf for index in sources for leaf in self._leaves(index)]
         returned = {leaf.version for leaf in leaves}
         for version in sorted(found.reads - returned):
@@ -261,15 +272,15 @@ class Cuts:
             return "two views of memory that is written later would cross"
         return ""
 
-    # Calls that a draw decides on.
+    # Calls that happen depending on a random number.
 
     @property
     def depend_on_chance(self) -> bool:
-        """Whether another trace of the same minibatch may have other calls, and so other cuts."""
+        """Whether another trace of the same minibatch may have other calls, and thus other cuts."""
         return bool(self._chances)
 
     def _is_left_to_chance(self, index: int) -> bool:
-        """Whether a draw has decided, right before the call or one around it, that it is made."""
+        """Whether a random number decided, right before the call or one around it, that it is made."""
         return any(self._follows_chance(other) for other in self._path(index))
 
     def _follows_chance(self, index: int) -> bool:
@@ -280,10 +291,11 @@ class Cuts:
 
     @functools.cached_property
     def _chances(self) -> dict[int, list[int]]:
-        """Ticks at which a call's own code decided by random numbers alone, as layers are dropped; by call.
-        Activations that have been through dropout do not count."""
+        """Ticks, by call, at which the call's own code branched on nothing but random numbers, as LayerDrop
+        does. Branching on activations that went through dropout does not count.
+        """
         ticks: dict[int, list[int]] = {}
-        free: set[Version] = set()  # of anything but constants and random numbers
+        free: set[Version] = set()  # values that depend on nothing but constants and random numbers
         drawn: set[Version] = set()
         for op in self._trace.operations:
             if not free.issuperset(op.reads):
@@ -298,7 +310,7 @@ class Cuts:
     # The frontier.
 
     def _path(self, index: int) -> list[int]:
-        """The call and those around it, the innermost first."""
+        """Returns the call and the calls around it, the innermost first."""
         path = []
         while index != ROOT:
             path.append(index)
@@ -306,7 +318,9 @@ class Cuts:
         return path
 
     def _frontier(self, index: int) -> list[int]:
-        """The calls that are over at the end of this one and lie in none that is."""
+        """Returns the calls that have ended at the end of this one, except those inside another one that
+        has.
+        """
         end = self._trace.calls[index].end
         levels = [*self._path(index)[1:], ROOT]
         siblings = [child for level in levels for child in self._children.get(level, ())]
@@ -317,7 +331,9 @@ class Cuts:
         return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
 
     def _hooked(self, frontier: list[int], found: _Slice) -> dict[int, list[int]]:
-        """The calls in each frontier call whose hooks have put needed values elsewhere, in their order."""
+        """Returns, by frontier call, the calls inside it whose hooks stored needed values elsewhere, in their
+        order.
+        """
         returned = {leaf.version for index in frontier for leaf in self._leaves(index)}
         left = found.reads - returned
         hooked: dict[int, list[int]] = {}
@@ -332,7 +348,7 @@ class Cuts:
         return hooked
 
     def _escapes(self, index: int, found: _Slice) -> bool:
-        """Whether a hook has put what the call returned where code beyond the call around it reads it."""
+        """Whether a hook stored the call's output where code outside the call around it reads it."""
         parent = self._trace.calls[index].parent
         if parent == ROOT or not self._trace.calls[index].is_hooked:
             return False
@@ -349,7 +365,8 @@ class Cuts:
             if not isinstance(leaf, Leaf):
                 return PackedLeaf(constant=leaf)
             position = positions.get(leaf.memory)
-            # What crosses is overwritten by code before the cut, a filler by any that runs afterwards.
+            # A tensor that crosses may be overwritten before the cut. A filler may be overwritten at any
+            # later time.
             until = cut if position is not None else None
             overwritten = self._is_overwritten(leaf.version.storage, call.end, until)
             order = order_in_memory(leaf.shape, leaf.stride)
@@ -375,14 +392,17 @@ class Cuts:
     # The data flow.
 
     def _runs(self, op: Operation, begin: int, end: int | None) -> bool:
-        """Whether a stage of the span runs it: calls that are over at its beginning are not made again."""
+        """Whether a stage with this span runs the operation: not if it lies in a call that ended before the
+        span.
+        """
         if end is not None and op.tick > end:
             return False
         return op.tick > begin or op.call == ROOT or self._trace.calls[op.call].end > begin
 
     def _slice(self, begin: int, last: Cut | None) -> _Slice:
-        """Returns the slice of a stage that gets what is over at the tick `begin` and makes what crosses at
-        `last`, or the loss."""
+        """Returns the slice of a stage. The stage gets the outputs of calls that ended by the tick `begin`,
+        and makes the values that cross at `last`, or the loss.
+        """
         calls = self._trace.calls
         if last is None:
             end, wanted = None, {self._trace.loss}

@@ -1,8 +1,9 @@
-"""The eval-mode forward of a model, cut where its training is: what stages run on validation data.
+"""The cuts of a model's forward in eval mode, for validation data. They are at the same calls as the cuts of
+its training.
 
-A list of layers is cut between layers in either mode. Any other module is traced once more, in eval mode,
-with the first validation minibatch: other values may cross there than in training, as where an auxiliary head
-is left out. Stateless.
+A list of layers is cut between layers in either mode. Any other module is traced again in eval mode, with the
+first validation minibatch. Other values may cross then than in training, for example if an auxiliary head is
+left out. Stateless.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Forward = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class EvaluationCut:
-    """The places of an eval-mode forward. The module travels by itself."""
+    """The places of an eval-mode forward, without the module, which is sent separately."""
 
     cuts: Cuts
     names: tuple[str, ...]
-    """The calls after which it is cut."""
+    """The calls after which the forward is cut."""
 
     def of(self, module: nn.Module, forward: Forward | None) -> CutModel:
         return CutModel(module, self.cuts, call=forward or call_model).at(self.names)
@@ -44,8 +45,9 @@ class EvaluationCut:
 
 @contextlib.contextmanager
 def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, all their modules are in eval mode; afterwards each is in its own again. torch's encoder layers
-    call their modules there, too, and no fused kernel, as cuts inside them need it."""
+    """Inside, all modules are in eval mode; afterwards each has its own mode again. Torch's fused kernel for
+    encoder layers is off, because it would not call the modules inside, at which the forward may be cut.
+    """
     takes_fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     modules = [module for root in roots for module in root.modules()]
@@ -71,8 +73,12 @@ def cut_for_evaluation(
     autocast: torch.dtype | None = None,
     weights: WeightSource = None,
 ) -> EvaluationCut:
-    """model: as it is trained. inputs, targets: the first validation minibatch. Raises ValueError where a cut
-    of the plan is none of the eval-mode forward, and where a stage would read what another one trains."""
+    """Traces the model in eval mode and cuts it at the calls at which its training is cut.
+
+    model: cut for training. inputs, targets: the first validation minibatch. Raises ValueError if the
+    eval-mode forward cannot be cut at one of these calls, or if a stage would read parameters that another
+    stage trains.
+    """
     trained = model if plan.cuts is None else model.at(plan.cuts)
     names = tuple(trained.offered[stage.last_layer].name for stage in plan.stages[:-1])
     with in_eval_mode([model.module]):
@@ -108,8 +114,9 @@ def _check_reads(evaluated: SpanStage, trained: SpanStage) -> None:
 def evaluation_stages(
     model: Model, trained: Sequence[StageModule], cut: EvaluationCut | None, forward: Forward | None
 ) -> list[StageModule]:
-    """Returns the stages that run on validation data, in the order of the trained ones. cut: None if the
-    model is a list of layers, or one stage."""
+    """Returns the stages that run on validation data, in the order of the trained ones. cut: None for a list
+    of layers, and for a single stage.
+    """
     if cut is None:
         if forward is None:
             return list(trained)
@@ -120,7 +127,7 @@ def evaluation_stages(
 
 
 class _WholeModel(StageModule):
-    """The only stage, by a forward of the user's."""
+    """A model's only stage, which runs a forward that the user gave."""
 
     def __init__(self, stage: StageModule, forward: Forward) -> None:
         (root,) = stage.roots()

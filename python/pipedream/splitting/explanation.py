@@ -1,6 +1,7 @@
-"""Explanation: where a model can be cut, what would cross there, and why not elsewhere; as text and picture.
+"""Explanation: where a model can be cut, what would cross there, and why it cannot be cut elsewhere. As text
+and as a picture.
 
-    explain(model, batch, loss_fn)    one forward is traced, and every cut is checked, as profile does
+    explain(model, batch, loss_fn)    traces one forward and checks every cut, as profile() does
 
 Owned by the thread that makes it.
 """
@@ -41,23 +42,22 @@ class ExplainedLayer:
     parameter_bytes: int
     """Bytes of trainable parameters."""
     crossing_bytes: int | None
-    """Bytes that cross in the traced minibatch; None if not known before a profile. 0 after the last
-    layer."""
+    """Bytes that cross in the traced minibatch. None: not known before a profile. 0 after the last layer."""
     senders: tuple[str, ...] = ()
-    """The calls whose outputs cross, each once; "the inputs" among them."""
+    """The calls whose outputs cross, each once. They may include "the inputs"."""
     num_tensors: int = 0
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The cuts of a model, and the reasons against others."""
+    """The cuts of a model, and reasons against other places."""
 
     model: str
     layers: tuple[ExplainedLayer, ...]
     refused: tuple[tuple[str, str], ...]
     """(the call, why the model cannot be cut after it), in the order of the forward."""
     why_none: str = ""
-    """Why there is no place at all; empty where there are some, refused or not."""
+    """Why there is no place at all; empty if there are places, even refused ones."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -99,11 +99,11 @@ class Explanation:
         )
 
     def describe_refused(self) -> str:
-        """Title and refused places, beside a picture that has the layers."""
+        """Returns the title and the refused places, to be shown with a picture of the layers."""
         return "\n".join([self._title(), *self._refused_lines()])
 
     def good_places(self) -> list[int]:
-        """Layers after which fewer bytes cross than after both neighbours."""
+        """Returns the layers after which fewer bytes cross than after both neighbours."""
         sizes = [layer.crossing_bytes for layer in self.layers[:-1]]
         return [
             index
@@ -116,10 +116,11 @@ class Explanation:
         ]
 
     def save_picture(self, path: str | os.PathLike[str], cuts: Sequence[int] = ()) -> None:
-        """Draws the bytes that cross after each layer, and the layer's parameters: .svg, .png or .pdf.
+        """Draws the bytes that cross after each layer, and each layer's parameters, as .svg, .png or .pdf.
 
-        cuts: the layers after which a plan cuts, which are marked. Good places have a colour of their own.
-        Raises ValueError where matplotlib is missing."""
+        cuts: the layers after which a plan cuts; they are marked. Good places have a colour of their own.
+        Raises ValueError if matplotlib is missing.
+        """
         figure = import_figure(path)(figsize=(10, 1.2 + 0.18 * len(self.layers)), layout="constrained")
         crossing, parameters = figure.subplots(1, 2, sharey=True)
         rows = range(len(self.layers))
@@ -145,7 +146,7 @@ class Explanation:
 
 
 def _in_one_unit(sizes: Sequence[int]) -> tuple[str, list[float]]:
-    """(unit, sizes in it), where the largest is 1 or more."""
+    """Returns a unit and the sizes in it. The largest size is at least 1."""
     units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")]
     unit_bytes, unit = next((pair for pair in units if max(sizes) >= pair[0]), units[-1])
     return unit, [size / unit_bytes for size in sizes]
@@ -158,10 +159,12 @@ def explain(
     *,
     weights: WeightSource = None,
 ) -> Explanation:
-    """batch: a minibatch as the data yield it. The model is left as it was. One on the meta device is traced
-    on the host, and its cuts are not checked; weights: as of run().
+    """Explains where the model can be cut. The model is unchanged afterwards.
 
-    Raises ValueError or TypeError for a batch that does not fit, and whatever the model raises.
+    batch: a minibatch as the data yield it. weights: as in run(). A model on the meta device is traced on the
+    host, and its cuts are not checked.
+
+    Raises ValueError or TypeError for a batch that does not fit, and any error that the model raises.
     """
     loss_fn = loss_fn or own_loss
     if not needs_cutting(model):

@@ -1,15 +1,16 @@
-"""Span: a stage that runs a part of any model's forward, between two cuts, by the model's own code.
+"""SpanStage: a stage that runs a part of any model's forward, between two cuts, by the model's own code.
 
-    1  the model's forward runs from its beginning
-    2  calls that are over at the cut before give back what was received  (crossing.py)
-    3  everything else runs as it is; what crosses the cut after is kept as calls end
-    4  the end of the span's last call stops the forward
+    1  The model's forward runs from its beginning.
+    2  Calls that have ended at the first cut return what was received, without running (crossing.py).
+    3  Everything else runs. Outputs that cross at the second cut are kept as calls end.
+    4  The end of the span's last call stops the forward.
 
-Code outside calls runs at every stage whose forward passes it. What it computes from fillers nobody reads.
-Each forward keeps its state in an object of its own: many are in flight, and a recompute is one more.
+Code outside calls runs at every stage whose forward passes it. Results that it computes from fillers are not
+read. Each forward keeps its state in an object of its own, because many are in flight, and a recompute is
+another one.
 
-A forward may leave out calls that the traced one made, or make others, where that concerns one stage alone.
-It is refused here where a result of such a call crosses a cut. Owned by the stage's compute thread.
+A forward may leave out calls that the traced one made, or make others, if they concern one stage only. It is
+refused here if the output of such a call crosses a cut. Owned by the stage's compute thread.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ __all__ = ["SpanStage"]
 
 
 class _Stop(BaseException):
-    """Ends a forward; no code of the user's catches it by mistake."""
+    """Ends a forward. It is no Exception, so that user code does not catch it by mistake."""
 
 
 class SpanStage(StageModule):
-    """Layers first_layer..last_layer of a model that was cut along its own forward. It holds the whole model,
-    and calls its own what the span reads and writes of it."""
+    """Layers first_layer..last_layer of a model that is cut along its own forward. It holds the whole model,
+    but reports only the parameters and buffers that its span uses.
+    """
 
     def __init__(
         self,
@@ -55,9 +57,10 @@ class SpanStage(StageModule):
         draws: DrawSites | None = None,
         call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
-        """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
-        where it has come to the cut before. draws: of the whole model. fillers: shared by stages that run in
-        one process, one after the other. call: runs the model."""
+        """crossing_in: None at the first stage. crossing_out: None at the last stage. on_begin: called in
+        each forward when it reaches the first cut. draws: of the whole model. fillers: shared by stages that
+        run one after the other in one process. call: runs the model.
+        """
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
@@ -78,7 +81,9 @@ class SpanStage(StageModule):
         self._visible = dict(visible_modules(model))
 
     def forward(self, value: Any) -> Any:
-        """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
+        """Runs the span. value: the inputs at the first stage, else what crossed. Returns what crosses, or
+        the output.
+        """
         others = self._state.others_modules
         forward = _SpanForward(
             self._names,
@@ -113,14 +118,14 @@ class SpanStage(StageModule):
         return name in self._state.parameters or name in self._state.buffers
 
     def read_names(self) -> frozenset[str]:
-        """The full names of the parameters and buffers that the traced forward read here."""
+        """Returns the full names of the parameters and buffers that the traced forward read in this span."""
         return self._state.read
 
     def stage_buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
 
     def held_names(self) -> set[str]:
-        """Code outside calls may read or write any buffer."""
+        """Returns more than the span's own names: code outside calls may read or write any buffer."""
         return super().held_names() | {name for name, _ in self.layers[0].named_buffers()}
 
     def others_parameters(self) -> list[nn.Parameter]:
@@ -137,7 +142,9 @@ class SpanStage(StageModule):
                     module._buffers[name] = buffer.to(device)
 
     def strays(self) -> list[Tensor]:
-        """Parameters and buffers of other stages that its code reads, for nothing that is needed."""
+        """Returns parameters and buffers of other stages that the stage's code reads without needing their
+        values.
+        """
         model = self.layers[0]
         tensors = (*model.named_parameters(), *model.named_buffers())
         return [tensor for name, tensor in tensors if name in self._state.strays]
@@ -157,7 +164,7 @@ def _has_nan(value: Any) -> bool:
 
 
 class _SpanForward:
-    """One forward."""
+    """The state of one forward."""
 
     def __init__(
         self,
@@ -172,7 +179,7 @@ class _SpanForward:
         """others: SpanState.others_modules."""
         self._draws = draws
         self.first_of_others: CallKey | None = None
-        """The first call of such a module. Its parameters are NaN here, and so is what it returns."""
+        """The first call of one of `others`. Its parameters are NaN here, and so is its output."""
         self._others = others
         self._counter = CallCounter(names)
         self._modules = modules
@@ -185,7 +192,7 @@ class _SpanForward:
         self._outputs: dict[CallKey, list[Any]] = {}
 
     def begin(self, value: Any, fillers: Fillers) -> Any:
-        """The inputs that the model is called with."""
+        """Returns the inputs with which the model is called."""
         if self._in is None:
             self._given = {INPUTS: value}
         else:
@@ -231,8 +238,9 @@ class _SpanForward:
         return output
 
     def _call_hooks(self, key: CallKey, output: Any) -> None:
-        """Calls the hooks of a call that is not made, with its output: they put it where later code finds
-        it."""
+        """Calls the hooks of a call that is not made, with its output. They store it where later code finds
+        it.
+        """
         module = self._modules[key.module]
         for handle, hook in module._forward_hooks.items():
             takes_keywords = handle in module._forward_hooks_with_kwargs
@@ -243,8 +251,9 @@ class _SpanForward:
             self._outputs[key] = self._wanted[key].flatten(output)
 
     def check_calls(self) -> None:
-        """Raises ValueError if the forward left out a call that the cuts need: one whose output crosses a
-        cut, or one at whose end a cut is."""
+        """Raises ValueError if the forward did not make a call whose output crosses, or the call at whose end
+        the cut is.
+        """
         last = None if self._out is None else self._out.last
         missing = [key for key, value in self._given.items() if value is not NOT_CALLED]
         missing += [

@@ -1,12 +1,13 @@
-"""Split check: whether a model that is cut at all its cuts at once computes what the whole one does.
+"""Split check: whether a model that is cut at all of its cuts at once computes the same as the whole model.
 
-Two minibatches, one after the other, with every layer as a stage of its own. What a stage must not need is
-poison: tensors that do not cross, and parameters and buffers of other stages; attributes that one stage sets
-no other finds, but itself with the second minibatch. Losses, gradients and buffers are compared, in float64
-where the model computes in it. The whole model and its stages draw by the same keys, as in a run; where the
-traced minibatch drew nothing the generators are set at each cut. The check takes the time of four minibatches
-and of the code outside calls at every layer, and leaves everything as it was. It belongs to the thread that
-profiles.
+The check runs two minibatches in sequence, with every layer as a stage of its own. Everything that a stage
+must not need is poison: tensors that do not cross, and parameters and buffers of other stages. Attributes
+that a stage sets are invisible to other stages; the stage finds them again with the second minibatch. Losses,
+gradients and buffers are compared, in float64 if the model computes in it.
+
+The whole model and its stages draw by the same keys, as in a run. If the traced minibatch drew nothing, the
+generators are set at each cut instead. The check takes the time of four minibatches, plus the code outside
+calls once per layer. It leaves everything as it was. It runs on the thread that profiles.
 """
 
 from __future__ import annotations
@@ -53,50 +54,53 @@ __all__ = ["NUM_CHECKED", "check_cuts", "check_layers", "without_bad_cuts"]
 _log = logging.getLogger("pipedream")
 
 NUM_CHECKED = 2
-"""Minibatches that a check reads."""
+"""Number of minibatches that a check reads."""
 
 _LossFunction = Callable[[Any, Any], Tensor]
 _Minibatches = Sequence[tuple[Any, Any]]
 
-# Relative to each tensor's largest element, by the coarsest dtype that the model computes in: a value that
-# three or more use is summed in another order.
+# Relative to each tensor's largest element, by the coarsest dtype in which the model computes. A value that
+# three or more layers use is summed in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2
-# A float64 model with some float32 inside (norms, positions) differs by what these round differently.
+# A float64 model with some float32 inside (norms, positions) differs by the float32 parts' rounding.
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
 _REFUSED = "a stage refuses that: "
 _NEGLIGIBLE = 1e-2
-"""Share of the largest element of all gradients: times the tolerance some ten times float32's rounding of
-it."""
+"""Share of the largest element of all gradients below which a gradient may be rounding only. Times the
+tolerance, it is about ten times float32's rounding of that element.
+"""
 
 
 @dataclass
 class _Outcome:
     losses: list[float]
-    """One per minibatch."""
+    """One loss per minibatch."""
     gradients: dict[str, Tensor]
     """Sums over the minibatches, by name."""
     buffers: dict[str, Tensor]
-    """After the last one."""
+    """The buffers after the last minibatch, by name."""
 
 
 @dataclass
 class _Round:
-    """The generators of the whole model's forward with one minibatch."""
+    """The states of the generators during the whole model's forward of one minibatch."""
 
     begin: GeneratorState
     at_places: dict[int, GeneratorState] = field(default_factory=dict)
 
 
 def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
-    """The places where the model may be cut, by position, at which cutting changes what is computed, with
-    what differs, or the error that the forward then raises. model: a list of layers or a CutModel.
-    minibatches: (inputs, targets) on the model's device, the first NUM_CHECKED; where there are fewer the
-    last one counts again.
+    """Returns the cuts that change what is computed: position -> what differs, or the error that the cut
+    forward raises.
 
-    Raises ValueError where single cuts compute what they must and several together do not."""
+    model: a list of layers or a CutModel. minibatches: (inputs, targets) on the model's device. The first
+    NUM_CHECKED are used; if there are fewer, the last one is used again.
+
+    Raises ValueError if single cuts are right and several together are not.
+    """
     checked = checked_model(model)
     if not checked.place_names:
         return {}
@@ -117,8 +121,9 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
 def without_bad_cuts(
     cut: CutModel, minibatches: _Minibatches, loss_fn: _LossFunction, *, is_chosen: bool
 ) -> CutModel:
-    """The model without those of its cuts that change what is computed, which the log says. Raises ValueError
-    where the user has chosen the cuts."""
+    """Returns the model without the cuts that change what is computed, and logs them. Raises ValueError
+    instead if the user chose the cuts.
+    """
     bad = check_cuts(cut, minibatches, loss_fn)
     if not bad:
         return cut
@@ -128,7 +133,7 @@ def without_bad_cuts(
         f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
         f" {difference}"
     )
-    is_refused = difference.startswith(_REFUSED)  # which has its own remedy
+    is_refused = difference.startswith(_REFUSED)  # such a text has a remedy of its own
     if differing and not is_refused:
         text += (
             "; what later code, or the next minibatch, reads is kept outside torch's operations (numpy, an"
@@ -154,8 +159,9 @@ def _can_cross(value: Any) -> bool:
 
 
 def check_layers(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> None:
-    """Raises ValueError where the layers of a list, each a stage, do not compute what they do one after the
-    other in one process. Layers that are all torch's own keep nothing for each other, and are not run."""
+    """Raises ValueError if the layers of a list compute something else when each is a stage. Layers that are
+    all torch's own share no state, and are not run.
+    """
     named = named_layers(model)
     if all(_is_of_torch(module) for layer in named for module in layer.module.modules()):
         return
@@ -190,7 +196,9 @@ def _bad_places(check: _Check) -> dict[int, str]:
 
 
 def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """The places at which the cut model differs. Halving finds a few of many in a few checks."""
+    """Returns the places at which the cut model differs. Halving finds a few bad places among many in few
+    checks.
+    """
     found = difference(places)
     if not found:
         return {}
@@ -201,7 +209,7 @@ def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -
 
 
 class _Check:
-    """Minibatches that a model has computed as a whole, to compare it in stages with."""
+    """Compares a model in stages with the whole model, which computes the minibatches first."""
 
     def __init__(
         self,
@@ -211,8 +219,7 @@ class _Check:
         *,
         is_wide: bool,
     ) -> None:
-        """is_wide: all is float64; raises NotInFloat64Error where
-        the model does not take it."""
+        """is_wide: everything is float64. Raises NotInFloat64Error if the model does not accept that."""
         self.model = model
         self._minibatches = minibatches
         self._loss_fn = loss_fn
@@ -237,7 +244,7 @@ class _Check:
         self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
 
     def places_left_out(self) -> list[int]:
-        """The places that some minibatch does not reach."""
+        """Returns the places that some minibatch does not reach."""
         reached = [of_turn.at_places for of_turn in self._rounds]
         return [
             place
@@ -246,7 +253,7 @@ class _Check:
         ]
 
     def difference(self, ends: Sequence[int]) -> str:
-        """Says what differs in stages that end at these places; "" if nothing does."""
+        """Returns what differs in stages that end at these places; "" if nothing does."""
         with self._all_kept(), self._drawing():
             try:
                 staged = self._run_staged(ends)
@@ -282,14 +289,14 @@ class _Check:
         return _Outcome(losses, self._gradients(), _clones(self._named("named_buffers")))
 
     def _run_staged(self, ends: Sequence[int]) -> _Outcome:
-        generators: dict[int, GeneratorState] = {}  # at the places, of this minibatch
+        generators: dict[int, GeneratorState] = {}  # at the places, for the current minibatch
 
         def on_begin(place: int) -> None:
             if self._draws is None:
                 generators[place].restore(self._device)
 
         stages = self.model.stages(ends, on_begin)
-        # A worker has the attributes that its own forwards have set.
+        # Each stage has, like a separate worker, the attributes that its own forwards have set.
         attributes = [Attributes(self._modules, self._global_names)] * len(stages)
         for stage in stages:
             stage.draws = self._draws
@@ -339,19 +346,19 @@ class _Check:
         return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
 
     def _named(self, table: str) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors by full name; table: "named_parameters" or "named_buffers"."""
+        """Yields the model's tensors by full name. table: "named_parameters" or "named_buffers"."""
         for prefix, module in self.model.roots:
             yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a stage has raised it, and not code that it runs."""
+    """Whether a stage raised the error, rather than code that it runs."""
     raised = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return raised[-1] in (span.__name__, crossing.__name__)
 
 
 def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
-    """Stage by stage, the last one first. sent, received: at each cut."""
+    """Runs the backward stage by stage, the last one first. sent, received: the values at each cut."""
     roots = [(loss, torch.ones_like(loss))] if loss.requires_grad else []
     while roots:
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
@@ -361,7 +368,9 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _strays_swapped(stage: StageModule) -> Iterator[None]:
-    """Parameters and buffers of others are not what this stage reads, nor where it writes."""
+    """Inside, other stages' parameters and buffers that this stage reads have poison or clones as
+    contents.
+    """
     contents = [(tensor, tensor.data) for tensor in stage.strays()]
     for tensor, content in contents:
         poisons = content.is_floating_point()
@@ -382,12 +391,12 @@ def _clones(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _difference(whole: _Outcome, staged: _Outcome, tolerance: float) -> str:
-    """Empty where there is none."""
+    """Returns what differs; empty if nothing does."""
     for turn, (wanted, loss) in enumerate(zip(whole.losses, staged.losses, strict=True)):
         if not math.isclose(loss, wanted, rel_tol=0, abs_tol=tolerance * max(abs(wanted), 1.0)):
             which = "its loss" if turn == 0 else "its next loss"
             return f"{which} is {loss:.10g}, not {wanted:.10g}"
-    # A gradient that is nothing but rounding, as that of an attention's key bias, is so in another way.
+    # A gradient that is only rounding, such as that of an attention's key bias, differs completely.
     scale = _NEGLIGIBLE * max([_largest(tensor) for tensor in whole.gradients.values()], default=0.0)
     for name, tensor in whole.gradients.items():
         other = staged.gradients.get(name)
@@ -406,8 +415,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> bool:
-    """scale: what the largest element is taken for at least."""
-    if tensor.is_sparse:  # a buffer
+    """scale: a lower bound for the largest element, to which the tolerance is relative."""
+    if tensor.is_sparse:  # only buffers may be
         tensor, other = tensor.to_dense(), other.to_dense()
     if not tensor.is_floating_point():
         return torch.equal(tensor, other)

@@ -1,8 +1,7 @@
-"""Splitter: a model and a plan -> one module per stage, made of the model's own layers.
+"""Splitter: makes one module per stage from a model and a plan, out of the model's own layers. It refuses, in
+one line, state that the stages of a plan cannot share.
 
 Runs in the caller's thread, before any worker exists.
-
-It refuses in one line what the stages of a plan cannot share.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class PlannedStage(Protocol):
 
 
 class StagePlan(Protocol):
-    """The parts of a plan that splitting needs; plan.Plan has them."""
+    """The parts of a plan that splitting needs. plan.Plan has them."""
 
     @property
     def stages(self) -> Sequence[PlannedStage]: ...
@@ -49,7 +48,7 @@ class StagePlan(Protocol):
 
 
 def split(model: Model, plan: StagePlan) -> list[StageModule]:
-    """One StageModule per stage of the plan. Raises as check_split does."""
+    """Returns one StageModule per stage of the plan. Raises as check_split() does."""
     model = _cut_as_planned(model, plan)
     check_split(model, plan)
     if isinstance(model, CutForward):
@@ -67,10 +66,10 @@ def split(model: Model, plan: StagePlan) -> list[StageModule]:
 def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
-    Refused: more stages than layers, a plan of another number of layers, buffers (or modules with buffers)
-    that two stages share, trainable parameters of other dtypes than float32, float64 and bfloat16, and places
-    that hold what a stage cannot train: views of its parameters, and unregistered parameters of other stages.
-    Parameters may be tied across stages: see find_ties.
+    It refuses: more stages than layers; a plan of another number of layers; buffers, or modules with buffers,
+    that two stages share; trainable parameters of dtypes other than float32, float64 and bfloat16; and places
+    that hold something that a stage cannot train, which are views of its parameters and unregistered
+    parameters of other stages. Parameters may be tied across stages: see find_ties().
     """
     model = _cut_as_planned(model, plan)
     layers = named_layers(model)
@@ -81,7 +80,7 @@ def check_split(model: Model, plan: StagePlan) -> None:
         check_references(layers, [0], check_storages(layers))
         return
     _check_coverage(len(layers), plan)
-    if not (len(layers) == 1 and layers[0].name == model_name(model)):  # which is whole, however it is cut
+    if not (len(layers) == 1 and layers[0].name == model_name(model)):  # a single layer is the whole model
         _check_names([layer.name for layer in layers], plan)
     stage_of_layer = [
         stage_index
@@ -97,7 +96,7 @@ def check_split(model: Model, plan: StagePlan) -> None:
 
 
 def _check_names(names: Sequence[str], plan: StagePlan) -> None:
-    """Raises ValueError for a plan that names other layers. One that is written by hand names none."""
+    """Raises ValueError for a plan that names other layers. A plan that was written by hand names none."""
     planned = getattr(plan, "predicted", {}).get("stage_layers")
     if not isinstance(planned, list) or len(planned) != len(plan.stages):
         return
@@ -112,14 +111,14 @@ def _check_names(names: Sequence[str], plan: StagePlan) -> None:
 
 
 def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
-    """A plan may count other layers than all that there are."""
+    """Returns the model with the plan's cuts. These may be fewer than all that it has."""
     return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
 
 
 def _check_coverage(
     num_layers: int, plan: StagePlan, why_no_more: str = "", *, has_cuts: bool = True
 ) -> None:
-    """has_cuts: whether the plan says where layers end, or the model has no other places for that."""
+    """has_cuts: whether the plan names its cuts, or the model has no cuts to name."""
     num_stages = len(plan.stages)
     if num_stages > num_layers and why_no_more:
         raise ValueError(
@@ -156,7 +155,7 @@ def check_shared_modules(layers: list[Layer], stage_of_layer: list[int]) -> None
     for stage_index, layer in zip(stage_of_layer, layers, strict=True):
         for path, module in layer.module.named_modules(prefix=layer.name):
             if not any(True for _ in module.buffers()):
-                continue  # parameters are tied then; without a state, each stage may have the same object
+                continue  # its parameters become tied; a module without state may be shared
             first_stage, first_path = first_use.setdefault(id(module), (stage_index, path))
             if first_stage != stage_index:
                 raise ValueError(
@@ -180,9 +179,9 @@ def check_shared_buffers(layers: list[Layer], stage_of_layer: list[int]) -> None
 
 
 def check_storages(layers: list[Layer]) -> list[_NamedSpan]:
-    """The memory of the trainable parameters."""
-    # Parameters that overlap in memory without being one object cannot be told apart from independent
-    # ones by name, and would silently come untied once each has its own place in a version.
+    """Returns the memory of the trainable parameters. Raises ValueError if parameters overlap."""
+    # Parameters that overlap in memory without being one object cannot be told apart from independent ones by
+    # name. They would silently come untied once each has its own place in a version.
     spans: list[_NamedSpan] = []
     trainable: list[_NamedSpan] = []
     seen: set[int] = set()
@@ -223,7 +222,9 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             for layer, stage in zip(layers, stage_of_layer, strict=True)
             if stage == stage_index
         ]
-        fixed: dict[tuple[int, Any], set[bool]] = {}  # of a tuple or partial: whether its parameters are tied
+        fixed: dict[
+            tuple[int, Any], set[bool]
+        ] = {}  # by place of a tuple or partial: are its parameters tied
         for place in places_of(roots):
             key = id(place.tensor)
             if key in names and place.held is not place.tensor and place.container is not None:
@@ -236,7 +237,8 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             if key not in names:
                 _check_no_view(place, of_storage)
             elif (stage_index, key) not in own and not place.is_outside:
-                # Through a module it may not be used: then a gradient says so.
+                # A parameter that is held through a module may not be used. If it is, its gradient reveals
+                # it.
                 other, name = names[key]
                 raise ValueError(
                     f"{place.path} of stage {stage_index} holds parameter {name!r} of stage {other} without"

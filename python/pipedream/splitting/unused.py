@@ -1,12 +1,12 @@
-"""Unused: parameters and buffers that the traced minibatch did not use (experts that no token chose, a layer
-that was dropped), and the place in the forward where a later minibatch may use them.
+"""Unused: parameters and buffers that the traced minibatch did not use, and the place in the forward where a
+later minibatch may use them. Examples are experts that no token chose, and a layer that was dropped.
 
 They belong where their module's code would run: at the end of the module's own calls. A module that was not
-called is put behind the one that its parent registers before it:
+called is placed after the module that its parent registers before it:
 
-    encoder(x)                      called, its call has a cut inside
+    encoder(x)                      called; the cut is inside this call
       layers.0   called             ... end of layers.0
-      layers.1   not called         here, and so upstream of a cut after layers.2
+      layers.1   not called         placed here, and so upstream of a cut after layers.2
       layers.2   called             ...
 
 Pure; any thread.
@@ -25,26 +25,26 @@ __all__ = ["Unused", "unused_of"]
 
 @dataclass(frozen=True)
 class Unused:
-    """One parameter or buffer of the model that no operation read or wrote."""
+    """A parameter or buffer of the model that no operation read or wrote."""
 
     ticks: tuple[float, ...]
-    """When its code would have run, once per call of the innermost called module around it."""
+    """Ticks at which its code would have run, one for each call of the innermost called module around it."""
     windows: tuple[tuple[float, float], ...]
-    """From beginning to end, those calls."""
+    """Begin and end of each of those calls."""
     module: str = ""
-    """The outermost module around it that was not called; empty: its own was."""
+    """The outermost module around it that was not called; empty if its own module was called."""
 
     def is_in(self, begin: float, end: float) -> bool:
-        """Whether its code would run in a span from one tick to another."""
+        """Whether its code would run between these ticks."""
         return any(begin < tick <= end for tick in self.ticks)
 
     def is_passed_in(self, begin: float, end: float) -> bool:
-        """Whether the span runs code of the module around it."""
+        """Whether code of the called module around it runs between these ticks."""
         return any(first < end and last > begin for first, last in self.windows)
 
 
 def unused_of(trace: Trace) -> dict[str, Unused]:
-    """The unused parameters and buffers, by full name."""
+    """Returns the unused parameters and buffers, by full name."""
     used = {version.storage for op in trace.operations for version in (*op.reads, *op.writes)}
     places = _Places(trace)
     return {
@@ -88,8 +88,10 @@ class _Places:
         return (0, math.inf) if call == ROOT else (self._calls[call].begin, self._calls[call].end)
 
     def _tick_in(self, call: int, around: str, absent: str) -> float:
-        """When code of the call would have called the absent module: behind what is registered before it, or
-        in front of what is registered behind it, in the innermost container where something was called."""
+        """Returns the tick at which code of the call would have called the absent module. It is after the
+        module registered before it, or before the module registered after it, in the innermost container in
+        which one of them was called.
+        """
         position = self._order[absent]
         container = absent
         while container != around:
@@ -105,7 +107,9 @@ class _Places:
         return self._window(call)[1]
 
     def _calls_in(self, call: int, container: str, modules: Iterable[str], absent: str) -> list[int]:
-        """The calls that the code of `call` makes itself for the first of these modules in the container."""
+        """Returns the calls of the first of these modules in the container that `call` made directly, if it
+        made any.
+        """
         prefix = f"{container}." if container else ""
         for module in modules:
             if module.startswith(prefix) and not module.startswith(f"{absent}."):
@@ -116,7 +120,9 @@ class _Places:
         return []
 
     def _child_of(self, call: int, index: int) -> int | None:
-        """The call directly in `call` that the other one is or lies in."""
+        """Returns the call directly inside `call` that is, or contains, the other one; None if there is
+        none.
+        """
         while index != ROOT:
             parent = self._calls[index].parent
             if parent == call:
