@@ -1,7 +1,8 @@
-"""A run's trace beside the simulation of its plan: what takes longer or shorter, the largest first.
+"""Compares a run's trace with the simulation of its plan, and lists what takes longer or shorter, the largest
+difference first.
 
-Both are looked at alike: per worker, milliseconds per minibatch in forwards, recomputes, backwards and
-updates, and with nothing of these, over the middle half of its minibatches. Pure but for the file; any
+Both are measured in the same way: per worker, the milliseconds per minibatch of forwards, recomputes,
+backwards, updates and idling, over the middle half of the worker's minibatches. Pure except for the file; any
 thread; needs no torch.
 """
 
@@ -31,14 +32,14 @@ class WorkTime(NamedTuple):
     """One work item of a worker."""
 
     kind: str
-    """One of _KINDS' values."""
+    """One of the values of _KINDS."""
     minibatch: int
     begin_ms: float
     end_ms: float
 
 
 class Difference(NamedTuple):
-    """Milliseconds per minibatch."""
+    """Simulated and measured milliseconds per minibatch, of one worker and one kind of work."""
 
     worker: int
     kind: str
@@ -53,10 +54,10 @@ class Difference(NamedTuple):
 @dataclass(frozen=True)
 class Comparison:
     simulated_ms: float
-    """Per minibatch, at the slowest worker."""
+    """Milliseconds per minibatch, at the slowest worker."""
     measured_ms: float
     differences: tuple[Difference, ...]
-    """The differences of all workers and kinds, the largest first."""
+    """The differences of all workers and kinds of work, the largest first."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -85,7 +86,9 @@ class Comparison:
 
 
 def compare_with_trace(simulation: Simulation, path: str | os.PathLike[str]) -> Comparison:
-    """Raises ValueError for a trace of another number of workers, or of too few minibatches."""
+    """Compares the simulation with a trace. Raises ValueError if the trace has another number of workers, or
+    too few minibatches.
+    """
     measured = read_trace(path)
     simulated = [
         [
@@ -113,9 +116,10 @@ def compare_with_trace(simulation: Simulation, path: str | os.PathLike[str]) -> 
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[list[WorkTime]]:
-    """The work items of each worker, in the order of the ranks, of a file that `save_trace` wrote.
+    """Reads the work items of each worker, in the order of ranks, from a file that `save_trace` wrote.
 
-    Raises FileFormatError for a file that is none."""
+    Raises FileFormatError for any other file.
+    """
     source = os.fspath(path)
     try:
         data = Path(path).read_bytes()
@@ -159,7 +163,9 @@ def _rank_of(name: str) -> int:
 
 
 def _times_of(row: Sequence[WorkTime], source: str) -> Mapping[str, float]:
-    """Milliseconds per minibatch by kind; of a replica's minibatches also those of the others count."""
+    """Returns milliseconds per minibatch by kind of work. A replica's time is divided by all replicas'
+    minibatches.
+    """
     minibatches = sorted({item.minibatch for item in row if item.kind == "update"})
     first, last = (minibatches[len(minibatches) * n // 4] for n in (1, 3)) if minibatches else (0, 0)
     if last <= first:

@@ -1,12 +1,15 @@
-"""The simulation of a plan with a schedule, by a profile: its own instruction lists, timed. Torch-free.
+"""Simulates a plan with a schedule: the schedule's own instruction lists, with times from a profile.
+Torch-free; any thread.
 
-Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
-way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
-direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. Of
-measured links each has the B of its direction and its latency (stage_links.py). What
-the profile does not have takes no time: the optimizer's step, the runtime's own work, cores that are shared.
-A plan of the calibrated cost model carries costs that have all of these, which then count (prediction.py).
-Figures are of a minibatch, of which a worker of r replicas has one in r. Any thread.
+- A stage takes the sum of its layers' times, divided evenly among the microbatches.
+- A boundary takes a_i / B in each direction, the C_i of the paper's cost model (design.md, section 5). It
+  carries one item at a time in each direction.
+- A stage's replicas push and pull shards of |w| / r bytes over links of their own.
+- Measured links have the bandwidth of their direction, and a latency.
+- Everything else takes no time: the optimizer's step, the runtime's own work, shared cores. A plan of the
+  calibrated cost model has costs of these, and they are used (prediction.py).
+
+Figures are per minibatch. One of r replicas has every r-th minibatch.
 """
 
 from __future__ import annotations
@@ -53,20 +56,20 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
-# Minibatches of each replica, besides those of the warm-up and the cool-down, unless asked otherwise.
+# Minibatches of each replica, besides warm-up and cool-down, unless the user gives a number.
 _STEADY_ROUNDS = 32
 _STEADY_ROUNDS_MIN = 4
-_EXCHANGES_MAX = 400_000  # between replicas
+_EXCHANGES_MAX = 400_000  # transfers between replicas; more would take too long
 
 
 @dataclass(frozen=True)
 class PlanSimulation:
-    """A plan, its lists with a schedule, and when each instruction is done."""
+    """A plan, the instruction lists of its schedule, and when each instruction runs."""
 
     plan: Plan
     profile: Profile
     bandwidth_bytes_per_s: float
-    """Bytes per second; of measured links those of the slowest that is used."""
+    """Bytes per second; with measured links, those of the slowest link that the plan uses."""
     links: StageLinks
     traced: TracedSchedule
     simulation: Simulation
@@ -98,20 +101,21 @@ class PlanSimulation:
 
     @property
     def ms_per_minibatch(self) -> float:
-        """Milliseconds per minibatch in the steady state, or over all of a simulation that is too short to
-        have one."""
+        """Milliseconds per minibatch in the steady state. A simulation that is too short for a steady state
+        gives the mean over all minibatches.
+        """
         return ms_per_minibatch(self.simulation)
 
     @property
     def samples_per_s(self) -> float | None:
-        """None: the profile does not say how many samples a minibatch has."""
+        """Samples per second. None: the profile does not say how many samples a minibatch has."""
         if self.profile.batch_size is None or self.ms_per_minibatch == 0:
             return None
         return self.profile.batch_size * 1e3 / self.ms_per_minibatch
 
     @property
     def speed_up(self) -> float | None:
-        """Over one worker that computes all layers; None for layers that take no time."""
+        """Speed relative to one worker that computes all layers. None: the layers take no time."""
         return self.profile.compute_ms / self.ms_per_minibatch if self.ms_per_minibatch else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +180,9 @@ class PlanSimulation:
             to_ms / 1e3 * self._bytes_per_s(worker, receiver) for receiver, to_ms in sent_ms.items()
         )
         served = self.plan.spare_stage_of(worker)
-        if served is not None:  # whose chunks leave while others come, so that the simulation has the rest
+        if (
+            served is not None
+        ):  # a spare's transfers overlap with what it receives: the simulation has the rest
             link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
             sent_bytes = link_ms / 1e3 * self.bandwidth_bytes_per_s * num_minibatches
         return {
@@ -199,7 +205,7 @@ class PlanSimulation:
                 return self.links.downstream[stage]
             if sender in below and receiver in here:
                 return self.links.upstream[stage]
-        return self.bandwidth_bytes_per_s  # of a spare
+        return self.bandwidth_bytes_per_s  # between a replica and a spare
 
     def _row(self, worker: int) -> tuple[str, ...]:
         fields = self._worker_fields(worker)
@@ -230,16 +236,19 @@ def simulate_plan(
     sync: str = "bsp",
     staleness: int = 0,
 ) -> PlanSimulation:
-    """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
-    factors: replicas push as with run's codec={"pushes": "factors"}; None: as the plan was made for. Of a
-    calibrated plan that was made without, that changes what the links carry and what a worker keeps, not what
-    it computes. sync, staleness: as of run().
+    """Executes the plan's instruction lists with the profile's costs.
 
-    bandwidth_bytes_per_s: of each link; links: what was measured, in its place; None takes the plan's
-    bandwidth. minibatches, microbatches: None chooses enough
-    for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
-    where nothing says the bandwidth or both do, for links of fewer workers or of a plan with spare shards,
-    for factors that the profile does not know or a calibrated plan cannot be without, and as make_traced().
+    optimizer_copies: as in partition(). sync, staleness: as in run().
+    factors: whether replicas push factors, as with run's codec={"pushes": "factors"}. None: as the plan was
+        made. For a calibrated plan that was made without factors, they change what links carry and what
+        workers keep, but not what workers compute.
+    bandwidth_bytes_per_s: of each link. links: measured links, instead. With neither, the plan's bandwidth.
+    minibatches: None chooses enough for a steady state. microbatches: None chooses as many as the schedule
+        needs.
+
+    Raises ValueError for a profile of other layers; for no bandwidth, or two; for links of fewer workers, or
+    with spare shards; for factors that the profile does not have or that a calibrated plan cannot be without;
+    and as make_traced().
     """
     from pipedream import _core
 
@@ -310,8 +319,9 @@ def simulate_plan(
 
 
 def _enough_minibatches(plan: Plan) -> int:
-    """Number of minibatches for a steady state. Many replicas get fewer, because all of them exchange with
-    each other in every round."""
+    """Returns a number of minibatches that reaches a steady state. With many replicas it is smaller, because
+    all of them exchange with each other in every round.
+    """
     warm_up = 2 * max(plan.in_flight)
     exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
     steady = min(_STEADY_ROUNDS, max(_STEADY_ROUNDS_MIN, _EXCHANGES_MAX // max(exchanged, 1) - warm_up))
@@ -325,7 +335,7 @@ def _links_of(
     bandwidth_bytes_per_s: float | None,
     links: LinkProfile | None,
 ) -> tuple[StageLinks, float]:
-    """The links between the stages, and the slowest link in bytes per second."""
+    """Returns the links between the stages, and the slowest bandwidth in bytes per second."""
     if links is None:
         bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         if bandwidth is None:
@@ -350,12 +360,12 @@ def _links_of(
 
 
 def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
-    """The ranks of each stage's replicas. Some schedules give a worker several stages."""
+    """Returns the ranks of each stage's replicas. Some schedules run several stages at one worker."""
     return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
 def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
-    """A calibrated plan whose costs are those of these links."""
+    """Returns a calibrated plan with the costs of these links."""
     of_boundaries = [
         {
             **link,
@@ -383,7 +393,9 @@ def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence
 
 
 def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
-    """A calibrated plan whose costs have whole shards, with what of them is pushed and pulled."""
+    """Returns a calibrated plan whose exchanges are scaled to the shares of a shard that are pushed and
+    pulled.
+    """
     costs = [
         {**cost, "push_ms": cost["shard_ms"] * share.pushed, "shard_ms": cost["shard_ms"] * share.pulled}
         for cost, share in zip(plan.predicted["stage_costs"], shares, strict=True)
@@ -399,11 +411,11 @@ def _stage_times(
     shares: Sequence[SyncedBytes],
     minibatches: Sequence[float],
 ) -> Sequence[StageTimes]:
-    """minibatches: by stage, that a replica has of a round."""
+    """Returns each stage's times. minibatches: one replica's minibatches in a round, by stage."""
     times = []
     speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
     for index, stage in enumerate(plan.stages):
-        # As slow as the slowest of its workers, which the others wait for.
+        # A stage is as fast as its slowest worker, because the others wait for it.
         speed = min(speeds[rank] for rank in plan.placement.ranks_of(index))
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward, backward = pass_costs(layers)
@@ -425,7 +437,7 @@ def _stage_times(
 
 
 def _speeds_of(plan: Plan) -> list[float]:
-    """Returns each worker's speed if the plan was made for some that differ."""
+    """Returns each worker's speed: the plan's, or 1 if it has none."""
     given, count = plan.predicted.get("speeds"), plan.workers_training
     if given is None:
         return [1.0] * count

@@ -1,7 +1,7 @@
-"""A simulated schedule as a figure of matplotlib: a row per worker, time to the right, as many rows as a
-person reads and as much time as fits in the width.
+"""Draws a simulated schedule as a matplotlib figure: one row per worker, time to the right. It shows as many
+rows as a person can read, and as much time as fits in the width.
 
-One thread; needs no torch, and matplotlib's figure type from whoever draws.
+One thread; needs no torch. The caller passes matplotlib's Figure type.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ROWS_MAX", "DrawnPart", "PhaseSpan", "ScheduleDrawing", "drawn_part"]
 
-_CHART_WIDTH_MAX = 30.0  # inches, of what time takes
+_CHART_WIDTH_MAX = 30.0  # inches of the time axis
 
-# Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
+# Blue and orange of the Okabe-Ito palette. They differ for every kind of colour vision, and in lightness.
 _COLOURS = {
     "FORWARD": (0.34, 0.71, 0.91),
     "RECOMPUTE": (0.75, 0.88, 0.95),
@@ -36,7 +36,7 @@ _DARKEST = {
     "RECOMPUTE": 0.84,
     "BACKWARD": 0.62,
     "EVALUATE": 0.62,
-}  # of a worker's last stage
+}  # factor for the colour of a worker's last stage
 _IDLE_COLOUR = "#f1f1f1"
 _UPDATE_COLOUR = "#303030"
 _QUIET_COLOUR = "#666666"
@@ -56,11 +56,11 @@ _TEXT_PT = 9.0
 _TEXT_PT_MIN = 3.5
 _SMALL_PT = 7.5
 _VERSION_PT = 6.0
-_INCHES_PER_CHARACTER_PT = 0.62 / 72  # a digit's width, of a letter's height in points
+_INCHES_PER_CHARACTER_PT = 0.62 / 72  # width of a digit, per point of the font's size
 
 
 class PhaseSpan(NamedTuple):
-    """A phase of the input worker, in milliseconds."""
+    """A phase of the first worker, in milliseconds."""
 
     name: str
     begin_ms: float
@@ -68,7 +68,7 @@ class PhaseSpan(NamedTuple):
 
 
 class ScheduleDrawing:
-    """One figure, whose only axes count in inches from the lower left corner."""
+    """A figure with one Axes, whose units are inches from the lower left corner."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ScheduleDrawing:
         return self.figure
 
     def _scale(self) -> float:
-        """Inches per millisecond at which every label fits, if the width allows it."""
+        """Returns the inches per millisecond at which every label fits, if the width allows it."""
         wanted = [
             (self._label_width(timed.instruction) + 0.07) / (timed.end_ms - timed.begin_ms)
             for row in self.simulation.timeline
@@ -140,7 +140,7 @@ class ScheduleDrawing:
         return min(roomy, _CHART_WIDTH_MAX / makespan_ms)
 
     def _narrowest(self, step: _core.Instruction) -> float:
-        """Inches of a box whose label can just be read."""
+        """Returns the inches of the narrowest box on which the label can be read."""
         return _text_width(self.labels.name(step), _TEXT_PT_MIN) + 0.03
 
     def _label_width(self, step: _core.Instruction) -> float:
@@ -185,11 +185,11 @@ class ScheduleDrawing:
 
     def _draw_update(self, timed: TimedInstruction, bottom: float) -> None:
         begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
-        half_mark = max(0.0, _UPDATE_MARK - (end - begin)) / 2  # an update that takes no time is still seen
+        half_mark = max(0.0, _UPDATE_MARK - (end - begin)) / 2  # makes an update without duration visible
         self._fill(begin - half_mark, end + half_mark, bottom - 0.03, _UPDATE_COLOUR, height=_ROW + 0.06)
 
     def _draw_transfers(self) -> None:
-        """A line from the sender's row to the receiver's, for what takes time."""
+        """Draws a line from the sender's row to the receiver's for each transfer that takes time."""
         for transfer in self.simulation.transfers:
             if transfer.end_ms == transfer.begin_ms:
                 continue
@@ -213,7 +213,7 @@ class ScheduleDrawing:
             begin, end = self._x(begin_ms) + 0.02, self._x(end_ms) - 0.02
             self.axes.plot([begin, begin, end, end], [y - 0.05, y, y, y - 0.05], color=_QUIET_COLOUR, lw=0.9)
             width = _text_width(name, _SMALL_PT)
-            x = max(begin, (begin + end - width) / 2)  # a short phase's name goes on to its right
+            x = max(begin, (begin + end - width) / 2)  # the name of a short phase extends to the right
             if x >= free_x:
                 self._write(x, y + 0.10, name, _SMALL_PT, colour=_QUIET_COLOUR)
                 free_x = x + width + 0.05
@@ -262,7 +262,7 @@ class ScheduleDrawing:
         base = _COLOURS[opcode]
         if self.num_chunks == 1:
             return base
-        # From half as far from white as the base to a dark one, in as many steps as there are chunks.
+        # The shades go from a lighter colour to a darker one than the base, one for each chunk.
         share = chunk / (self.num_chunks - 1)
         light = tuple(1 - 0.5 * (1 - part) for part in base)
         dark = tuple(_DARKEST[opcode] * part for part in base)
@@ -311,7 +311,9 @@ class ScheduleDrawing:
 
 
 def _text_width(text: str, points: float) -> float:
-    """Inches, about: exact widths would need a renderer, and viewers of an SVG have their own fonts."""
+    """Returns the text's approximate width in inches. The exact width would need a renderer, and viewers of
+    an SVG have other fonts anyway.
+    """
     return len(text) * points * _INCHES_PER_CHARACTER_PT
 
 
@@ -321,7 +323,9 @@ def _ink_on(colour: tuple[float, float, float]) -> str:
 
 
 def _tick_step(length_ms: float, num_ticks_max: float) -> float:
-    """1, 2 or 5 times a power of ten, of which at most that many fit in the length; 0 for no length."""
+    """Returns the distance between ticks: 1, 2 or 5 times a power of ten, for at most this many ticks; 0 for
+    no length.
+    """
     if length_ms <= 0:
         return 0.0
     least = length_ms / max(1.0, num_ticks_max)
@@ -330,22 +334,27 @@ def _tick_step(length_ms: float, num_ticks_max: float) -> float:
 
 
 ROWS_MAX = 40
-_READABLE_SHARE = 0.9  # of the boxes, that must have room for what is written on them
+_READABLE_SHARE = 0.9  # share of the boxes whose labels must be readable
 
 
 class DrawnPart(NamedTuple):
     simulation: Simulation
-    """The simulation of the rows and the time that are shown; its shares are of the whole."""
+    """The simulation, reduced to the rows and the time that are shown. Its shares are still those of the
+    whole.
+    """
     row_names: list[str]
     note: str
-    """A line about rows and time that are left out; empty if none are."""
+    """A line that says which rows and what time are left out; empty if none are."""
 
 
 def drawn_part(
     simulation: Simulation, narrowest_inches: Callable[[_core.Instruction], float], width_max: float
 ) -> DrawnPart:
-    """narrowest_inches: of a box on which an instruction's label can be read. width_max: inches of the time
-    that is shown."""
+    """Returns the part of a simulation that a figure can show.
+
+    narrowest_inches: returns the narrowest box on which an instruction's label can be read. width_max: inches
+    for the time that is shown.
+    """
     rows = _drawn_rows(simulation)
     shown = simulation
     notes = []
@@ -361,7 +370,9 @@ def drawn_part(
 
 
 def _drawn_rows(simulation: Simulation) -> list[int]:
-    """The first replicas of each stage, of each as many; of too many stages the first and the last."""
+    """Returns the workers to draw: equally many of each stage's first replicas. With too many stages, the
+    first and the last ones.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for worker, row in enumerate(simulation.timeline):
         groups.setdefault(tuple(sorted({timed.instruction.stage for timed in row})), []).append(worker)
@@ -377,7 +388,7 @@ def _drawn_rows(simulation: Simulation) -> list[int]:
 def _drawn_ms(
     simulation: Simulation, narrowest_inches: Callable[[_core.Instruction], float], width_max: float
 ) -> float:
-    """All, or the beginning in which most labels can be read."""
+    """Returns the time to draw: all of it, or a beginning in which most labels can be read."""
     wanted = sorted(
         narrowest_inches(timed.instruction) / (timed.end_ms - timed.begin_ms)
         for row in simulation.timeline

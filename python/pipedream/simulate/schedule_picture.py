@@ -1,6 +1,6 @@
-"""Pictures of a simulated schedule, as the papers print them: a row per worker, time to the right.
+"""Pictures of a simulated schedule, in the form of the papers: one row per worker, time to the right.
 
-Pure but for the file; one thread; needs no torch, and matplotlib only for .svg, .png and .pdf.
+Pure except for the file; one thread; needs no torch. Only .svg, .png and .pdf need matplotlib.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
 _OTHERWISE = ", or name a .txt or .json file"
 
-# Beyond this nobody can read a picture, and drawing takes minutes; a trace may hold any number.
+# With more boxes a picture is unreadable, and drawing it takes minutes. A trace may have any number.
 _DRAWN_BOXES_MAX = 20_000
 
 
 def check_picture_path(path: str | os.PathLike[str]) -> None:
-    """Refuses, before any work, a name whose ending says no form, and one that needs a missing matplotlib."""
+    """Raises ValueError for a name with an unknown ending, and for one that needs matplotlib if it is
+    missing.
+    """
     name = os.fspath(path)
     known = (*FIGURE_SUFFIXES, _TEXT_SUFFIX, *_TRACE_SUFFIXES)
     if not name.endswith(known):
@@ -36,7 +38,7 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
 
 
 def is_drawn(path: str | os.PathLike[str]) -> bool:
-    """Whether the ending names a picture, in which a person sees but a few minibatches, and no trace."""
+    """Whether the name is that of a picture, which can show only a few minibatches, and not of a trace."""
     return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 
 
@@ -51,15 +53,16 @@ def write_picture(
     show_versions: bool | None = None,
     counters: Sequence[Counter] = (),
 ) -> None:
-    """Writes the picture in the form that the file's ending names: .svg, .png, .pdf (matplotlib), .txt, or a
+    """Writes the picture in the form of the file's ending: .svg, .png and .pdf (by matplotlib), .txt, or a
     Perfetto trace, .json or .json.gz.
 
-    Boxes carry the minibatch, `3`, or minibatch and microbatch, `3.1`, and the weight version they read
-    where `show_versions` says so; None: where a version is not simply the minibatch's number. Several
-    stages of one worker differ in shade, the later the darker. `phases` are marked above the first row.
-    counters: of a trace alone. Raises ValueError for another ending, too many instructions to draw, and a
-    missing matplotlib. A figure of many workers, or of a long time, shows a part, and says which
-    (drawn_part.py).
+    Boxes show the minibatch, `3`, or minibatch and microbatch, `3.1`. They show the weight version that they
+    read if `show_versions` is True, or if it is None and some version differs from the minibatch's number.
+    Stages of one worker differ in shade; later ones are darker. `phases` are marked above the first row.
+    counters: shown by a trace only.
+
+    Raises ValueError for another ending, for too many instructions to draw, and for a missing matplotlib. A
+    figure of many workers, or of a long time, shows a part and says which.
     """
     check_picture_path(path)
     name = os.fspath(path)
@@ -84,7 +87,9 @@ def write_picture(
 
 
 def make_spans(simulation: Simulation) -> Iterator[Span]:
-    """The spans of a trace: every worker computes on one track and sends on one for each neighbour."""
+    """Yields the spans of a trace. Each worker computes on one track, and sends on one track per
+    neighbour.
+    """
     for worker, row in enumerate(simulation.timeline):
         for instruction, begin_ms, end_ms in computed(row):
             args = {
@@ -117,7 +122,7 @@ _SYNC_LEGEND = ",   p push or pull"
 def draw_text(
     simulation: Simulation, title: str, subtitle: str = "", *, show_versions: bool | None = None
 ) -> str:
-    """The picture in ASCII, at most 2,000 columns wide; lines end in a newline."""
+    """Returns the picture as ASCII text, at most 2,000 columns wide. Every line ends in a newline."""
     labels = StepLabels(simulation, show_versions)
     columns_per_ms = _scale(simulation, labels)
     num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
@@ -139,7 +144,9 @@ def draw_text(
 
 
 def _scale(simulation: Simulation, labels: StepLabels) -> float:
-    """Columns per millisecond at which every label and the bar before it fit, if the width allows it."""
+    """Returns the columns per millisecond at which every label and the bar before it fit, if the width allows
+    it.
+    """
     wanted = [
         (len(labels.text(timed.instruction)) + 1) / (timed.end_ms - timed.begin_ms)
         for row in simulation.timeline
@@ -169,7 +176,9 @@ def _row(row: Sequence[TimedInstruction], labels: StepLabels, columns_per_ms: fl
 def _links(
     simulation: Simulation, labels: StepLabels, columns_per_ms: float, num_columns: int
 ) -> dict[str, str]:
-    """A row per link that something takes time on: "a3" the activation of minibatch 3, "g" a gradient."""
+    """Returns a row for each link whose transfers take time. "a3" is the activation of minibatch 3, "g" a
+    gradient.
+    """
     rows: dict[str, list[str]] = {}
     for transfer in simulation.transfers:
         first, last = round(transfer.begin_ms * columns_per_ms), round(transfer.end_ms * columns_per_ms)

@@ -1,12 +1,12 @@
-"""How much memory each worker has in use along a simulated timeline. Pure; any thread; needs no torch.
+"""How much memory each worker uses along a simulated timeline. Pure; any thread; needs no torch.
 
-    all the time                          versions, the model as given, gradients, the optimizer's state, and
-                                          what replicas exchange, as partition(memory=) counts it
-    from a forward to its backward        what the layers save; with recompute from the recompute on
-    from when it arrives to its backward  what a stage receives: its input, and its output's gradient
-    until it has been sent                what a stage has made of them
+    all the time                         weight versions, the model as given, gradients, the optimizer's
+                                         state, and what replicas exchange, as partition(memory=) counts it
+    from a forward to its backward       what the layers save; with recompute, from the recompute on
+    from arrival to its backward         what a stage receives: its input, and the gradient of its output
+    until it has been sent               what a stage sends: its output, and the gradient of its input
 
-By a profile's figures; what a backward makes and drops, slots that are empty and the data are not in it.
+The sizes are the profile's. Temporaries of a backward, empty slots and the data are not counted.
 `pipedream.partition(memory=)` plans with what a run allocates, which is more.
 """
 
@@ -32,7 +32,7 @@ _BETWEEN_STAGES = ("activation", "gradient")
 
 
 class MemoryUse(NamedTuple):
-    """The memory of one worker from this time on, until the next entry."""
+    """The memory that a worker uses from this time until the next entry."""
 
     begin_ms: float
     num_bytes: float
@@ -46,7 +46,7 @@ def memory_in_use(
     *,
     optimizer_copies: float = 1.0,
 ) -> list[list[MemoryUse]]:
-    """Memory of each worker in the order of time. optimizer_copies: as of partition()."""
+    """Returns each worker's memory in the order of time. optimizer_copies: as in partition()."""
     stages = [_StageBytes.of(plan, profile, stage, schedule) for stage in range(plan.num_stages)]
     arrivals_ms: _Times = defaultdict(deque)
     departures_ms: _Times = defaultdict(deque)
@@ -64,7 +64,8 @@ def memory_in_use(
     return uses
 
 
-# Of what travels, in turn, by its kind, the worker at the end that is asked for, minibatch and microbatch.
+# Times by (kind, worker, minibatch, microbatch). The worker is the receiver in arrivals, the sender in
+# departures.
 _Times = defaultdict[tuple[str, int, int, int], deque[float]]
 
 
@@ -75,8 +76,8 @@ def _changes(
     arrivals_ms: _Times,
     departures_ms: _Times,
 ) -> Iterator[tuple[float, float]]:
-    """(when, by how many bytes) a worker's memory changes."""
-    held: defaultdict[tuple[int, int, int], float] = defaultdict(float)  # until the backward
+    """Yields (time, change in bytes) for each change of a worker's memory."""
+    held: defaultdict[tuple[int, int, int], float] = defaultdict(float)  # freed by the backward
     for instruction, begin_ms, end_ms in row:
         own = stages[instruction.stage]
         place = (instruction.stage, instruction.minibatch, instruction.microbatch)
@@ -89,11 +90,11 @@ def _changes(
             kind = instruction.edge.kind
             item = (kind, worker, instruction.minibatch, instruction.microbatch)
             receives = instruction.opcode == "RECV"
-            # Of a stage's input come activations, and go gradients; of its output the other way round.
+            # A stage's input arrives as an activation, and its gradient leaves. The output does the opposite.
             num_bytes = own.input if receives == (kind == "activation") else own.output
             times_ms = (arrivals_ms if receives else departures_ms)[item]
             if not times_ms:
-                continue  # from hand to hand: both stages are this worker's
+                continue  # no transfer: both stages are at this worker
             if receives:
                 held[place] += num_bytes
                 yield times_ms.popleft(), num_bytes
@@ -103,7 +104,7 @@ def _changes(
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of one stage; those of a minibatch are of one microbatch here."""
+    """Bytes of one stage. Sizes that depend on the data are those of one microbatch."""
 
     schedule: _core.ScheduleOptions
     num_versions: int
@@ -114,12 +115,12 @@ class _StageBytes(NamedTuple):
     num_replicas: int
     shares: ShardShares
     posts_versions: bool
-    """Whether what replicas pull lands where it is for."""
+    """Whether pulled versions are received directly into their final memory."""
     saved: float
     input: float
     output: float
     saves_at: str
-    """The instruction that makes what the backward needs."""
+    """The opcode of the instruction that saves what the backward needs."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:
@@ -171,8 +172,9 @@ class _StageBytes(NamedTuple):
         )
 
     def spare_bytes(self, optimizer_copies: float) -> float:
-        """Returns a spare's bytes: its shard's versions and state, and slots for some chunks that each
-        replica pushes."""
+        """Returns a spare's bytes: the versions and the state of its shard, and slots for chunks from each
+        replica.
+        """
         from pipedream import _core
 
         shard_bytes = self.shares.of_spare * self.parameters

@@ -1,5 +1,5 @@
-"""Names of the rows of a simulated schedule's picture, and labels of its instructions. Pure; any thread;
-needs no torch.
+"""Names of rows and labels of instructions, for pictures of a simulated schedule. Pure; any thread; needs no
+torch.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class StepLabels:
 
 
 def computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
-    """Returns the instructions that keep the worker, not the links."""
+    """Returns the instructions that a worker computes, without transfers."""
     return [timed for timed in row if timed.instruction.opcode not in TRANSFERS]
 
 
 def name_rows(simulation: Simulation) -> list[str]:
-    """ "stage 1", "stage 1 replica 2"; with the worker where it has several or is not the one that it should
-    be without replicas."""
+    """Returns "stage 1" or "stage 1 replica 2" for each worker. The worker is named, too, if it has several
+    stages, or if there are no replicas and its number is not that of its stage.
+    """
     replicas = name_replicas(simulation)
     names = []
     for worker, row in enumerate(simulation.timeline):
@@ -77,7 +78,9 @@ def name_rows(simulation: Simulation) -> list[str]:
 
 
 def name_replicas(simulation: Simulation) -> list[str]:
-    """A suffix for each worker: " replica 1" or " spare 0" where its stage has several, else nothing."""
+    """Returns a suffix for each worker: " replica 1" or " spare 0" if its stage has several workers, else
+    "".
+    """
     rows = [row[0].instruction if row else None for row in simulation.timeline]
     replicated = {step.stage for step in rows if step is not None and step.replica > 0}
     num_replicas = {
@@ -99,6 +102,6 @@ def name_replicas(simulation: Simulation) -> list[str]:
 
 
 def _is_spare(row: Sequence[TimedInstruction]) -> bool:
-    """Who is pushed to and pulls nothing."""
+    """Whether the worker is a spare: it receives pushes and pulls nothing."""
     received = {step.edge.kind for step, _, _ in row if step.opcode == "RECV" and step.edge is not None}
     return "push" in received and "pull" not in received

@@ -19,9 +19,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Span(NamedTuple):
-    """Something that took time: on one track (a thread, a stream, the wire) of one worker.
+    """A period on one track (a thread, a stream, the wire) of one worker.
 
-    `begin_ns` and `end_ns` are readings of one clock, in nanoseconds; `args` is shown beside the span.
+    `begin_ns` and `end_ns` are readings of one clock, in nanoseconds. Viewers show `args` beside the span.
     """
 
     worker_name: str
@@ -33,12 +33,12 @@ class Span(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """How a machine's monotonic clock stands. Travels as JSON."""
+    """The offset of a machine's monotonic clock. It is sent as JSON."""
 
     boot_id: str
-    """Id of the machine's boot: processes that share it share the clock. Empty if there is none to read."""
+    """Id of the machine's boot. Processes with the same id share the clock. Empty if it cannot be read."""
     unix_ns: int
-    """Nanoseconds that make the monotonic clock one since 1970."""
+    """Nanoseconds to add to the monotonic clock for the time since 1970."""
 
 
 def read_clock() -> Clock:
@@ -48,19 +48,20 @@ def read_clock() -> Clock:
 
 
 def shift_ns(clock: Clock, to: Clock) -> int:
-    """Returns the shift from one machine's monotonic clock to the other's. It is 0 on one machine, and as
-    exact between two as their clocks are set (by NTP: milliseconds)."""
+    """Returns the nanoseconds to add to readings of one machine's clock to get the other's. It is 0 on one
+    machine. Between two it is as exact as their clocks are set (by NTP: milliseconds).
+    """
     return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
 
 
 def check_trace_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a name that write_trace would, for use before a run rather than after it."""
+    """Raises ValueError for a name that write_trace() would refuse. Use it before a run."""
     if not os.fspath(path).endswith((".json", ".json.gz")):
         raise ValueError(f"trace file is {os.fspath(path)!r}: its name must end in .json or .json.gz")
 
 
 class Counter(NamedTuple):
-    """A figure of a worker over time: (milliseconds, value), each up to the next one."""
+    """A figure of a worker over time: (milliseconds, value), each valid until the next one."""
 
     worker_name: str
     name: str
@@ -68,10 +69,11 @@ class Counter(NamedTuple):
 
 
 def spread(spans: Iterable[Span]) -> list[Span]:
-    """The same spans in the same order, those of a track that overlap on as many tracks as it takes: "wire",
-    "wire (2)" and so on. On one track the format knows only spans that follow or contain each other."""
+    """Returns the spans in the same order, with overlapping spans moved to further tracks: "wire", "wire (2)"
+    and so on. On one track the format allows only spans that follow or contain each other.
+    """
     spread_out = list(spans)
-    ends_ns: dict[tuple[str, str], list[int]] = {}  # of the last span on each of the tracks
+    ends_ns: dict[tuple[str, str], list[int]] = {}  # end of the last span on each track
     for index in sorted(range(len(spread_out)), key=lambda index: spread_out[index].begin_ns):
         span = spread_out[index]
         ends = ends_ns.setdefault((span.worker_name, span.track), [])
@@ -89,12 +91,13 @@ def write_trace(
     arrows: Iterable[tuple[Span, Span]] = (),
     counters: Iterable[Counter] = (),
 ) -> None:
-    """Writes the spans to a .json or .json.gz file, workers and tracks in the order of their first span.
+    """Writes the spans to a .json or .json.gz file, with workers and tracks in the order of their first
+    spans. Times become microseconds since the earliest span.
 
-    figures: of the run as a whole, kept beside them ("otherData"). arrows: from the beginning of one of the
-    spans to that of another. counters: of workers that have spans. Times are microseconds since the earliest
-    span. Raises ValueError for another
-    ending of the name, and for a span that ends before it begins.
+    figures: of the whole run, stored as "otherData". arrows: pairs of spans; an arrow goes from the begin of
+    one to the begin of the other. counters: of workers that have spans.
+
+    Raises ValueError for another ending, and for a span that ends before it begins.
     """
     check_trace_path(path)
     target = Path(path)
@@ -132,7 +135,7 @@ def _make_events(
                 "args": dict(span.args),
             }
         )
-    # After the spans: an arrow's end belongs to the span that has begun before it in the file.
+    # Arrows come after the spans: an arrow's end belongs to the span that began last before it in the file.
     for arrow_id, ends in enumerate(arrows):
         for phase, span in zip(({"ph": "s"}, {"ph": "f", "bp": "e"}), ends, strict=True):
             place = {

@@ -1,8 +1,8 @@
-"""The schedule that `pipedream trace` shows: the options that name it, its checked lists, its figures.
+"""The schedule that `pipedream trace` shows: its options, its validated instruction lists, and its figures.
 
-The core counts a stage's spares on from its replicas (csrc/schedule/placement.h): the spare of two replicas
-is "stage 0 replica 2" there. A person reads "stage 0 spare 0", and may write it. Pure but for the files it
-reads; any thread; needs no torch.
+The core numbers a stage's spares after its replicas (csrc/schedule/placement.h): the first spare of two
+replicas is "stage 0 replica 2" there. In texts it is "stage 0 spare 0", and a user may write that. Pure
+except for the files that it reads; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = [
 
 _REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 
-# `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
+# `trace` builds every instruction. With more of them a picture shows nothing new, and memory runs out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
 _TRACED_STAGES_MAX = 1_024
 
 
 class TraceRequest(NamedTuple):
-    """The options of `trace` that say which schedule; None where the user left the choice to us."""
+    """The options of `trace` that determine the schedule. None: the user left the choice to `trace`."""
 
     schedule: str
     stages: int | None
     plan_file: Path | None
-    """Or the replicas of its stages, "2-1"."""
+    """A file, or the replicas of each stage, "2-1"."""
     minibatches: int | None
     microbatches: int | None
     workers: int | None
@@ -63,14 +63,14 @@ class TraceRequest(NamedTuple):
 
 
 class TracedSchedule(NamedTuple):
-    """A schedule and its lists, which the validator has accepted."""
+    """A schedule with its instruction lists, which the validator has accepted."""
 
     options: _core.ScheduleOptions
     num_minibatches: int
     programs: list[list[_core.Instruction]]
     report: dict[str, Any]
     shows_program: bool = False
-    """Its text is a program, and not the lists of a run."""
+    """Whether text() is a program, rather than the lists of a run."""
 
     def title(self) -> str:
         options, num_stages = self.options, self.options.num_stages
@@ -92,14 +92,18 @@ class TracedSchedule(NamedTuple):
         return title
 
     def balanced(self, times: StageTimes) -> list[StageTimes]:
-        """The times of each stage, as if it took as much longer as it has replicas to share it."""
+        """Returns each stage's times, scaled by its replicas: passes of a stage with 2 replicas take twice as
+        long.
+        """
         return [
             replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
             for replicas in _replica_counts(self.options)
         ]
 
     def text(self) -> str:
-        """The program that run() takes, where there is one and it was not asked for the lists of a run."""
+        """Returns a program for run(), or the lists of a run if there is no program or the user asked for
+        lists.
+        """
         from pipedream import _core
 
         if self.shows_program:
@@ -109,7 +113,7 @@ class TracedSchedule(NamedTuple):
 
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
-    """The schedule's own lists, or those of the file, which then also say what the options left out."""
+    """Returns the schedule's own lists, or those of the file, which then also supply missing options."""
     from pipedream import _core
 
     given = None if program_file is None else _read_programs(program_file)
@@ -126,7 +130,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
         workers = range(options.num_workers)
         programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
     elif not any(step.edge for program in programs for step in program):
-        # Written by hand, most likely: what is computed, and the transfers follow from it.
+        # A user wrote it, most likely. It has what is computed, and the transfers follow from that.
         programs = _core.add_transfers(options, programs, num_minibatches)
     report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
@@ -137,7 +141,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
                 f"--in-flight is {request.in_flight!r}: it must not rise downstream; {report['error']}"
             )
         raise RuntimeError(f"the generated lists are wrong: {report['error']}")
-    # Recomputing is no part of a program but an option of the run.
+    # Recomputing is an option of the run, not a part of a program.
     has_program = not (
         any(options.recompute) or options.placement.num_spares or options.staleness or options.asynchronous
     )
@@ -147,7 +151,7 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
 
 
 def _options_of_program(request: TraceRequest, program: Program) -> _core.ScheduleOptions:
-    """The schedule of a program, with the options that a program leaves open."""
+    """Returns the schedule of a program, with the options that a program leaves open."""
     from pipedream import _core
 
     unasked = TraceRequest(request.schedule, None, None, None, None, None, None, recompute=False)
@@ -166,7 +170,7 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
 
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
-    """A program where the text has a body, else the lists of a run."""
+    """Reads a program if the text has a body, else the lists of a run."""
     text = path.read_text(encoding="utf-8-sig")
     if re.search(r"^\s*body\b", text, re.MULTILINE):
         return Program.load(path)
@@ -231,7 +235,7 @@ def _make_options(
 
 
 def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
-    """Number of microbatches that shows as many in flight as there can be."""
+    """Returns a number of microbatches with which as many are in flight as there can be."""
     if not rules.needs_microbatches:
         return 1
     if not rules.has_stage_per_worker:
@@ -242,7 +246,7 @@ def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement,
 
 
 def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
-    """Placement and in_flight, of the plan or of a straight pipeline."""
+    """Returns the placement and in_flight of the plan, or of a straight pipeline."""
     from pipedream import _core
 
     if request.plan_file is not None:
@@ -272,7 +276,7 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
 
 
 def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
-    """Enough to see the steady state, in boxes that can be read."""
+    """Returns a number of minibatches that shows the steady state in boxes that can be read."""
     from pipedream import _core
 
     replicas = max(_replica_counts(options))
@@ -289,7 +293,7 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
 
 
 def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
-    """Returns the number that is asked for, or enough to draw."""
+    """Returns the number that the user asked for, or one that can be drawn."""
     num_minibatches = minibatches_to_draw(options) if request.minibatches is None else request.minibatches
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
@@ -332,7 +336,9 @@ def read_times(text: str | None) -> StageTimes:
 
 
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
-    """Returns the first worker's phases; none if they return with every minibatch, too narrow to name."""
+    """Returns the first worker's phases; none if they repeat with every minibatch, which is too narrow to
+    label.
+    """
     from pipedream import _core
     from pipedream.simulate.schedule_drawing import PhaseSpan
 
@@ -351,7 +357,7 @@ def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSp
 def describe_bubble(simulation: Simulation) -> str:
     whole, steady = simulation.bubble_share, simulation.steady_bubble_share
     text = f"bubble {100 * whole:.1f} %"
-    # Equal where every minibatch drains: there is no other state.
+    # They are equal if every minibatch drains: there is no steady state then.
     if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
         text += f", {100 * steady:.1f} % in the steady state"
     return text
@@ -405,7 +411,7 @@ def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
 
 
 def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
-    """The most items that wait at once, by the boundary that their edge crosses."""
+    """Returns the most items that wait at once, for each boundary."""
     return [
         most
         for edge, most in sorted(
@@ -441,8 +447,9 @@ def print_programs(programs: Sequence[Sequence[_core.Instruction]], placement: _
 
 
 def parse_programs(text: str) -> list[list[_core.Instruction]]:
-    """Reads the lists in a text that names all replicas of stages with spares. Raises ValueError naming the
-    line."""
+    """Reads the lists in a text. The text names all replicas of a stage with spares. Raises ValueError naming
+    the line.
+    """
     from pipedream import _core
 
     num_replicas: dict[int, int] = {}

@@ -77,7 +77,7 @@ class SpanState:
 
 @dataclass
 class _Slice:
-    """Those operations in a span that are needed, and what they read."""
+    """The operations in a span that are needed, and the values that they read."""
 
     needed: list[Operation] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
