@@ -223,6 +223,7 @@ def _times(
     schedule: _core.ScheduleOptions,
     speed: float,
 ) -> StageTimes:
+    # After an all-reduce every replica updates all of the stage's parameters.
     updated = 1.0 if schedule.uses_allreduce else 1 / stage.num_replicas
     num_microbatches = schedule.num_microbatches
     update_ms = _update_ms(stage, cost, num_versions, updated) / speed

@@ -1,16 +1,16 @@
-"""Training with asynchronous shards, once it is known in which order each of them has had the gradients.
+"""Trains with asynchronous shards (sync="asp"), given the order in which each shard received its gradients.
 
-    a stage's forward    when the version that the microbatch reads is complete, in the order of the replica's
-                         own microbatches
-    the backward         when the last stage's forward is done
-    a gradient           at each shard when those before it in the shard's order are in it, part by part; each
-                         part by an optimizer of its own on all of the stage's parameters, of which the part
-                         alone is looked at
+    forward of a stage   runs when the version that the microbatch reads is complete, in the order of the
+                         replica's own microbatches
+    backward             runs when the last stage's forward has finished
+    a gradient           is applied at each shard after those before it in the shard's order, part by part.
+                         Each part has an optimizer of its own for all of the stage's parameters; only the
+                         part of the result is used.
 
-A gradient is that of a replica's microbatches of a round, their shares divided by their sum.
+A replica's gradient is that of its microbatches in a round, divided by the sum of their shares.
 
-A replica's version j + 1 of a part is what the part was right after it had the replica's j-th gradient, and
-where the pipeline drained what it was when it had had all.
+A replica's version j + 1 of a part is the part right after the replica's j-th gradient was applied. Where the
+pipeline drained, it is the part after all gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Gradients = dict[str, Tensor | None]
 
 
 class UpdateOrder(Protocol):
-    """The order in which a shard received gradients; report.result.UpdateOrder is one."""
+    """The order in which a shard received gradients. report.result.UpdateOrder implements it."""
 
     @property
     def parts(self) -> Sequence[Sequence[tuple[str, int, int]]]: ...
@@ -48,7 +48,7 @@ class UpdateOrder(Protocol):
 
 @dataclass
 class _WholeStage:
-    """The order of a stage that has no replicas."""
+    """The order for a stage without replicas."""
 
     parts: Sequence[Sequence[tuple[str, int, int]]]
     replicas: Sequence[int]
@@ -58,13 +58,13 @@ class _Shard:
     def __init__(self, order: UpdateOrder, updaters: list[Updater], num_replicas: int) -> None:
         self.order = order
         self.updaters = updaters
-        """By part."""
+        """One for each part."""
         self.num_done = 0
         self.num_done_of = [0] * num_replicas
 
 
 class AsynchronousWeights:
-    """The versions of one stage's parameters, of each of its replicas."""
+    """The weight versions of one stage, for each of its replicas."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AsynchronousWeights:
         orders: Sequence[UpdateOrder],
         num_minibatches: int,
     ) -> None:
-        """orders: by shard; none of a stage without replicas."""
+        """orders: one per shard; empty for a stage without replicas."""
         num_replicas = versions.num_replicas(stage_index)
         self._own_per_round = versions.own_per_round(stage_index)
         self._num_microbatches = num_minibatches * versions.num_microbatches
@@ -94,19 +94,20 @@ class AsynchronousWeights:
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
         self._early: dict[int, tuple[Gradients, float]] = {}
-        """By microbatch, gradients and shares that came before one of their replica's earlier ones."""
+        """Gradients and shares, by microbatch, that wait for an earlier microbatch of their replica."""
         self._num_added = [0] * num_replicas
         self._open: list[tuple[Gradients, float]] = [({}, 0.0)] * num_replicas
-        """By replica, the sums of its round."""
+        """For each replica, the sums of its present round."""
 
     def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
-        """The replica's version, where it is complete."""
+        """Returns the replica's version if it is complete, else None."""
         missing = self._num_missing[replica]
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 
     def add(self, number: int, gradients: Gradients, share: float) -> None:
-        """Takes the gradients of a microbatch, counted through the run, in any order, and adds them up in the
-        order of the replica's microbatches."""
+        """Accepts the gradients of microbatches, numbered through the run, in any order. They are added up in
+        the order of the replica's microbatches.
+        """
         self._early[number] = gradients, share
         num_replicas = len(self._gradients)
         replica = number % num_replicas
@@ -130,7 +131,8 @@ class AsynchronousWeights:
     def _end_round(self, replica: int) -> None:
         sums, share_sum = self._open[replica]
         self._open[replica] = {}, 0.0
-        # A single microbatch is divided by nothing, so that it is plain training to the last bit.
+        # A sum of shares of 1 causes no division, so that a single microbatch equals plain training bit for
+        # bit.
         divisor = share_sum or 1.0
         self._gradients[replica].append(
             {n: g if g is None or divisor == 1.0 else g / divisor for n, g in sums.items()}
@@ -139,7 +141,7 @@ class AsynchronousWeights:
         self._num_missing[replica].append(self._num_parts)
 
     def _apply_next(self, shard: _Shard) -> bool:
-        """False: it is another's turn, or all are done."""
+        """Applies the shard's next gradient. Returns False if it has not arrived, or if all are applied."""
         if shard.num_done == len(shard.order.replicas):
             return False
         replica = shard.order.replicas[shard.num_done]
@@ -167,7 +169,7 @@ class AsynchronousWeights:
             _in_memory(target[name])[first : first + count] = _in_memory(newest[name])[first : first + count]
 
     def drain(self) -> None:
-        """Every replica's newest version becomes what the shards are: all gradients so far are in them."""
+        """Makes the shards' state every replica's newest version. All gradients so far must be applied."""
         num_gradients = sum(map(len, self._gradients))
         newest = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         for shard in self._shards:
@@ -177,7 +179,7 @@ class AsynchronousWeights:
             versions[-1] = newest
 
     def finish(self) -> None:
-        """The model's parameters become what the shards are when every gradient is in them."""
+        """Copies the shards' final state into the model's parameters."""
         newest: dict[str, Tensor] = {name: parameter.data for name, parameter in self._parameters.items()}
         for shard in self._shards:
             assert shard.num_done == len(shard.order.replicas), "the order names gradients that there are not"
@@ -190,7 +192,7 @@ class AsynchronousWeights:
 
 @dataclass
 class _Flight:
-    """A microbatch that has not been backwarded."""
+    """A microbatch whose backward has not run."""
 
     minibatch: int
     microbatch: int
@@ -201,17 +203,17 @@ class _Flight:
     """Its share of its minibatch."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
-    """By the parameter's id, of the stages that have forwarded it."""
+    """Leaves by the parameter's id, for stages that have run its forward."""
     num_stages_done: int = 0
 
 
 class AsynchronousTrainer(Trainer):
-    """Trains all microbatches, whichever can be."""
+    """Trains all microbatches in any order that the versions and update orders allow."""
 
     def train_all(
         self, batches: Iterable[tuple[Any, Any]], weights: Sequence[AsynchronousWeights]
     ) -> list[float]:
-        """weights: by stage. The losses, by minibatch."""
+        """Trains and returns the losses, by minibatch. weights: one per stage."""
         of_minibatches = [self._flights(minibatch, *batch) for minibatch, batch in enumerate(batches)]
         num_minibatches, m = len(of_minibatches), self._num_microbatches
         self.microbatch_versions = [[[(0, 0)] * m for _ in range(num_minibatches)] for _ in self._stages]
@@ -234,7 +236,7 @@ class AsynchronousTrainer(Trainer):
         num_forwarded: list[list[int]],
         losses: list[float],
     ) -> None:
-        """Trains until all these flights are done."""
+        """Trains these microbatches until all have finished."""
         while flights:
             left = []
             for flight in flights:
@@ -270,7 +272,7 @@ class AsynchronousTrainer(Trainer):
         weights: Sequence[AsynchronousWeights],
         num_forwarded: list[list[int]],
     ) -> bool:
-        """Forwards the flight at its next stage. Returns False where that is not possible yet."""
+        """Runs the microbatch's forward at its next stage. Returns False if that is not possible yet."""
         stage_index, minibatch, microbatch = flight.num_stages_done, flight.minibatch, flight.microbatch
         stage = self._stages[stage_index]
         own_index, replica = divmod(minibatch * self._num_microbatches + microbatch, len(stage.buffers))
@@ -299,9 +301,11 @@ class AsynchronousTrainer(Trainer):
         return True
 
     def _backward(self, flight: _Flight, weights: Sequence[AsynchronousWeights]) -> float:
-        """Gives all stages their gradients. What the microbatch adds to the loss."""
+        """Runs the backward and gives all stages their gradients. Returns the microbatch's part of the
+        loss.
+        """
         loss_value = 0.0
-        if flight.share > 0:  # else its loss may be NaN, a mean over nothing
+        if flight.share > 0:  # without a share the loss may be NaN, a mean over nothing
             self._use_replicas(flight.minibatch, flight.microbatch)
             with self._bound(flight.leaves), self._statistics_kept():
                 loss = check_loss(flight.value, flight.minibatch)
@@ -336,5 +340,5 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements as they lie in memory, without a copy."""
+    """Returns the elements in the order of memory, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""Refusals of what cannot be trained. Each raises ValueError."""
+"""Checks that refuse trainings that cannot run. Each raises ValueError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def of_plan(schedule: str | None, planned: int | None, microbatches: int) -> tuple[str, int]:
-    """Schedule and microbatches of a plan, which are to be the run's."""
+    """Returns the plan's schedule and microbatches for schedule="auto"."""
     if schedule is None or planned is None or microbatches not in (1, planned):
         raise ValueError(
             f"schedule is 'auto' with microbatches {microbatches}, and the plan has {schedule!r}, {planned}:"
@@ -84,8 +84,9 @@ def job_of(
     max_grad_norm: float | None,
     autocast: Any,
 ) -> Job:
-    """The description of a training by which options exclude each other. The traits of the schedule are this
-    oracle's own."""
+    """Describes the training as a Job, whose options may exclude each other. The schedule's traits are the
+    reference's own table.
+    """
     name, is_program = versions.schedule, isinstance(versions, WrittenVersions)
     is_float16 = autocast_dtype(autocast) == torch.float16
     m = versions.num_microbatches
@@ -110,7 +111,7 @@ def job_of(
 
 
 def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], microbatches: int) -> None:
-    """Raises ValueError for boundaries inside of a round, and for those that are not in order."""
+    """Raises ValueError for boundaries inside a round, and for boundaries out of order."""
     multiple = math.lcm(microbatches, *num_replicas) // microbatches
     for minibatch in drained_at:
         check_whole("drained_at", minibatch, at_least=0)

@@ -1,4 +1,4 @@
-"""One stage: its forward, what it needs around it, and its forward once more."""
+"""One stage: its forward, the state around it, and its repeated forward."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ __all__ = [
 
 LossFunction = Callable[[Any, Any], Tensor]
 At = tuple[int, int]
-"""A minibatch, and the microbatch of it."""
+"""(minibatch, microbatch of it)."""
 
 
 @dataclass
 class Stage:
-    """One stage's forward, and what it needs around it."""
+    """One stage's forward, and the state around it."""
 
     module: StageModule
     recomputes_newest: bool
-    """Whether its backward runs on a forward that is done again at the newest version."""
+    """Whether its backward runs on a forward that is repeated with the newest version."""
     backward_seed: int | None
-    """Seed of its backward's draws; None leaves them to the process's generators."""
+    """Seed for its backward's draws. None: they come from the process's generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
-    """The loss function of the last stage, whose output is the loss."""
+    """The loss function at the last stage, whose output is then the loss. None at other stages."""
     statistics_of: Sequence[MinibatchStatistics]
-    """By replica, with several microbatches per minibatch; else none."""
+    """One per replica if minibatches have several microbatches; else empty."""
     updaters: list[Updater]
-    """One, or one of each replica, with parameters of its own."""
+    """One for the stage, or one per replica, each with parameters of its own."""
     buffers: ReplicaBuffers
     replica: int = 0
     """The replica that computes next."""
@@ -63,23 +63,25 @@ class Stage:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's, that the stage updates."""
+        """The model's parameters that the stage updates."""
         return self.updaters[0].parameters
 
     def gradient_of(self, parameter: nn.Parameter, leaf: Tensor) -> Tensor | None:
-        """The gradient that a backward left at the leaf. Raises ValueError if that was frozen meanwhile."""
+        """Returns the gradient that a backward left at the leaf. Raises ValueError if the leaf was frozen
+        during the run.
+        """
         if leaf.grad is None and not leaf.requires_grad:
             named = self.module.trainable_parameters()
             raise frozen_meanwhile(next(name for name, other in named if other is parameter))
         return leaf.grad
 
     def updater_of(self, replica: int) -> Updater:
-        """The updater with the weights that the replica reads, which takes its gradients."""
+        """Returns the updater whose weights the replica reads, and which gets its gradients."""
         return self.updaters[replica % len(self.updaters)]
 
     @torch.no_grad()
     def average(self) -> None:
-        """All replicas' parameters become their mean."""
+        """Sets all replicas' parameters to their mean."""
         if len(self.updaters) == 1:
             return
         for copies in zip(*(updater.parameters for updater in self.updaters), strict=True):
@@ -88,31 +90,33 @@ class Stage:
                 parameter.copy_(mean)
 
     def use(self, replica: int) -> None:
-        """Lets this replica compute next."""
+        """Makes this replica the one that computes next."""
         self.replica = replica
         self.buffers.use(replica)
 
     def seed_backward(self, at: At) -> None:
-        """Its backward of the microbatch follows."""
+        """Seeds the generators for the stage's backward of the microbatch."""
         if self.module.draws is not None:
             self.module.draws.go_back_to(*at)
         if self.backward_seed is not None:
             seed_torch(_core.derived_seed(_core.derived_seed(self.backward_seed, at[0]), at[1]))
 
     def seeding_backward(self, value: Any, at: At) -> Any:
-        """The value that comes from the stage, whose gradient begins the stage's backward."""
+        """Returns the stage's output. When its gradient arrives, the generators are seeded for the stage's
+        backward.
+        """
         for tensor in tensors_of(value):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self.seed_backward(at))  # type: ignore[no-untyped-call]
         return value
 
     def forward(self, value: Any, targets: Any, at: At) -> Any:
-        if len(self.buffers) > 1:  # other replicas' take their place before the backward
+        if len(self.buffers) > 1:  # other replicas' buffers are put in place before the backward
             return self.forward_on_copies(value, targets, at)
         return self._forward(value, targets, {}, at, is_first_time=True)
 
     def forward_on_copies(self, value: Any, targets: Any, at: At) -> Any:
-        """The same, where the buffers change before the backward: its graph has copies of them."""
+        """Runs the forward if the buffers will change before the backward: the graph gets copies of them."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output = self._forward(value, targets, buffers, at, is_first_time=True)
         for name, buffer in self.module.named_buffers():
@@ -122,7 +126,9 @@ class Stage:
     def forward_again(
         self, value: Any, targets: Any, buffers: dict[str, Tensor], at: At | None = None
     ) -> Any:
-        """Works on these buffers and leaves the stage's own alone. at: None draws from the generators."""
+        """Repeats the forward with these buffers, and leaves the stage's own unchanged. at None: draws from
+        the generators as they are.
+        """
         return self._forward(value, targets, buffers, at, is_first_time=False)
 
     def _forward(
@@ -148,7 +154,7 @@ class Stage:
 
 
 class ReplicaBuffers:
-    """A stage's buffers, of each of its replicas; the module has those of the replica that was used last."""
+    """A stage's buffers for each replica. The module has those of the replica that was used last."""
 
     def __init__(self, module: StageModule, num_replicas: int) -> None:
         self._module = module
@@ -158,11 +164,11 @@ class ReplicaBuffers:
         self._kept = [initial] * num_replicas
 
     def __len__(self) -> int:
-        """The replicas."""
+        """The number of replicas."""
         return self._num_replicas
 
     def use(self, replica: int) -> None:
-        """The replica's."""
+        """Puts the replica's buffers into the module."""
         if self._num_replicas == 1 or replica == self._in_use:
             return
         self._keep()
@@ -170,7 +176,7 @@ class ReplicaBuffers:
         self._put(self._kept[self._in_use])
 
     def average(self) -> None:
-        """Floating-point ones; the others, such as counts, are the first replica's."""
+        """Sets floating-point buffers to their mean. Others, such as counts, become the first replica's."""
         if self._num_replicas == 1:
             return
         self._keep()
@@ -189,10 +195,10 @@ class ReplicaBuffers:
 
 
 class Recomputed:
-    """One microbatch's forward of a stage that will be done again at newer weights, just before its backward.
+    """One microbatch's forward of a stage that will be repeated with newer weights, just before its backward.
 
     upstream graph -> inputs -> forward, its graph dropped     outputs (leaves) -> downstream graph -> loss
-                            \\-> forward again -> its outputs, given the gradients of the leaves
+                            \\-> repeated forward -> its outputs, with the gradients of the leaves
     """
 
     def __init__(self, stage: Stage, inputs: Any, targets: Any, at: At) -> None:
@@ -202,16 +208,16 @@ class Recomputed:
         self._targets = targets
         self._buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
         self._generators = RngState.capture()
-        # A clone: the first layer may work in place.
+        # Clones the inputs, because the first layer may work in place.
         outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets, at)
         self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
 
     def outputs(self) -> Any:
-        """Returns the outputs that go downstream."""
+        """Returns the outputs for the next stage."""
         return map_tensors(Tensor.clone, self._outputs)
 
     def backward(self) -> None:
-        """Runs the forward again and its backward, after the backward of everything downstream."""
+        """Repeats the forward and runs its backward, after the backward of everything downstream."""
         with generators_kept():
             self._generators.restore()
             outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers, self._at)
@@ -228,7 +234,7 @@ CutFunction = Callable[[int, int, int, Tensor], Tensor]
 
 
 class _Cut(torch.autograd.Function):
-    """A tensor between two stages, and its gradient on the way back."""
+    """Passes a tensor from one stage to another, and its gradient back, through across_cut."""
 
     @staticmethod
     def forward(
@@ -244,7 +250,9 @@ class _Cut(torch.autograd.Function):
 
 
 def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> Any:
-    """The value with what its floating-point tensors become. All tensors count, in the structure's order."""
+    """Returns the value after across_cut has changed its floating-point tensors. tensor_index counts all
+    tensors, in the structure's order.
+    """
     indices = itertools.count()
 
     def cross(tensor: Tensor) -> Tensor:
@@ -258,8 +266,8 @@ def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> An
 
 
 class MinibatchStatistics:
-    """Batch norms of a stage under microbatches: each microbatch is normalised by its own statistics, and the
-    running ones take one step per minibatch, by the mean and variance over all its microbatches.
+    """A stage's batch norms with microbatches. Each microbatch is normalised by its own statistics. The
+    running statistics take one step per minibatch, by the mean and variance over all of its microbatches.
 
     Source: GPipe (NeurIPS'19), section 2.2.
     """
@@ -270,7 +278,7 @@ class MinibatchStatistics:
 
     @contextlib.contextmanager
     def microbatch(self, *, collect: bool) -> Iterator[None]:
-        """Around a forward; collect: its inputs count."""
+        """A context around a forward. collect: whether its inputs count for the running statistics."""
         tracking = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in tracking if collect]
         for norm in tracking:
@@ -294,7 +302,7 @@ class MinibatchStatistics:
                 norm.num_batches_tracked += 1
                 if momentum is None:
                     momentum = 1 / float(norm.num_batches_tracked)
-            # (samples, channels): positions of an image count as samples too.
+            # (samples, channels). Positions of an image count as samples.
             values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], dim=1).t()
             with torch.no_grad():
                 F.batch_norm(

@@ -1,4 +1,4 @@
-"""Trains minibatch after minibatch."""
+"""Trainer: trains one minibatch after another, with the versions that a schedule reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Trainer", "cut"]
 
 
 class Trainer:
-    """Trains minibatch after minibatch."""
+    """Trains one minibatch after another."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Trainer:
     ) -> None:
         """tied: ids of the parameters that several stages use."""
         self.microbatch_versions: list[list[list[tuple[int, int]]]] = [[] for _ in stages]
-        """By stage, minibatch and microbatch."""
+        """(read by the forward, read by the backward), by stage, minibatch and microbatch."""
         self._stages = stages
         self._versions = versions
         self._tied = tied
@@ -55,14 +55,14 @@ class Trainer:
         self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._overflows: set[tuple[int, int]] = set()  # (stage, round)
+        self._overflows: set[tuple[int, int]] = set()  # pairs (stage, round)
         self._scale: float | None = None
         self._sync_every = sync_every
         self._parameters = {id(p): p for stage in stages for p in stage.parameters}
         self._bound_leaves: dict[int, Tensor] = {}
-        """By the parameter's id, what the layers read in its place."""
+        """The leaves that the layers read at present in place of parameters, by the parameter's id."""
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        """The minibatch's leaves, by the id of a replica's parameter and its version."""
+        """The minibatch's leaves, by the id of a replica's parameter and by version."""
         self._histories = {
             id(p): History(p, versions.versions_back)
             for stage in stages
@@ -71,7 +71,7 @@ class Trainer:
         }
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
-        """One minibatch; its loss."""
+        """Trains one minibatch. Returns its loss."""
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)
         shares = self._shares(inputs, targets, pieces, minibatch)
         scale = self._next_scale(minibatch)
@@ -93,7 +93,7 @@ class Trainer:
         shares: Sequence[float],
         scale: float | None,
     ) -> list[float]:
-        """The losses of the microbatches, whose gradients are left in the leaves."""
+        """Runs all microbatches and leaves their gradients in the leaves. Returns their losses."""
         losses = []
         backwards = []
         for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
@@ -103,8 +103,8 @@ class Trainer:
             self._bind(leaves)
             loss, recomputed = self._forward(at, piece, piece_targets)
             if share == 0:
-                continue  # its loss may be NaN, a mean over nothing
-            # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
+                continue  # without a share its loss may be NaN, a mean over nothing
+            # A single microbatch is not multiplied, so that it equals plain training bit for bit.
             counted = loss if self._num_microbatches == 1 else loss * share
             root = counted if scale is None else counted * scale
             backwards.append((at, leaves, root, recomputed))
@@ -127,13 +127,14 @@ class Trainer:
         return math.lcm(*(self._versions.minibatches_per_round(stage) for stage in self._all))
 
     def use_first_replicas(self) -> None:
-        """Gives modules the buffers of every stage's first replica."""
+        """Gives the modules the buffers of every stage's first replica."""
         for stage in self._stages:
             stage.use(0)
 
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
-        """Adds up the minibatch's gradients so far, microbatch by microbatch, whatever versions they are
-        at."""
+        """Moves the minibatch's gradients so far to the leaves of the next backward, whatever version they
+        are at, so that microbatches add up in their order.
+        """
         found = {id(leaf): key for key, leaf in self._leaves.items()}
         for leaf in leaves.values():
             of_replica, version = found[id(leaf)]
@@ -142,7 +143,7 @@ class Trainer:
                     before.grad, leaf.grad = None, before.grad
 
     def end_round(self, num_minibatches: int) -> None:
-        """The last round is over, however few minibatches it has."""
+        """Ends the last round, however few minibatches it has."""
         begun = [
             stage_index
             for stage_index, stage in enumerate(self._stages)
@@ -151,7 +152,7 @@ class Trainer:
         self._update(num_minibatches - 1, begun)
 
     def finish(self, num_minibatches: int) -> None:
-        """All minibatches are trained."""
+        """Call it when all minibatches are trained."""
         self.end_round(num_minibatches)
         for stage in self._stages:
             stage.average()
@@ -160,7 +161,9 @@ class Trainer:
     def _shares(
         self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
     ) -> list[float]:
-        """Each microbatch's share of the minibatch. Raises ValueError for a loss that wants others."""
+        """Returns each microbatch's share of the minibatch. Raises ValueError if the loss needs other
+        shares.
+        """
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
             return weights(counts_of(self._weight_fn, of_pieces, minibatch))
@@ -176,7 +179,7 @@ class Trainer:
         return weights(counts)
 
     def _loss_with(self, piece: tuple[Any, Any], labels: Tensor, others: Tensor) -> float:
-        """The loss of a microbatch with other labels in the place of these; leaves no trace."""
+        """Returns the loss of a microbatch with other labels in place of these. Changes nothing."""
         value, targets = (to_device(with_other_labels(part, labels, others), self._device) for part in piece)
         with untouched([stage.module for stage in self._stages], self._stages[-1].loss_fn), torch.no_grad():
             for stage in self._stages:
@@ -185,7 +188,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Around a backward, in which layers that checkpoint themselves run again."""
+        """A context around a backward, in which layers that checkpoint themselves run again."""
         with contextlib.ExitStack() as around:
             for stage in self._stages:
                 if stage.statistics is not None:
@@ -193,8 +196,9 @@ class Trainer:
             yield
 
     def _bind(self, leaves: Mapping[int, Tensor]) -> None:
-        """The layers read the leaves, wherever they hold parameters; in the backward too, where layers that
-        checkpoint themselves run again."""
+        """Makes the layers read the leaves wherever they hold parameters. This includes the backward, in
+        which layers that checkpoint themselves run again.
+        """
         now = self._bound_leaves
         changed = {
             id(now.get(key, self._parameters[key])): leaf
@@ -210,7 +214,7 @@ class Trainer:
         self._bound_leaves = {}
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
-        """Puts others in the places of the tensors that have these ids."""
+        """Replaces each tensor whose id is a key of others, in all places that hold it."""
         for place in list(places_of(("", stage.module) for stage in self._stages)):
             if id(place.tensor) in others and place.container is not None:
                 place.container[place.key] = place.filled(lambda tensor: others.get(id(tensor), tensor))
@@ -220,7 +224,7 @@ class Trainer:
             stage.use(self._versions.replica_of(stage_index, minibatch, microbatch))
 
     def _update_statistics(self) -> None:
-        """The minibatch's, of each replica over its own microbatches."""
+        """Updates each replica's running statistics by its own microbatches of the minibatch."""
         for stage in self._stages:
             for replica, statistics in enumerate(stage.statistics_of):
                 stage.use(replica)
@@ -239,8 +243,9 @@ class Trainer:
             )
 
     def _read(self, minibatch: int, microbatch: int) -> dict[int, Tensor]:
-        """The leaf of each parameter, by the parameter's id, at the version that the microbatch reads. Those
-        of the minibatch that read one version share it."""
+        """Returns the leaf of each parameter, by the parameter's id, with the version that the microbatch
+        reads. Microbatches of a minibatch that read the same version share a leaf.
+        """
         leaves = {}
         for stage_index, stage in enumerate(self._stages):
             version = self._versions.of_forward(stage_index, minibatch, microbatch)
@@ -256,13 +261,13 @@ class Trainer:
         return leaves
 
     def _forward(self, at: At, inputs: Any, targets: Any) -> tuple[Tensor, list[Recomputed]]:
-        """The loss of a microbatch, and what is to be recomputed for its backward."""
+        """Returns the loss of a microbatch, and the forwards to repeat for its backward."""
         recomputed = []
         value = to_device(inputs, self._device)
         targets = to_device(targets, self._device)
         if len(self._stages) > 1:
-            # A first layer that works in place must not change the caller's data, which every worker reads
-            # for itself. With one stage a plain loop would change them too.
+            # Every worker reads the data for itself, so a first layer that works in place must not change the
+            # caller's data. With one stage a plain loop would change them, too.
             value = map_tensors(Tensor.clone, value)
         for stage_index, stage in enumerate(self._stages):
             if stage_index > 0 and self._across_cut is not None:
@@ -271,15 +276,16 @@ class Trainer:
                 recomputed.append(Recomputed(stage, value, targets, at))
                 value = recomputed[-1].outputs()
             else:
-                # One graph through all stages: each parameter's gradient is at the version its stage read.
+                # All stages have one graph. Each parameter's gradient is at the version that its stage read.
                 value = stage.forward(value, targets, at)
                 if stage_index + 1 < len(self._stages):
                     value = stage.seeding_backward(value, at)
         return check_loss(value, at[0]), recomputed
 
     def _overwrite(self, minibatch: int) -> None:
-        """Writes the newest version over the older one that a forward read, where the schedule does not
-        stash."""
+        """Overwrites the older version that a forward read with the newest one, at stages that do not
+        stash.
+        """
         for stage_index, stage in enumerate(self._stages):
             if self._versions.stashes(stage_index):
                 continue
@@ -288,11 +294,13 @@ class Trainer:
                 for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
                     for (held, version), leaf in self._leaves.items():
                         if held == id(of_replica) and version != newest and id(parameter) not in self._tied:
-                            # .data: autograd must not see that what it saved has changed.
+                            # .data hides the change from autograd, which has saved the tensor.
                             leaf.data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
-        """Returns the factor of the minibatch's loss in float16, as the last stage can know it."""
+        """Returns the factor of the minibatch's loss in float16, from the overflows that the last stage can
+        know of.
+        """
         if self._scaler is None:
             return None
         if minibatch % self._versions.minibatches_per_scale == 0:
@@ -308,7 +316,7 @@ class Trainer:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
     def _add_gradients(self, minibatch: int, shares: Sequence[float], scale: float | None) -> None:
-        """Adds a minibatch's gradients to those of its round, which are in `grad` of the parameters."""
+        """Adds a minibatch's gradients to those of its round, in the parameters' `grad`."""
         shown = {
             id(of_replica): (stage, parameter)
             for stage in self._stages
@@ -335,9 +343,9 @@ class Trainer:
         for stage_index in stages:
             updaters = self._stages[stage_index].updaters
             for updater in updaters:
-                # A replica that updates by itself has a part of each minibatch alone.
+                # A replica that updates by itself has computed only a part of each minibatch.
                 count = len(updater.minibatches) if len(updaters) == 1 else updater.share
-                # A single minibatch is divided by nothing, so that it is plain training to the last bit.
+                # A single minibatch is not divided, so that it equals plain training bit for bit.
                 for parameter in updater.parameters:
                     if parameter.grad is not None and count not in (0, 1):
                         parameter.grad /= count
@@ -358,8 +366,9 @@ class Trainer:
                 self._histories[id(parameter)].add()
 
     def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
-        """The stages that skip their update, among these, whose round ends with the minibatch. Where the
-        pipeline drains, an overflow of one counts for all."""
+        """Returns those of these stages that skip the update at the end of their round. If the pipeline
+        drains, an overflow at one stage counts for all.
+        """
         overflowed = {
             stage_index
             for stage_index in stages
@@ -385,7 +394,7 @@ class Trainer:
 
 
 def cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
-    """(inputs, targets) of each microbatch. Raises ValueError for what cannot be cut alike."""
+    """Returns (inputs, targets) of each microbatch. Raises ValueError if the two cannot be cut alike."""
     count = samples_of(inputs, targets)
     input_pieces, target_pieces = (
         chunk(value, num_microbatches, name=name, minibatch=minibatch, num_samples=count)

@@ -1,4 +1,4 @@
-"""A whole training, as pipedream.run does it, with evaluations by plain loops at the newest weights."""
+"""run(): a whole training like pipedream.run(), with evaluations by plain loops at the newest weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = ["ReferenceResult", "run"]
 
 
 class RunnablePlan(Protocol):
-    """The parts of a plan that a run needs; plan.Plan has them."""
+    """The parts of a plan that a run needs. plan.Plan has them."""
 
     @property
     def stages(self) -> Sequence[PlannedStage]: ...
@@ -76,7 +76,7 @@ class RunnablePlan(Protocol):
 @dataclass
 class ReferenceResult:
     losses: list[float]
-    """One per minibatch, in order, unrounded."""
+    """One loss per minibatch, in order, not rounded."""
     microbatch_versions: list[list[list[tuple[int, int]]]]
     """microbatch_versions[stage][minibatch][microbatch] = (read by the forward, read by the backward)."""
 
@@ -85,7 +85,9 @@ class ReferenceResult:
 
     @property
     def versions(self) -> list[list[tuple[int, int]]]:
-        """versions[stage][minibatch]: of its first microbatch's forward and of its last one's backward."""
+        """versions[stage][minibatch]: those of its first microbatch's forward and its last microbatch's
+        backward.
+        """
         return [[(read[0][0], read[-1][1]) for read in of_stage] for of_stage in self.microbatch_versions]
 
 
@@ -113,23 +115,28 @@ def run(
     drained_at: Sequence[int] = (),
     validation: Validation | None = None,
 ) -> ReferenceResult:
-    """Trains the model in place as the schedule would, any that pipedream.run takes. Arguments as there, but
-    for across_cut, update_orders and drained_at.
+    """Trains the model in place as the schedule would, for any schedule that pipedream.run() accepts. The
+    arguments are run()'s, except for across_cut, update_orders and drained_at.
 
-    The gradients of round j, taken at the versions that their microbatches read (see Versions), update each
-    stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
-    staleness rounds; or asp, whose versions depend on who was faster: update_orders, which RunResult has,
-    says by stage and shard in which order gradients were applied. sync_every: replicas of a stage update
-    copies of their own, each by its own gradients and with an optimizer of its own, and after so many rounds,
-    and in the end, all copies become their mean. With one worker every schedule but 2bw is plain training,
-    with one microbatch bit for bit. recompute, True for all stages or the indices of some, changes numbers
-    with unstashed only, whose recomputed forward reads the newest version. Raises ValueError or TypeError for
-    what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a floating-point activation,
-    or coming back a gradient, becomes between two stages; called in the order of the microbatches, returns a
-    new tensor. None: they stay as they are. drained_at: minibatches before which the pipeline had drained, as
-    RunResult.drained_at has them: they, and those after them, read no older version than was there. Sources:
-    PipeDream (SOSP'19), section 3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2;
-    design.md, section 4.
+    The gradients of round j are taken at the versions that their microbatches read (see Versions). They
+    update each stage's newest version j to version j + 1. Buffers have no versions. With one worker every
+    schedule except 2bw is plain training; with one microbatch, bit for bit.
+
+    sync, staleness: bsp, allreduce or ssp, with staleness rounds; or asp.
+    update_orders: needed for asp, where versions depend on which replica was faster. By stage and shard, the
+        order in which gradients were applied, as RunResult has it.
+    sync_every: each replica updates a copy of its stage, by its own gradients and with its own optimizer.
+        After this many rounds, and at the end, all copies become their mean.
+    recompute: True for all stages, or the indices of some. It changes numbers only for unstashed, where the
+        repeated forward reads the newest version.
+    across_cut: (sender, receiver, tensor_index, tensor) -> a new tensor. It replaces a floating-point
+        activation, or a gradient on the way back, between two stages. It is called in the order of the
+        microbatches. None: tensors are unchanged.
+    drained_at: minibatches before which the pipeline had drained, as RunResult.drained_at. They, and those
+        after them, read no version older than the newest one at that point.
+
+    Raises ValueError or TypeError for arguments that cannot run. Sources: PipeDream (SOSP'19), section 3.3;
+    PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replication(replication := Replication(sync, staleness, sync_every))
@@ -158,7 +165,7 @@ def run(
         stages = [
             Stage(
                 module,
-                # Elsewhere a recomputed forward is the first one again, number by number.
+                # At stages that stash, a repeated forward gives the same numbers as the first.
                 recomputes_newest=stage_index in recomputed and not versions.stashes(stage_index),
                 backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
@@ -202,7 +209,7 @@ def run(
 
 
 class _EvaluatedTraining:
-    """Minibatch after minibatch, with evaluations in between."""
+    """Trains one minibatch after another, with evaluations in between."""
 
     def __init__(
         self,
@@ -216,7 +223,7 @@ class _EvaluatedTraining:
     ) -> None:
         self.results: list[tuple[int, dict[str, float]]] = []
         self.epochs: list[int] = []
-        """Epochs of the minibatches that were read."""
+        """The epoch of each minibatch that was read."""
         self._model = model
         self._modules = modules
         self._validation = validation
@@ -226,13 +233,13 @@ class _EvaluatedTraining:
         self._dtype = dtype
 
     def train(self, trainer: Trainer, batches: Iterable[tuple[Any, Any]]) -> list[float]:
-        """The losses."""
+        """Trains on the batches. Returns the losses."""
         group = trainer.minibatches_between_drains
         validation, losses = self._validation, []
         if validation is None:
             return [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
         boundaries: set[int] | None = None
-        if group > 1:  # where a group is not whole is known before
+        if group > 1:  # the end of the data must be known: the last group may be incomplete
             batches = list(batches)
             boundaries = _evaluated_boundaries(validation.every, self.epochs, group)
         for minibatch, batch in enumerate(batches):
@@ -266,7 +273,7 @@ class _EvaluatedTraining:
         self.results.append((boundary, figures))
 
     def _run(self, inputs: Any) -> Any:
-        """The whole model by its own code, or its layers one after the other."""
+        """Runs the whole model, by its own code or layer by layer."""
         assert self._validation is not None
         if isinstance(self._model, CutModel):
             return (self._validation.forward or call_model)(self._model.module, inputs)
@@ -284,7 +291,7 @@ def _versions_of(
     staleness: int,
     drained_at: Sequence[int],
 ) -> Versions:
-    """Reads the plan's schedule and microbatches where schedule is "auto"."""
+    """Returns the versions of the schedule. For "auto" the plan's schedule and microbatches count."""
     num_replicas = [stage.num_replicas for stage in plan.stages]
     if isinstance(schedule, Program):
         check_program(schedule, num_replicas, microbatches)
@@ -297,8 +304,9 @@ def _versions_of(
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
-    """Statistics of batch norms by replica. There are none where a minibatch is one microbatch, whose norms
-    keep their own."""
+    """Returns the batch norms' statistics by replica. There are none if a minibatch has one microbatch: its
+    norms then update themselves.
+    """
     return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 
 
@@ -310,7 +318,7 @@ def _with_layers(
     dtype: torch.dtype | None,
     seed: int | None,
 ) -> Model:
-    """A module that is no list as its layers, found by one forward with minibatch 0 as run finds them."""
+    """Returns the model cut into layers if it is no list of layers, by tracing minibatch 0, as run() does."""
     if plan.stages[-1].last_layer == 0 or not needs_cutting(model):
         return model
     assert isinstance(model, nn.Module)
@@ -319,7 +327,7 @@ def _with_layers(
             "data is an iterator, and the model is cut by a forward with its first minibatch: give data that"
             " can be iterated again, as a list, or a list of layers"
         )
-    # Of a copy: some data count how often they were iterated.
+    # Reads from a copy, because some data count how often they are iterated.
     with generators_kept():
         seed_data(base_seed(seed), seed, sum(stage.num_replicas for stage in plan.stages))
         for batch in copy.copy(data):
@@ -335,7 +343,7 @@ def _train_asynchronously(
     versions: Versions,
     orders: Sequence[Sequence[UpdateOrder]] | None,
 ) -> list[float]:
-    """owned: the parameters that each stage updates."""
+    """Trains with asynchronous shards. owned: the parameters that each stage updates."""
     weights = [
         AsynchronousWeights(parameters, make_updater, versions, stage_index, order, len(batches))
         for stage_index, (parameters, order) in enumerate(
@@ -346,7 +354,9 @@ def _train_asynchronously(
 
 
 def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """(full name, parameter) of what the stage updates: all it uses, but those tied to a stage upstream."""
+    """Returns (full name, parameter) for the parameters that the stage updates: all that it uses, except
+    those that an earlier stage owns.
+    """
     owner = {id(tie.parameter): tie.stages[0] for tie in ties}
     stage_index = module.stage_index
     return [
@@ -374,7 +384,9 @@ def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) 
 def _draws(
     modules: Sequence[StageModule], num_workers: int, seed: int | None, device: torch.device
 ) -> Iterator[tuple[int | None, RngStream | None]]:
-    """(base seed, generators of the data) of several workers; nothing of one, which draws as a plain loop."""
+    """Gives (base seed, generators of the data). Both are None with one worker, which draws like a plain
+    loop.
+    """
     if num_workers == 1:
         if seed is not None:
             seed_all(seed)
@@ -383,7 +395,7 @@ def _draws(
     base = base_seed(seed)
     with generators_kept(), contextlib.ExitStack() as around:
         seed_all(data_seed(base))
-        # All layers, and the loss: those that draw nothing do not mind.
+        # Assumes that all layers and the loss draw. Those that draw nothing are not affected.
         seen = [
             SeenDraws(
                 frozenset(range(module.first_layer, module.last_layer + 1)), in_loss=module is modules[-1]
@@ -403,7 +415,7 @@ def _draws(
 
 
 def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """The data draw from their own generators."""
+    """Yields the batches. The data draw from their own generators."""
     while True:
         with generators or contextlib.nullcontext():
             batch = next(batches, None)
@@ -413,7 +425,7 @@ def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]])
 
 
 def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[tuple[Any, Any]]:
-    """seen: gets the epoch of each."""
+    """Yields the minibatches of all epochs. seen: gets the epoch of each."""
     minibatch = 0
     for epoch in range(epochs):
         first_of_epoch = minibatch
@@ -429,16 +441,18 @@ def _minibatches(data: Iterable[Any], epochs: int, seen: list[int]) -> Iterator[
 
 
 def _is_due(every: str | int, epochs: Sequence[int], begin: int, end: int, *, is_end: bool = False) -> bool:
-    """Whether an evaluation's place lies after the boundary `begin` and not after the next one. epochs: of
-    the minibatches up to that. is_end: of the run."""
+    """Whether an evaluation is due after the boundary `begin` and no later than the boundary `end`. epochs:
+    the epoch of each minibatch. is_end: whether `end` is the end of the run.
+    """
     if every == "epoch":
         return is_end or any(epochs[i - 1] != epochs[i] for i in range(begin + 1, end + 1))
     return begin // int(every) != end // int(every)
 
 
 def _evaluated_boundaries(every: str | int, epochs: Sequence[int], group: int) -> set[int]:
-    """Returns the boundaries at which a run of these minibatches is evaluated. group: minibatches from one
-    boundary to the next. A last group that is not whole has its evaluation at the end."""
+    """Returns the boundaries at which a run of these minibatches evaluates. group: the number of minibatches
+    between boundaries. An evaluation in an incomplete last group is made at the end.
+    """
     num_minibatches = len(epochs)
     last = (num_minibatches - 1) // group * group
     found = {begin for begin in range(group, last + 1, group) if _is_due(every, epochs, begin - group, begin)}
@@ -457,7 +471,7 @@ def _figures_of(
     weight_fn: Callable[[Any], Any] | None,
     device: torch.device,
 ) -> dict[str, float]:
-    """roots: of all stages. run: the whole model."""
+    """Evaluates the validation data. roots: the modules of all stages. run: runs the whole model."""
     modules = [module for root in roots for module in root.modules()]
     losses: list[tuple[float, float]] = []
     sums: dict[str, list[tuple[float, float]]] = {name: [] for name in validation.metrics}

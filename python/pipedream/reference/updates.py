@@ -1,4 +1,6 @@
-"""A stage's parameters: the newest version, which an optimizer works on, and those that may still be read."""
+"""A stage's parameters: the newest version, which an optimizer updates, and older ones that may still be
+read.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,29 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 class History:
-    """The versions of one parameter that may still be read; the parameter itself is the newest."""
+    """The versions of one parameter that may still be read. The parameter itself is the newest."""
 
     def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
-        """versions_back: by how many versions a read may be older than one before it."""
+        """versions_back: by how many versions a read may be older than an earlier read."""
         self.parameter = parameter
         self._versions_back = versions_back
         self._newest = 0
         self._copies = {0: parameter.detach().clone()}
 
     def leaf(self, version: int) -> Tensor:
-        """A new leaf with the content of a version."""
+        """Returns a new leaf with the contents of a version."""
         for old in [held for held in self._copies if held < version - self._versions_back]:
             del self._copies[old]
         return self._copies[version].clone().requires_grad_()
 
     def add(self) -> None:
-        """The parameter was updated: its content is the next version."""
+        """Records the parameter's contents as the next version. Call it after an update."""
         self._newest += 1
         self._copies[self._newest] = self.parameter.detach().clone()
 
 
 class Updater:
-    """One stage's optimizer, on the newest version: the model's own parameters."""
+    """One stage's optimizer. It updates the newest version, which is the model's own parameters."""
 
     def __init__(
         self,
@@ -51,15 +53,15 @@ class Updater:
         lr_scheduler: SchedulerFactory | None,
         draws: int | None = None,
     ) -> None:
-        """draws: the seed of what steps draw; None leaves that to the process's generators."""
+        """draws: the seed for draws in steps. None: they come from the process's generators."""
         self._draws = draws
         self._num_steps = 0
         self.parameters = [parameter for _, parameter in owned]
         self.minibatches: set[int] = set()
-        """Whose gradients are in those of the round."""
+        """The minibatches whose gradients are in this round's."""
         self.share = 0.0
-        """Shares of the microbatches that were added, in minibatches."""
-        # A stage with nothing to train has no optimizer: torch refuses an empty list.
+        """The sum of the shares of the microbatches that were added, in minibatches."""
+        # A stage with nothing to train has no optimizer, because torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None
         if self._optimizer is not None and lr_scheduler is not None:
@@ -89,7 +91,7 @@ def make_updaters(
     count: int,
     draws: int | None = None,
 ) -> list[Updater]:
-    """The first is of the stage's own parameters, the others of copies."""
+    """Makes the updaters. The first has the stage's own parameters, the others have copies."""
     copies = [[(name, copy.deepcopy(parameter)) for name, parameter in owned] for _ in range(count - 1)]
     return [Updater(named, optimizer, lr_scheduler, draws) for named in (owned, *copies)]
 
@@ -97,10 +99,10 @@ def make_updaters(
 def _make_optimizer(
     optimizer: OptimizerFactory, named_parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """The optimizer of one stage. It is called with a list of its parameters, or with a list of (name,
-    parameter) pairs when its first argument is called `named_parameters`.
+    """Makes the optimizer of one stage. The factory gets a list of parameters, or a list of (name, parameter)
+    pairs if its first argument is called `named_parameters`.
 
-    Raises TypeError for what does not give a torch.optim.Optimizer.
+    Raises TypeError unless the factory returns a torch.optim.Optimizer.
     """
     if not callable(optimizer):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The versions that a schedule reads, and the minibatches that make one. Pure."""
+"""Versions: which weight version each microbatch reads, and which minibatches make a version. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """The table of design.md, section 4: which version each microbatch reads, and what makes it.
+    """The table of design.md, section 4: which version each microbatch reads, and which round makes it.
 
-    k is a microbatch counted through the run. It goes to replica k mod r of a stage, as number floor(k / r)
-    of that replica's own."""
+    k is the number of a microbatch, counted through the run. At a stage with r replicas it goes to replica k
+    mod r, as that replica's microbatch number floor(k / r).
+    """
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Versions:
         num_microbatches: int = 1,
         drained_at: Sequence[int] = (),
     ) -> None:
-        """drained_at: minibatches before which everything had been updated, beside the first."""
+        """drained_at: minibatches, besides the first, before which all updates had been made."""
         check_choice("schedule", schedule, SCHEDULES)
         self.schedule = "unstashed" if schedule == "naive" else schedule
         self._in_flight = in_flight
@@ -47,11 +48,11 @@ class Versions:
 
     @property
     def versions_back(self) -> int:
-        """Number of versions by which a read may be older than a read before it."""
+        """The number of versions by which a read may be older than an earlier read."""
         return 0
 
     def stashes(self, stage_index: int) -> bool:
-        """Whether each backward reads what its forward has read."""
+        """Whether each backward reads the version that its forward read."""
         return self.schedule != "unstashed"
 
     def minibatches_per_round(self, stage_index: int) -> int:
@@ -62,7 +63,7 @@ class Versions:
         return self._num_replicas[stage_index]
 
     def own_per_round(self, stage_index: int) -> int:
-        """Microbatches that each replica of the stage has of a round."""
+        """Returns the number of each replica's microbatches in a round of the stage."""
         return self._microbatches_per_round(stage_index) // self._num_replicas[stage_index]
 
     def replica_of(self, stage_index: int, minibatch: int, microbatch: int) -> int:
@@ -87,9 +88,12 @@ class Versions:
         return self.of_forward(stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Returns the version of a parameter that several stages use: the same at each of them, forward and
-        backward. It counts the rounds of its owner. If stages read different versions it is the one that
-        vertical sync would read there, the staleness older; else the one that the owner reads."""
+        """Returns the version that is read of a parameter that several stages use. It is the same at each
+        stage, in forward and backward, and counts the owner's rounds.
+
+        If stages read different versions, it is the version that vertical sync would read there, minus the
+        staleness. Else it is the version that the owner reads.
+        """
         if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
         seen = self._seen_at_input(self._number(minibatch, microbatch))
@@ -97,8 +101,9 @@ class Versions:
         return max(self._oldest(owner, minibatch), seen - self._staleness)
 
     def mean_delay(self, stage_index: int) -> float:
-        """Updates of the stage from the version that a microbatch's forward reads to the one that its
-        gradient changes, in the mean over whole rounds, long after the start."""
+        """Returns the mean, over whole rounds and long after the start, of the number of the stage's updates
+        between the version that a forward reads and the version that its gradient changes.
+        """
         per_round = [self.minibatches_per_round(index) for index in range(len(self._num_replicas))]
         period = math.lcm(*per_round)
         first = period * (2 + max(self._in_flight) * max(self._num_replicas) + self._staleness)
@@ -117,18 +122,20 @@ class Versions:
         return self.minibatches_per_round(stage_index) * self.num_microbatches
 
     def _seen_at_input(self, k: int) -> int:
-        """Microbatches in whose updates the input stage has been when it forwards this one."""
+        """Returns how many microbatches' updates the input stage has made when it forwards microbatch k."""
         own = k // self._num_replicas[0] - self._in_flight[0] + 1
         return max(0, own // self.own_per_round(0)) * self._microbatches_per_round(0)
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
-        """The version that was there when the pipeline last began, before the minibatch."""
+        """Returns the version at the last drain before the minibatch, which is the oldest that it may
+        read.
+        """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         return begun // self.minibatches_per_round(stage_index)
 
     @property
     def num_scales_in_flight(self) -> int:
-        """How many scales of the loss a backoff waits for before the next one."""
+        """How many loss scales must pass after a backoff before the next one."""
         if self.drains:
             return 1
         last = len(self._num_replicas) - 1
@@ -141,16 +148,16 @@ class Versions:
 
     @property
     def minibatches_per_scale(self) -> int:
-        """Minibatches in a row that have one scale of the loss."""
+        """Number of consecutive minibatches with the same loss scale."""
         return self.minibatches_per_round(len(self._num_replicas) - 1)
 
     def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
-        """The pairs (stage, round) whose overflow decides on the loss scale that begins with this minibatch.
-        Each pair decides on one scale.
+        """Returns the pairs (stage, round) whose overflow counts for the loss scale that begins with this
+        minibatch. Each pair counts for one scale.
 
-        The activation of a microbatch tells the last stage of the rounds that each stage has updated since
-        the activation before. Replicas of the last stage have different activations, so they tell each other
-        with their update.
+        Each activation that reaches the last stage reports the rounds that the stages have updated since the
+        activation before. Replicas of the last stage receive different activations, so they exchange these
+        reports with their updates.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
@@ -169,18 +176,22 @@ class Versions:
     def _updated_since(
         self, stage_index: int, k: int, *, microbatches: int | None = None
     ) -> set[tuple[int, int]]:
-        """The pairs (stage, round) that the stage updates between its forwards of an earlier microbatch and
-        of microbatch k. microbatches: how much earlier; None: the same replica's microbatch before."""
+        """Returns the pairs (stage, round) that the stage updates between its forwards of an earlier
+        microbatch and of microbatch k. microbatches: how much earlier. None: the microbatch before, at the
+        same replica.
+        """
         before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
         return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, k) + 1)}
 
     def _newest_updated(self, stage_index: int, k: int) -> int:
-        """The newest round that the stage has updated when it forwards microbatch k; -1 is none."""
+        """Returns the newest round that the stage has updated when it forwards microbatch k; -1 if there is
+        none.
+        """
         replicas = self._num_replicas[stage_index]
         own = k // replicas - self._in_flight[stage_index] + 1
         newest = own // self.own_per_round(stage_index) - 1
-        if replicas > 1:  # where updates wait for half of the staleness
+        if replicas > 1:  # updates of replicas wait for half of the staleness
             newest -= (self._staleness + 1) // 2
         return max(self._oldest(stage_index, k // self.num_microbatches) - 1, newest)
 
@@ -197,7 +208,7 @@ class _Step(NamedTuple):
 
 
 class WrittenVersions(Versions):
-    """The versions that a program's text states line by line."""
+    """The versions in a program's text, line by line."""
 
     _SECTION = re.compile(r"^(?:worker \d+|warm-up|cool-down|body every (\d+) minibatch(?:es)?)$", re.ASCII)
     _STEP = re.compile(
@@ -208,8 +219,9 @@ class WrittenVersions(Versions):
 
     def __init__(self, text: str, num_replicas: Sequence[int], drained_at: Sequence[int] = ()) -> None:
         self._stated: dict[tuple[str, int, int, int], int] = {}
-        """By opcode, stage, minibatch and microbatch: the versions that are read, and by "UPDATED" how many
-        updates the worker has done before a forward."""
+        """By opcode, stage, minibatch and microbatch: the version that is read. The opcode "UPDATED" stands
+        for the number of the worker's updates before a forward.
+        """
         self._per_body = 1
         workers = self._workers_of(text)
         steps = [step for worker in workers for step in worker]
@@ -252,7 +264,9 @@ class WrittenVersions(Versions):
         return workers
 
     def _walk(self, steps: Sequence[_Step]) -> int:
-        """Notes what the worker states; the most microbatches that it has in flight, if it has stage 0."""
+        """Notes a worker's lines. Returns the most microbatches that it has in flight at stage 0; 0 if it
+        lacks that stage.
+        """
         updated: dict[int, int] = {}
         in_flight = in_flight_max = 0
         for _, opcode, stage, minibatch, microbatch, version in steps:
@@ -267,8 +281,9 @@ class WrittenVersions(Versions):
         return in_flight_max
 
     def _is_drained(self, steps: Sequence[_Step]) -> bool:
-        """Whether each round is over at all stages of the worker before the next one begins at any, and its
-        updates stand behind its backwards, stage by stage."""
+        """Whether each round ends at all of the worker's stages before the next one begins, with its updates
+        after its backwards, in the order of the stages.
+        """
         newest = dict.fromkeys(sorted({step.stage for step in steps}), 0)
         num_backwards = 0
         per_round = self._rounds[0] * self.num_microbatches * len(newest)
@@ -319,7 +334,9 @@ class WrittenVersions(Versions):
         return self._of("BACKWARD", stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """The input stage's forward has read it, in rounds of the owner, or the owner's, if that is older."""
+        """Returns the version that the input stage's forward read, in the owner's rounds, or the owner's if
+        that is older.
+        """
         seen = self.of_forward(0, minibatch, microbatch) * self._rounds[0] // self._rounds[owner]
         return min(seen, self.of_forward(owner, minibatch, microbatch))
 
@@ -327,9 +344,11 @@ class WrittenVersions(Versions):
         return self._of("UPDATED", stage_index, *divmod(k, self.num_microbatches)) - 1
 
     def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
-        """The program begins anew where the pipeline has drained."""
+        """Returns the version in the program's text. The program starts again where the pipeline has
+        drained.
+        """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
-        # A body later than those that all stages list by far.
+        # A guess of how often the body has repeated. It may be too low for lines that stages list later.
         bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
         listed = minibatch - begun - bodies * self._per_body
         while (opcode, stage_index, listed, microbatch) not in self._stated:
