@@ -1,1 +1,1 @@
-"""The time and the bytes of every layer of a model, measured on one device."""
+"""Measures the time and the bytes of every layer of a model on one device."""

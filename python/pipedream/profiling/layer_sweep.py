@@ -1,11 +1,11 @@
-"""Layer sweep: how long each layer of a model on the meta device takes, with the values of one layer in
-memory at a time.
+"""LayerSweep: times the layers of a model on the meta device, with the values of only one layer in memory at
+a time.
 
-    layer 0   make its values, forward and backward so many times, back to meta
-    layer 1   the same, on what layer 0 gave
+    layer 0   get its values, run forward and backward several times, return to meta
+    layer 1   the same, on the output of layer 0
     ...
 
-Each layer runs as a stage of its own: what reaches it is without the graph of those before. Its backward
+Each layer runs as a stage of its own: its input is detached from the graph of earlier layers. Its backward
 starts from gradients of ones. Owned by the thread that profiles.
 """
 
@@ -40,11 +40,11 @@ from pipedream.splitting.cut_model import CutModel
 __all__ = ["SWEEPS_MAX", "LayerSweep"]
 
 SWEEPS_MAX = 20
-"""How often a layer runs: another minibatch would tell the same."""
-_SEED = 0  # of values that are only timed
+"""The most runs of a layer. More would tell nothing new."""
+_SEED = 0  # the values are only timed, so any seed will do
 
 Times = tuple[list[list[float]], list[list[float]]]
-"""Milliseconds of forwards and of backwards, [run][layer]."""
+"""Milliseconds of forwards and of backwards, both as [run][layer]."""
 
 
 class LayerSweep:
@@ -58,7 +58,7 @@ class LayerSweep:
         self._autocast = autocast
         self._loss_fn = loss_fn
         self._weights = weights
-        self._begun: list[Clock] = []  # the clock that starts where a layer's own code does
+        self._begun: list[Clock] = []  # the clock to restart where a layer's own code begins
         self._roots = roots_of(model)
         if isinstance(model, CutModel):
             self.layer_names = model.layer_names
@@ -86,8 +86,9 @@ class LayerSweep:
         self.left_out: set[int] = set()
 
     def run(self, inputs: Any, targets: Any, num_runs: int, seconds: float | None) -> Times:
-        """Each layer runs so many times, or until its share of the time is over, at least twice; the same
-        number of times each in what is returned."""
+        """Runs each layer num_runs times, or until its share of the time is over, but at least twice. Returns
+        the same number of runs for each layer.
+        """
         deadline = None if seconds is None else time.perf_counter() + seconds
         forward: list[list[float]] = []  # [layer][run]
         backward: list[list[float]] = []
@@ -106,7 +107,7 @@ class LayerSweep:
 
     @contextlib.contextmanager
     def _held(self, stage: StageModule) -> Iterator[None]:
-        """Inside the stage has its values, and stand-ins for those of others."""
+        """Inside, the stage has its values, and stand-ins for other stages' values."""
         held = stage.held_names()
         others = [p for p in stage.others_parameters() if p.is_meta]
         stand_ins = poisoned(others, torch.device("cpu"), stage.strays())
@@ -140,7 +141,7 @@ class LayerSweep:
         clock.start()
         self._begun = [clock]
         calls = StageCalls(stage, self._loss_fn, torch.device("cpu"), self._autocast)
-        if stage.draws is not None:  # as the layer before, which may have left out calls
+        if stage.draws is not None:  # draws as the layer before did, which may have left out calls
             stage.draws.begin(0, 0, stage)
         output = calls.layers(map_tensors(boundary_input, leaves))
         if is_last:
@@ -153,7 +154,9 @@ class LayerSweep:
         return leaves_of(output), _Run(forward_ms, backward_ms)
 
     def _begin(self) -> None:
-        """Code outside calls, which runs at every stage, belongs to the first layer."""
+        """Restarts the clock. Code outside calls runs at every stage, but its time belongs to the first
+        layer.
+        """
         for clock in self._begun:
             clock.next()
 

@@ -1,9 +1,10 @@
-"""Times of microbatches: how long each layer takes for one of m pieces of a minibatch. Small ones are slower.
+"""Times of microbatches: how long each layer takes for one of m pieces of a minibatch. Small pieces take
+longer than 1/m of it.
 
-Each round runs the whole minibatch and, for every m, all its pieces. Where the time is short, one piece
-stands for all. Medians of the rounds count, on a host with one thread of the process's own time: a busy
-machine seldom interrupts short spans and always long ones, so by its own time unlike things would be
-compared. Smaller pieces are not faster in sum: where they seem so, it is noise, and neighbouring m share
+Each round runs the whole minibatch and, for every m, all of its pieces. If time is short, one piece stands
+for all. The median over the rounds counts. On a host with one thread it is the process's own CPU time: a busy
+machine interrupts long spans more often than short ones, and wall-clock times of the two could not be
+compared. Smaller pieces cannot be faster in sum. If they seem to be, that is noise, and neighbouring m get
 their mean. Runs in the thread that profiles.
 """
 
@@ -25,7 +26,7 @@ __all__ = ["microbatch_times", "product_ms_per_replica"]
 
 _ROUNDS_MAX = 5
 
-_Pieces = Sequence[tuple[Any, Any]]  # (inputs, targets) of each
+_Pieces = Sequence[tuple[Any, Any]]  # (inputs, targets) of each piece
 _Times = tuple[list[float], list[float]]  # milliseconds of each layer's forward and backward
 
 
@@ -39,11 +40,11 @@ def microbatch_times(
     rounds: int,
     seconds: float | None,
 ) -> list[tuple[MicrobatchTimes, ...]] | None:
-    """Times of microbatches by layer, or None where a minibatch has no samples that can be counted.
+    """Returns times of microbatches by layer, or None if the samples of a minibatch cannot be counted.
 
     inputs, targets: a minibatch on the device. whole_ms: the profile's time of all layers together. rounds:
-    at most, but five suffice. The numbers of microbatches end where the model refuses a piece, as batch norm
-    does with one sample. Where the seconds do not suffice, one piece of each size is timed once all the same,
+    the most rounds; five suffice. The numbers of microbatches end where the model refuses a piece, as batch
+    norm refuses a single sample. If the seconds do not suffice, one piece of each size is still timed once,
     which takes as long as three minibatches.
     """
     count = samples_of(inputs, targets)
@@ -57,10 +58,10 @@ def microbatch_times(
     for m in counts[1:]:
         try:
             cut = _cut(inputs, targets, m, count)[:pieces_max]
-            for piece in cut:  # the first run of a size also pays for allocation and choice of kernels
+            for piece in cut:  # the first run of a size also pays for allocation and the choice of kernels
                 passes.run(0, piece[0], piece[1], clock)
         except Exception:
-            break  # a run with so many would end so
+            break  # a run with so many microbatches would fail in the same way
         pieces[m] = cut
     measured: dict[int, list[_Times]] = {m: [] for m in pieces}
     for number in range(min(rounds, _ROUNDS_MAX)):
@@ -108,8 +109,9 @@ def _medians(runs: Sequence[_Times]) -> _Times:
 
 
 def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
-    """The factor of each m that makes the sums of all layers begin with whole_ms and never fall with m: the
-    nearest such sequence by least squares."""
+    """Returns a factor for each m. With these factors the sums over all layers start at whole_ms and never
+    fall as m rises. They are the nearest such sequence by least squares.
+    """
     blocks: list[tuple[float, int]] = []  # mean, and how many m have it
     for sum_ms in sums_ms.values():
         mean, size = sum_ms, 1
@@ -123,12 +125,12 @@ def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
     return {m: measure * mean / sum_ms if sum_ms else measure for (m, sum_ms), mean in pairs}
 
 
-_MANY = 4  # times the rows of one replica
-_NUM_TRIES = 3  # of which the least counts
+_MANY = 4  # rows of this many replicas are timed
+_NUM_TRIES = 3  # the fastest of these counts
 
 
 def product_ms_per_replica(weight: torch.Tensor, num_rows: int, clock: Clock) -> float:
-    """Milliseconds, of each replica's num_rows besides the first one's."""
+    """Returns the milliseconds that num_rows more rows, those of one more replica, add to the product."""
     num_outputs, num_inputs = weight.shape
 
     def least_ms(times: int) -> float:

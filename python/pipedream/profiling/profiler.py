@@ -1,6 +1,6 @@
-"""Profiler: times every layer of a model, forward and backward, on the device the model is on.
+"""profile(): times the forward and backward of every layer of a model, on the model's device.
 
-timed_passes.py has how. Runs in the caller's thread.
+timed_passes.py explains how. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from pipedream.splitting.split_check import NUM_CHECKED, check_layers, without_b
 
 __all__ = ["profile"]
 
-# The first minibatches also pay for allocation, thread pools and choice of kernels.
+# The first minibatches also pay for allocation, thread pools and the choice of kernels.
 _WARM_UP_MINIBATCHES = 5
-# Consecutive minibatches make a block, so that the machine's slow changes show in the blocks' means.
+# A block has consecutive minibatches, so that slow changes of the machine show in the blocks' means.
 _BLOCKS = 10
-_STUDENT_T = 2.262  # of _BLOCKS - 1 degrees of freedom, two-sided, 95 %
+_STUDENT_T = 2.262  # 95 % two-sided quantile for _BLOCKS - 1 degrees of freedom
 _BLOCK_MINIBATCHES_MIN = 5
 _TIME_ERROR_ENOUGH = 0.005
-# Minibatches are read, those of another size than the first included, at most this often the number timed.
+# The most minibatches that are read, as a multiple of those to time. Minibatches of other sizes count.
 _SKIPPED_FACTOR_MAX = 10
-_WHOLE_SHARE = 0.7  # of the seconds, for whole minibatches; the others are for microbatches
+_WHOLE_SHARE = 0.7  # share of the seconds for whole minibatches; the rest is for microbatches
 
 _log = logging.getLogger("pipedream")
 
@@ -80,37 +80,40 @@ def profile(
     autocast: str | torch.dtype | None = None,
     weights: WeightSource = None,
 ) -> Profile:
-    """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
-    milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters. Then
-    microbatches are timed of m = 2, 4, 8, ... as far as the minibatch allows (LayerProfile.microbatch_ms), in
-    up to five rounds and three tenths of `seconds`, but each once at least.
+    """Measures what partition() needs: for each layer, the mean milliseconds of a minibatch's forward and
+    backward, the bytes that cross the cut after it, and the bytes of its trainable parameters. Then it times
+    microbatches for m = 2, 4, 8, ... as far as the minibatch allows (LayerProfile.microbatch_ms), in up to
+    five rounds within three tenths of `seconds`, but each m at least once.
 
-    batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
-    unless it is a generator, or another object that gives each minibatch once. Stops after `minibatches`
-    measured ones (besides up to 5 of warm-up, discarded), after `seconds` in all, or once the mean time of a
-    minibatch is known to 0.5 % (Profile.time_error),
-    whichever is first. loss_fn(outputs, targets), with dicts
-    loss_fn(outputs, batch), must give a scalar; its time goes to the last layer; None takes the loss that the
-    model's output has. Short minibatches are not timed. The model is left as it was: weights, gradients,
-    buffers, flags and counters, random number generators, a DataLoader's own too; so is a loss that is a
-    module or another object.
+    batches: yields (inputs, targets), or dicts of the model's arguments by name. It is iterated again when it
+        ends, unless it is a generator, or another object that gives each minibatch once. Minibatches that are
+        shorter than the first are not timed.
+    loss_fn: (outputs, targets) -> scalar; with dicts, (outputs, batch) -> scalar. Its time belongs to the
+        last layer. None: the loss in the model's output.
+    minibatches, seconds: profiling stops after this many measured minibatches (besides up to 5 for warm-up,
+        which do not count), after `seconds` in all, or once the mean time of a minibatch is known to 0.5 %
+        (Profile.time_error), whichever is first.
+    model: an nn.Sequential or a list is used as its layers. Any other module is traced once, on the first
+        minibatch. A layer is then the part of its forward between two places where it may be cut. It has the
+        name of the module whose call ends it.
+    cuts: the paths of the modules after which the model may be cut, ["layer2", "layer3"]. None: after any.
+    check: first runs the model with all of its cuts and compares it with the whole model. A cut that changes
+        the loss, a gradient or a buffer is left out, and logged. It raises ValueError instead if `cuts` names
+        it, or if the model is a list with layers that are not torch's own.
+    autocast: as in run(). It changes times and bytes, but not which cuts are found. None: that of the region
+        around this call, if there is one.
+    weights: as in run(), for a model on the meta device.
+
+    The model is unchanged afterwards: weights, gradients, buffers, flags and counters, random number
+    generators, and those of a DataLoader. So is a loss that is a module or another object.
+
+    A model on the meta device is timed on the host, layer by layer. Each layer gets its values, runs forward
+    and backward on the first minibatch as often as there are minibatches to measure (at most 20), and returns
+    to meta. So this needs the memory of the largest layer only. The check needs eight times the parameters'
+    memory; if that is not free, the log says that there was no check. Microbatches are not timed.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
-
-    model: an nn.Sequential or a list is taken as its layers; any other module is traced once, on the first
-    minibatch, and a layer is then the part of its forward between two places where it may be cut, named by
-    the module whose call ends it. cuts: the paths of the modules after which it may be cut, ["layer2",
-    "layer3"]; None: after any. check: the model is at first run with all its cuts, and compared with the
-    whole one; a cut that changes the loss, a gradient or a buffer is left out, which the log says, or refused
-    by a ValueError where `cuts` names it or the model is a list of layers, some of which are not torch's own.
-    autocast: as in run, under which times and bytes are others, and the same cuts are found; None: that of
-    the region around this call, if there is one.
-
-    A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
-    and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
-    back to meta. So it needs the memory of its largest layer, and is checked, whole, where eight times its
-    parameters are free; else the log says that it is not. Its microbatches are not timed. weights: as in run.
     """
     check_main_guard()
     check_count("minibatches", minibatches)
@@ -191,7 +194,7 @@ def _say_left_out(names: Sequence[str], *, is_chosen: bool) -> None:
 
 
 def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[LayerProfile]:
-    """Each layer of which there is no end is one with the layer behind it."""
+    """Joins each layer whose end some minibatch did not reach with the layer after it."""
     joined: list[LayerProfile] = []
     before: LayerProfile | None = None
     for index, layer in enumerate(layers):
@@ -205,7 +208,7 @@ def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[L
 @dataclass
 class _Measurement:
     make_passes: Callable[[Sequence[tuple[Any, Any]]], TimedPasses]
-    """Takes the first minibatches, (inputs, targets) on the device."""
+    """Makes the passes from the first minibatches, (inputs, targets) on the device."""
     layers: Sequence[nn.Module]
     passes: TimedPasses | None = None
     factors: list[list[WeightFactors]] | None = None  # [layer]
@@ -213,18 +216,18 @@ class _Measurement:
     backward_ms: list[list[float]] = field(default_factory=list)
     batch_size: int | None = None
     max_shapes: Shapes = field(default_factory=dict)
-    """The largest shapes of all minibatches that were read, the short ones too."""
+    """The largest shapes of all minibatches that were read, including short ones."""
     microbatch_ms: list[tuple[MicrobatchTimes, ...]] | None = None  # [layer]
     first: tuple[Any, Any] | None = None
     """Minibatch 0, on the device."""
 
     def begin(self, first: Sequence[tuple[Any, Any]]) -> None:
-        """first: minibatches, on the device."""
+        """Makes the passes. first: the first minibatches, on the device."""
         self.passes = self.make_passes(first)
         self.first = first[0]
 
     def measure_microbatches(self, device: torch.device, minibatches: int, seconds: float | None) -> None:
-        """Times microbatches as microbatch_times() does, after the whole minibatches."""
+        """Times microbatches by microbatch_times(), after the whole minibatches."""
         assert self.passes is not None and self.first is not None
         self.microbatch_ms = microbatch_times(
             self.passes,
@@ -253,8 +256,8 @@ class _Measurement:
     def _factors_of(
         self, passes: TimedPasses, rows: Mapping[str, int], clock: Clock
     ) -> list[list[WeightFactors]]:
-        """rows: of a minibatch, by the weight's name."""
-        product_ms: dict[tuple[torch.Size, torch.dtype, int], float] = {}  # of those alike
+        """Returns the factors of each layer's weights. rows: of a minibatch, by the weight's name."""
+        product_ms: dict[tuple[torch.Size, torch.dtype, int], float] = {}  # shared by weights that are alike
         found: list[list[WeightFactors]] = [[] for _ in passes.layer_names]
         for name, parameter in self._named():
             if name in rows:
@@ -275,8 +278,9 @@ class _Measurement:
         return len(self.forward_ms) - self.num_warm_up
 
     def time_error(self) -> float | None:
-        """Returns half the width of the 95 % interval of a minibatch's mean time, as a share of it. None if
-        there are too few."""
+        """Returns half the width of the 95 % interval of a minibatch's mean time, as a share of that mean.
+        None if there are too few minibatches.
+        """
         sums_ms = [
             sum(forward_ms) + sum(backward_ms)
             for forward_ms, backward_ms in zip(
@@ -293,7 +297,7 @@ class _Measurement:
         return _STUDENT_T * statistics.stdev(means_ms) / math.sqrt(_BLOCKS) / mean_ms
 
     def is_known_well(self) -> bool:
-        """Looks at it once per block."""
+        """Whether the mean time is known well enough. Checked once per block."""
         if self.num_measured % (_BLOCKS * _BLOCK_MINIBATCHES_MIN) or self.num_measured <= 0:
             return False
         error = self.time_error()
@@ -307,8 +311,9 @@ class _Measurement:
 
 @contextlib.contextmanager
 def _shown(minibatches: int, seconds: float | None) -> Iterator[Callable[[int], None]]:
-    """Shows a bar of minibatches, or of seconds where these are the limit. Yields a function that takes the
-    number of measured minibatches so far: 0 as measuring begins, then each number once."""
+    """Shows a bar of minibatches, or of seconds if they are the limit. Yields a function that takes the
+    number of minibatches measured so far: 0 when measuring begins, then each number once.
+    """
     if seconds is None:
         with progress_bar("profiling", minibatches, "minibatches") as advance:
             yield lambda num_done: advance(num_done > _WARM_UP_MINIBATCHES)
@@ -339,7 +344,7 @@ def _measure(
         batch_size = batch_size_of(inputs, targets)
         if minibatch == 0:
             measurement.batch_size = batch_size
-        # A shorter last batch would pull the mean below what a full minibatch costs.
+        # A shorter last batch would lower the mean below the time of a full minibatch.
         if batch_size == measurement.batch_size:
             on_device = _on_device(batch, minibatch, device)
             with _located(minibatch):
@@ -348,7 +353,7 @@ def _measure(
         num_done = len(measurement.forward_ms)
         if measurement.is_known_well():
             return
-        # The time limit cuts the warm-up short, but never to less than one minibatch.
+        # The time limit may shorten the warm-up, but at least one minibatch is measured after it.
         if deadline is not None and num_done >= 2 and time.perf_counter() >= deadline:
             return
         if num_done >= most or minibatch + 1 >= _SKIPPED_FACTOR_MAX * most:
@@ -378,7 +383,7 @@ def _check_names(cuts: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True)
 class _How:
-    """The model is cut and run."""
+    """How the model is cut and run."""
 
     loss_fn: LossFunction
     cuts: Sequence[str] | None
@@ -392,7 +397,7 @@ class _How:
 
 
 def _make_passes(model: Model, how: _How, first: Sequence[tuple[Any, Any]]) -> TimedPasses:
-    """first: minibatches, on the device."""
+    """Cuts the model and makes its passes. first: the first minibatches, on the device."""
     loss_fn, cuts = how.loss_fn, how.cuts
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
@@ -455,7 +460,7 @@ def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
     copied = copy_of(batches)
     is_one_pass = isinstance(batches, Iterator) or (copied is None and not hasattr(batches, "__len__"))
     if not is_one_pass and copied is not None:
-        batches = copied  # what they count when they are iterated stays as it is
+        batches = copied  # counters of the user's data stay unchanged
     iterator = iter(batches)
     is_empty = True
     for batch in iterator:

@@ -1,15 +1,16 @@
-"""Timed passes: one forward and backward of a minibatch, with the time that each layer takes of them.
+"""TimedPasses: a forward and backward of one minibatch, with the time of each layer.
 
-    list of layers   one after the other; the clock is read behind each
-    any module       its own forward; the clock is read where calls end that it may be cut after
+    list of layers   The layers run one after another. The clock is read after each.
+    any module       Its own forward runs. The clock is read at the ends of the calls after which it may be
+                     cut.
 
-In the backward the clock is read where the gradient of what a layer returned is complete: autograd goes
-back in the order in which the forward went on. So a layer's backward is timed as part of one backward: a
-call of autograd's own for each layer would add what entering it costs, some 60 us, to every one of them.
+In the backward the clock is read when the gradient of a layer's output is complete, because autograd goes
+back through the layers in reverse order. So all layers are timed within one backward. A separate call of
+autograd for each layer would add the cost of entering it, some 60 us, to each of them.
 
-The values and gradients that flow are those of real training. Owned by the thread that profiles.
+Values and gradients are those of real training. Owned by the thread that profiles.
 
-Clocks read spans on the host or by a GPU's own events; there a backward's spans end on autograd's own thread.
+Clocks use the host's time or a GPU's events. On a GPU a backward's spans end on autograd's own thread.
 """
 
 from __future__ import annotations
@@ -50,27 +51,30 @@ LossFunction = Callable[[Any, Any], Tensor]
 class TimedPasses(Protocol):
     layer_names: list[str]
     parameter_bytes: list[int]
-    """Trainable ones of each layer; a tied parameter counts where it is first used."""
+    """Bytes of each layer's trainable parameters. The first layer that uses a tied parameter counts it."""
     frozen_bytes: list[int]
-    """The other parameters of each layer, likewise."""
+    """Bytes of each layer's other parameters, counted in the same way."""
     layer_of: dict[int, int]
-    """By the parameter's id, the layer where it counts."""
+    """The layer that counts a parameter, by the parameter's id."""
     activation_bytes: list[int]
-    """Bytes that cross behind each layer; known after the first minibatch."""
+    """Bytes that cross after each layer. Known after the first minibatch."""
     cuts: tuple[str, ...] | None
-    """The cuts as Profile has them."""
+    """The cuts, as in Profile.cuts."""
     saved_bytes: list[int]
-    """Bytes that autograd keeps for each layer's backward, without parameters, each storage once; as
-    above."""
+    """Bytes that autograd keeps for each layer's backward, without parameters, each storage once. Known after
+    the first minibatch.
+    """
     left_out: set[int]
-    """Layers whose ends were not reached in some minibatch: it left out the call."""
+    """Layers whose last call some minibatch did not make."""
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
-        """Milliseconds of each layer's forward and backward. Leaves no gradients."""
+        """Runs a minibatch. Returns milliseconds of each layer's forward and backward. Leaves no
+        gradients.
+        """
 
 
 class LayerPasses:
-    """The passes of a list of layers."""
+    """Times a list of layers."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class LayerPasses:
         loss_fn: LossFunction,
         region: Region = contextlib.nullcontext,
     ) -> None:
-        """region: around each forward."""
+        """region: makes a context for each forward."""
         self._region = region
         self.layer_names = [name for name, _ in named_layers]
         self._layers = [layer for _, layer in named_layers]
@@ -96,7 +100,7 @@ class LayerPasses:
         pass_ = _Pass(len(self._layers), clock)
         measures_bytes = not self.saved_bytes
         saved = pass_.saved_bytes(self._layers) if measures_bytes else _no_bytes()
-        # A copy, as a first layer that works in place would change the caller's data at every pass.
+        # Clones the inputs, because a first layer that works in place would change the caller's data.
         value = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         clock.start_minibatch()
         clock.start()
@@ -119,10 +123,10 @@ class LayerPasses:
 
 
 class CutPasses:
-    """The passes of a module that is cut along its own forward."""
+    """Times a module that is cut along its own forward."""
 
     def __init__(self, cut: CutModel, loss_fn: LossFunction, region: Region = contextlib.nullcontext) -> None:
-        """region: around each forward."""
+        """region: makes a context for each forward."""
         self._region = region
         self._cut = cut
         self.cuts = cut.chosen
@@ -178,12 +182,12 @@ class CutPasses:
 
 
 class _Pass:
-    """One minibatch. A span is the work of the layers since the one before."""
+    """The pass of one minibatch. A span of the clock is the work since the reading before."""
 
     def __init__(self, num_layers: int, clock: Clock) -> None:
         self._num_layers = num_layers
         self._clock = clock
-        self._forward: list[int] = []  # the layers at whose ends the clock was read
+        self._forward: list[int] = []  # layers at whose ends the clock was read
         self._backward: list[int] = []
 
     def end_forward_of(self, layer: int, output: Any) -> None:
@@ -203,20 +207,22 @@ class _Pass:
         return set(range(self._num_layers - 1)).difference(self._forward)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Milliseconds of each layer's forward and backward."""
+        """Returns milliseconds of each layer's forward and backward."""
         spans, last = self._clock.finish_minibatch(), self._num_layers - 1
         forward, backward = [0.0] * self._num_layers, [0.0] * self._num_layers
         num_forward = len(self._forward) + 1
         for layer, span in zip([*self._forward, last], spans[:num_forward], strict=True):
             forward[layer] += span
-        # Where no gradient told the layers in between apart, the most downstream one has their time.
+        # If no gradient separates several layers, the last of them gets the time of all.
         for layer, span in zip([last, *self._backward], spans[num_forward:], strict=True):
             backward[layer] += span
         return forward, backward
 
     @contextlib.contextmanager
     def saved_bytes(self, modules: Iterable[nn.Module]) -> Iterator[list[int]]:
-        """Bytes per layer, filled while it lasts; what two layers save counts at the first."""
+        """Gives bytes per layer, which are filled inside the context. A storage that two layers save counts
+        at the first.
+        """
         num_bytes = [0] * self._num_layers
 
         def count(size: int) -> None:
@@ -226,7 +232,9 @@ class _Pass:
             yield num_bytes
 
     def _end_backward_behind(self, layer: int) -> None:
-        """The gradient of what the layer returned is complete; of several tensors the first counts."""
+        """Reads the clock: the gradient of the layer's output is complete. Only the first of several tensors
+        counts.
+        """
         if not self._backward or layer < self._backward[-1]:
             self._clock.next()
             self._backward.append(layer)
@@ -234,7 +242,9 @@ class _Pass:
 
 @contextlib.contextmanager
 def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], None]) -> Iterator[None]:
-    """Inside count(bytes) hears of every storage that autograd keeps, but of the modules' parameters."""
+    """Inside, count(bytes) is called for every storage that autograd keeps, except those of the modules'
+    parameters.
+    """
     seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -242,7 +252,7 @@ def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], N
         if storage not in seen:
             seen.add(storage)
             count(tensor.untyped_storage().nbytes())
-        return tensor.detach()  # what an operation returns and saves must not hold itself
+        return tensor.detach()  # an operation that saves its own output must not keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
@@ -274,7 +284,7 @@ def parameter_bytes_of(layers: Sequence[nn.Module], *, trained: bool = True) -> 
 
 
 def drop_gradients(module: nn.Module) -> None:
-    # Each minibatch writes fresh gradients, as a training loop that sets them to None.
+    # Each minibatch writes new gradients, as in a training loop that sets them to None.
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -284,15 +294,16 @@ def make_clock(device: torch.device) -> Clock:
 
 
 def make_work_clock(device: torch.device) -> Clock:
-    """A clock for comparisons: on a host with one thread it counts the time of this process alone, whatever
-    else the machine does meanwhile."""
+    """Returns a clock for comparisons. On a host with one thread it counts this process's CPU time, which
+    does not depend on other load.
+    """
     if device.type == "cuda" or torch.get_num_threads() > 1:
         return make_clock(device)
     return HostClock(time.process_time)
 
 
 class Clock:
-    """Times spans of one minibatch, in order."""
+    """Times the consecutive spans of one minibatch."""
 
     def start_minibatch(self) -> None:
         raise NotImplementedError
@@ -304,18 +315,18 @@ class Clock:
         raise NotImplementedError
 
     def next(self) -> None:
-        """The end of a span and the start of another."""
+        """Ends a span and starts the next one."""
         self.stop()
         self.start()
 
     def finish_minibatch(self) -> list[float]:
-        """Milliseconds of each span."""
+        """Returns the milliseconds of each span."""
         raise NotImplementedError
 
 
 class HostClock(Clock):
     def __init__(self, now_s: Callable[[], float] | None = None) -> None:
-        """now_s: the time; None: that of the machine."""
+        """now_s: returns the time. None: the machine's clock."""
         self._now_s = now_s or time.perf_counter
 
     def start_minibatch(self) -> None:
@@ -332,7 +343,9 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Events on the current stream, read after one synchronisation per minibatch: none between layers."""
+    """Records events on the current stream. Synchronises before and after a minibatch, never between
+    layers.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
