@@ -1,1 +1,1 @@
-"""The minibatches, as every stage that reads them reads them."""
+"""Reading minibatches at the stages that need them."""

@@ -1,5 +1,5 @@
-"""Minibatches cut into microbatches for the stages that read data: the first, the last, or both; and the
-validation minibatches there, from the beginning every time.
+"""Reads minibatches, and cuts them into microbatches, at the stages that need data: the first, the last, or
+both. Also reads the validation minibatches, from the beginning for each evaluation.
 
 Owned by the worker's compute thread.
 """
@@ -37,17 +37,19 @@ class Microbatch:
     inputs: Any = None
     targets: Any = None
     fingerprint: int = 0
-    """The fingerprint of the whole minibatch; both ends of the pipeline compare it."""
+    """The fingerprint of the whole minibatch. Both ends of the pipeline compare it."""
     weight: float = 1.0
     """Share of the minibatch's loss."""
     is_empty: bool = False
-    """torch.chunk made fewer pieces than microbatches. It counts nothing."""
+    """Whether it has no samples, because torch.chunk made fewer pieces than microbatches."""
     uneven_labels: tuple[UnevenLabels, ...] = ()
-    """Labels of -100, by which the microbatches of the minibatch may count otherwise than by samples."""
+    """Labels of -100. With them the minibatch's microbatches may have to count by labels instead of
+    samples.
+    """
 
 
 _NOTHING_EARLY: tuple[Minibatch | None, list[Microbatch]] = (None, [])
-_HANDED_OUT = Microbatch()  # whoever has one keeps its tensors no longer than it must
+_HANDED_OUT = Microbatch()  # replaces a microbatch that was handed out, so that its tensors can be freed
 
 
 class BatchReader:
@@ -63,29 +65,31 @@ class BatchReader:
         check_inputs: Callable[[Any, int], None],
         weight_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for.
-        weight_fn: (targets) -> what a microbatch counts in its minibatch; None: its samples."""
+        """check_inputs: (inputs, minibatch); raises ValueError for inputs that the pipeline was not planned
+        for. weight_fn: (targets) -> how much a microbatch counts in its minibatch. None: by its samples.
+        """
         self.source = source
-        """Asked for a minibatch before it is read."""
+        """The source of the minibatches. fetch() is called before a minibatch is read."""
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
-        self._is_compared = not (is_first and is_last)  # with a single stage nobody else reads the data
+        self._is_compared = not (is_first and is_last)  # with a single stage no other worker reads the data
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
         self.ignored_labels = IgnoredLabels()
         self._pieces: list[Microbatch] = []
-        self._minibatch = -1  # of these
+        self._minibatch = -1  # the minibatch of these pieces
         self._early = _NOTHING_EARLY
 
     def read_ahead(self) -> None:
-        """Takes and cuts the next minibatch, where that is allowed, while the worker has nothing else to
-        do."""
-        # weight_fn is the user's code, which read() runs for a minibatch that is being trained on.
+        """Reads and cuts the next minibatch, if that is allowed, while the worker has nothing else to do."""
+        # weight_fn is user code. It must run only when the minibatch is trained, in read().
         self.source.read_ahead(self._open_early if self._weight_fn is None else None)
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
-        """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
+        """Returns a microbatch of the minibatch that was fetched. Raises ValueError if the data cannot be
+        cut.
+        """
         if minibatch != self._minibatch:
             self._minibatch = minibatch
             batch, (early, pieces) = self.source.take(minibatch), self._early
@@ -98,7 +102,7 @@ class BatchReader:
         return piece
 
     def _open_early(self, batch: Minibatch) -> None:
-        with contextlib.suppress(ValueError, TypeError):  # read() says so, and of which minibatch
+        with contextlib.suppress(ValueError, TypeError):  # read() will raise it, with the minibatch's number
             self._early = batch, self._open(-1, batch)
 
     def _open(self, minibatch: int, batch: Minibatch) -> list[Microbatch]:
@@ -121,10 +125,11 @@ class BatchReader:
         m = self._num_microbatches
         cut = functools.partial(chunk, num_microbatches=m, minibatch=minibatch, num_samples=batch.num_samples)
         sizes = sizes_of(batch.inputs, batch.targets, batch.num_samples, m)
-        absent = [None] * len(sizes)  # what this stage does not read
+        absent = [None] * len(sizes)  # stands for inputs or targets that this stage does not read
         cut_inputs = absent if inputs is None else cut(inputs, name="the inputs")
         cut_targets = absent if targets is None else cut(targets, name="the targets")
-        # At every stage that reads: others would find another fingerprint. Of what is forwarded the caller.
+        # Every stage that reads checks this: an error at one stage only would look like another fingerprint.
+        # The caller checks data that it forwards.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
         counts: list[float] = [*sizes]
         uneven: tuple[UnevenLabels, ...] = ()
@@ -141,23 +146,22 @@ class BatchReader:
 
 @dataclass(frozen=True)
 class ForwardedValidation:
-    """Validation data that cannot be sent to local workers: the caller iterates them and hands them over in
-    files, a few at a time (launch/forwarder.py).
+    """Validation data that cannot be pickled for local workers. The caller iterates them and passes them on
+    in files, a few at a time (launch/forwarder.py).
 
-        reader   N.wanted                     the evaluation before minibatch N begins
-        caller   N-for-RANK-0, -1, ...        a minibatch each, None at the end
+        reader   writes N.wanted              when the evaluation before minibatch N begins
+        caller   writes N-for-RANK-0, -1, ...  one minibatch each, and None at the end
 
-    Each side removes the files of the other that it has seen.
-
-    The caller ends the run, and the reader with it, if the data fail.
+    Each side removes the other's files after reading them. If the data fail, the caller ends the run, and the
+    reader with it.
     """
 
     folder: Path
-    """Of these files alone, in that of the run."""
+    """The folder for these files, inside the run's folder."""
     first: tuple[Any, Any]
     """The first minibatch, for which memory is planned."""
     rank: int = 0
-    """The reader's."""
+    """The reader's rank."""
 
     def __iter__(self) -> Iterator[Any]:
         yield self.first
@@ -182,8 +186,9 @@ class ForwardedValidation:
 
 
 class ValidationReader:
-    """The validation minibatches of one evaluation after the other. They draw from generators that are seeded
-    alike at every stage that reads; the process's own stay as they are."""
+    """Reads the validation minibatches, evaluation after evaluation. The data draw from generators that are
+    seeded alike at every stage that reads. The process's own generators keep their state.
+    """
 
     def __init__(self, data: Iterable[Any], seed: int) -> None:
         self._data = data
@@ -194,7 +199,7 @@ class ValidationReader:
         self._boundary = 0
 
     def begin(self, boundary: int) -> None:
-        """The next evaluation is of the weights before this minibatch."""
+        """Begins the evaluation of the weights before minibatch `boundary`."""
         self.end()
         self._boundary = boundary
         with generators_kept():
@@ -203,7 +208,7 @@ class ValidationReader:
         self._num_read = 0
 
     def next(self) -> tuple[Any, Any, int] | None:
-        """(inputs, targets, fingerprint); None when there are no more."""
+        """Returns (inputs, targets, fingerprint); None after the last minibatch."""
         assert self._generators is not None
         with generators_kept():
             self._generators.restore()
@@ -225,5 +230,5 @@ class ValidationReader:
         return inputs, targets, fingerprint(inputs, targets)
 
     def end(self) -> None:
-        """Lets the data's iterator go, and with it the processes of a DataLoader."""
+        """Drops the data's iterator, and with it the processes of a DataLoader."""
         self._batches = None

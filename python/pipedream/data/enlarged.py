@@ -1,8 +1,8 @@
-"""Enlarged: a minibatch with the largest shapes that are known to come, made of one that is there.
+"""Makes a minibatch of the largest shapes that will come, out of a smaller one.
 
-Its values are repeated along every dimension, so they stay what the model takes: indices in range, masks of
-0 and 1, labels. What it computes means nothing; what memory it takes, and what crosses the cuts, is what the
-rehearsal asks. Pure; any thread.
+The values are repeated along every dimension, so that they stay valid for the model: indices in range, masks
+of 0 and 1, labels. The results mean nothing. The rehearsal uses only the memory that the minibatch takes, and
+the sizes that cross the cuts. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ __all__ = ["enlarged", "shaped"]
 
 
 def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """(inputs, targets), in which a tensor that `shapes` names (planning/shapes.py) is at least as large.
+    """Returns (inputs, targets) in which each tensor named in `shapes` (planning/shapes.py) is at least that
+    large.
 
-    Tensors that are large enough stay the same objects, and one that occurs twice is enlarged once. Names
-    that the minibatch does not have, and shapes of another number of dimensions, are left aside: the shapes
-    may come from other data. Each of Microbatches is as large as the largest of them.
+    Tensors that are large enough stay the same objects. A tensor that occurs twice is enlarged once. Names
+    that the minibatch lacks, and shapes with another number of dimensions, are ignored: the shapes may come
+    from other data. Each of Microbatches becomes as large as the largest of them.
     """
     if isinstance(inputs, Microbatches):
         shapes = larger_of(shapes, shapes_of_parts(inputs, targets))
@@ -39,7 +40,8 @@ def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
         first = Microbatches(each for each, _ in pairs)
         return first, first if targets is inputs else Microbatches(each for _, each in pairs)
     if type(inputs) is Keywords:
-        # Beside targets of their own, shapes name them so; where the caller forwards both, by keys alone.
+        # With separate targets, shapes are named "inputs.KEY". If the caller forwards inputs and targets as
+        # one batch, they are named KEY.
         prefix = "inputs." if targets is not inputs and maker.knows("inputs.") else ""
         large = Keywords({key: maker.make(prefix + key, value) for key, value in inputs.items()})
         return large, large if targets is inputs else maker.make("targets", targets)
@@ -47,7 +49,9 @@ def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
 
 
 def shaped(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """The same, with tensors that `shapes` names of just these shapes: larger ones are cut."""
+    """Does the same as enlarged(), but tensors named in `shapes` get exactly these shapes: larger ones are
+    cut.
+    """
     return _made(inputs, targets, _Maker(shapes, cuts=True))
 
 
@@ -56,10 +60,10 @@ class _Maker:
         self._shapes = shapes
         self._cuts = cuts
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
-        """With the original, so that no other tensor gets its id."""
+        """(original, result) by id. Keeping the original alive keeps its id unique."""
 
     def knows(self, prefix: str) -> bool:
-        """Whether the shapes of something inside are known."""
+        """Whether the shape of something with this prefix is known."""
         return any(name.startswith(prefix) for name in self._shapes)
 
     def make(self, name: str, value: Any) -> Any:

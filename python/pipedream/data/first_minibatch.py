@@ -1,5 +1,5 @@
-"""Minibatch 0, looked at before the run takes it; and the stand-in, at the workers, for data that the caller
-forwards: that minibatch, and the sizes for which the channels from the caller are planned.
+"""Reads minibatch 0 before the run takes it. Also describes data that the caller forwards: workers get
+minibatch 0 and the sizes for which the channels from the caller are planned.
 
 Owned by the thread that calls run().
 """
@@ -34,9 +34,10 @@ __all__ = ["KeptMinibatch", "PeekedData", "describe_forwarded", "enlarge_forward
 
 
 class PeekedData:
-    """Data that may give each minibatch once, as an iterator or an object over a queue does. Their first may
-    be looked at before it is taken: whoever iterates next goes on from there. Each look, and the taking,
-    leaves the generators as the data left them when they made the minibatch."""
+    """Data that may give each minibatch only once, as an iterator or an object over a queue. Its first
+    minibatch can be looked at before it is taken; iterating then starts with it. After a look, and after
+    taking it, the generators are in the state in which the data left them when they made this minibatch.
+    """
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data = data
@@ -59,7 +60,7 @@ class PeekedData:
         return self._rest_of(begun)
 
     def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]  # it says that there is none
+        return len(self.data)  # type: ignore[arg-type]  # raises TypeError if the data have no length
 
     def __reduce__(self) -> Any:
         raise TypeError("what gives each minibatch once stays with the caller")
@@ -74,12 +75,12 @@ class PeekedData:
 
 @dataclass
 class KeptMinibatch:
-    """Minibatch 0 where it was read before the run, for the one who needs it again."""
+    """Minibatch 0, kept from before the run for the reader that needs it again."""
 
     parts: tuple[Any, Any] | None = None
     """(inputs, targets)."""
     copied: Iterable[Any] | None = None
-    """A copy of the data that nobody has iterated, until first_of() does."""
+    """A copy of the data that was never iterated, for first_of()."""
 
     def take(self) -> tuple[Any, Any] | None:
         parts, self.parts = self.parts, None
@@ -87,8 +88,9 @@ class KeptMinibatch:
 
 
 def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterable[Any]:
-    """The data, or what they become where a look at their first minibatch may take it away. kept: gets the
-    copy, for first_of()."""
+    """Returns the data, wrapped in PeekedData if a look at their first minibatch may use it up. kept: gets
+    the copy for first_of().
+    """
     if isinstance(data, PeekedData) or has_indices(data):
         return data
     copied = None if isinstance(data, Iterator) else copy_of(data)
@@ -98,16 +100,17 @@ def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterabl
 
 
 def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
-    """The first minibatch of data that looked_at() has returned. Leaves no trace: the epoch counters of the
-    data, the dataset and the sampler, and the generators of a DataLoader, are as before. Raises ValueError
-    where there is no minibatch."""
+    """Returns the first minibatch of data from looked_at(). Leaves no trace: epoch counters of the data,
+    dataset and sampler, and the generators of a DataLoader, are as before. Raises ValueError if there is no
+    minibatch.
+    """
     if isinstance(data, PeekedData):
         first = data.peek()
     else:
         copied = None if kept is None else kept.copied
         copied = copy_of(data) if copied is None else copied
         if isinstance(copied, DataLoader):
-            copied.num_workers, copied.timeout = 0, 0  # processes would be started for one minibatch
+            copied.num_workers, copied.timeout = 0, 0  # one minibatch is not worth starting processes
         with generators_of_loader_kept(data):
             first = next(iter(data if copied is None else copied), None)
     if kept is not None:
@@ -135,7 +138,7 @@ def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int, num_microba
 def enlarge_forwarded(
     forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch, num_microbatches: int
 ) -> ForwardedData:
-    """Describes the forwarded data from the larger minibatch on."""
+    """Describes the forwarded data again, for memory that has room for the larger minibatch."""
     are_apart = bool(plan.shapes_apart)
     shapes = next_kind(forwarded.kinds, larger.shapes, are_apart=are_apart)
     made = enlarged(larger.inputs, larger.targets, shapes)
@@ -149,7 +152,9 @@ def enlarge_forwarded(
 
 
 def _boundaries_of(inputs: Any, targets: Any, num_microbatches: int) -> tuple[Boundary, Boundary]:
-    """Microbatches have room for as many as the run has, each as large as the first."""
+    """Returns the boundaries of inputs and targets. Microbatches get room for as many as the run has, each as
+    large as the first.
+    """
     if isinstance(inputs, Microbatches):
         inputs, targets = (
             Microbatches(map_tensors(torch.clone, part[0]) for _ in range(num_microbatches))
@@ -157,6 +162,6 @@ def _boundaries_of(inputs: Any, targets: Any, num_microbatches: int) -> tuple[Bo
         )
     return (
         Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
-        # A loss may need none.
+        # A loss may need no targets.
         Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
     )

@@ -1,14 +1,14 @@
-"""The minibatches of a run at a stage that reads them, with a look ahead for one that is larger than planned.
+"""Reads a run's minibatches at a stage that needs them. It looks ahead for a minibatch that is larger than
+planned.
 
     planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
                                         length     16   8  | 16   24 | 20   8
-    3 is larger: the data end before 2, as if they were over, until there is memory for 4 x 24
+    Minibatch 3 is larger. The data seem to end before 2, until there is memory for 4 x 24.
 
-A group is read before one of it is handed out: as many minibatches as lie between two places where all rounds
-of all stages are over, one where no stage has replicas. So no round has a part before and a part after. Every
-reader sees all minibatches whole, so all find the same; of what is forwarded the caller sees it
-(launch/forwarder.py). Outlives what was
-planned; owned by the worker's compute thread.
+Minibatches are read in groups, before the first of a group is handed out. A group lies between two points
+where the rounds of all stages end; without replicas it is one minibatch. So no round is split by such an end.
+Every reader sees whole minibatches and reaches the same result. For forwarded data the caller does the
+looking (launch/forwarder.py). A source outlives the plan of memory. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -32,39 +32,45 @@ class MinibatchSource:
     """Hands out minibatches in order."""
 
     def __init__(self, stream: MinibatchStream, first_minibatch: int = 0) -> None:
-        """first_minibatch: the stream's first; runs that go on where another ended count on."""
-        self.stream = stream  # go_on() changes it
+        """first_minibatch: the number of the stream's first minibatch. A continued run counts on from the
+        earlier one.
+        """
+        self.stream = stream  # go_on() replaces it
         self.first_minibatch = first_minibatch
         self.samples: list[int] = []
-        """Per minibatch that was read, from the first on, those of other replicas too; so is the epoch."""
+        """Samples of each minibatch that was read, starting with first_minibatch. Other replicas' minibatches
+        count. `epochs` is alike.
+        """
         self.epochs: list[int] = []
         self.read_ns = 0
-        """In the data's own code, the processes of a DataLoader waited for included."""
+        """Nanoseconds spent in the data's own code, including waiting for a DataLoader's processes."""
         self.larger: LargerMinibatch | None = None
-        """The minibatch before which the data have ended for now, if they have."""
+        """The larger minibatch before whose group the data have ended for now; None if they have not."""
         self._is_over = False
         self._ahead: _Ahead | None = None
         self._group_size = 1
         self._is_larger: Callable[[Any], bool] | None = None
-        self._group: dict[int, Minibatch] = {}  # of those that are read and not handed out
+        self._group: dict[int, Minibatch] = {}  # minibatches that were read and not handed out
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
-        """Lets the data end before a group with a minibatch whose inputs is_larger() accepts. They go on with
-        the minibatch before which they ended. group_size: the same each time."""
+        """Makes the data end before a group that has a minibatch for whose inputs is_larger() is true. The
+        next call continues with that group. group_size: must be the same each time.
+        """
         self._is_larger = is_larger
         self._group_size = group_size
         self.larger = None
 
     def go_on(self, stream: MinibatchStream, group_size: int) -> None:
-        """Takes minibatches from this stream from now on, which ends by itself before a group with a larger
-        one."""
+        """Reads from this stream from now on. The stream itself ends before a group with a larger
+        minibatch.
+        """
         self.stream = stream
         self._group_size = group_size
         self.larger = None
 
     @property
     def forwarded(self) -> ForwardedData | None:
-        """The data that come next from the caller; None: they are this worker's own."""
+        """The forwarded data that come next; None if this worker reads its own data."""
         return self.stream.forwarded if isinstance(self.stream, ReceivedStream) else None
 
     @property
@@ -73,11 +79,13 @@ class MinibatchSource:
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches that were read so far: all there are, once fetch() has found none."""
+        """Number of minibatches that were read so far. After fetch() has returned False it is the number of
+        all.
+        """
         return self._num_read if self.larger is None else self.larger.first
 
     def epoch_of(self, minibatch: int) -> int:
-        """The epoch of a minibatch that was read."""
+        """Returns the epoch of a minibatch that was read."""
         return self.epochs[minibatch - self.first_minibatch]
 
     @property
@@ -85,8 +93,9 @@ class MinibatchSource:
         return self.first_minibatch + len(self.samples)
 
     def fetch(self, minibatch: int) -> bool:
-        """Reads up to this minibatch, whose code this runs; those before it are other replicas'. False:
-        there is none, or not before there is more memory."""
+        """Reads up to this minibatch, which this worker runs; those before it are other replicas'. Returns
+        False if the data have ended, for good or until there is more memory.
+        """
         began_ns = time.perf_counter_ns()
         while self._num_read <= minibatch and not self._is_over and self.larger is None:
             self._read_group()
@@ -94,9 +103,10 @@ class MinibatchSource:
         return minibatch < self.num_minibatches
 
     def read_ahead(self, look: Callable[[Minibatch], None] | None) -> None:
-        """Takes a minibatch before fetch() wants it, while the worker has nothing else to do. Does so only if
-        the stream does not reuse its memory and no other process is waited for. fetch() raises what this
-        raises. look: gets the minibatch at once."""
+        """Reads a minibatch before fetch() needs it, while the worker has nothing else to do. It does nothing
+        if the stream reuses its memory, or if reading would wait for another process. An error is raised by
+        fetch(). look: called with the minibatch at once.
+        """
         early = not self.stream.may_reuse_memory and not self.stream.waits_for_others
         if early and self._ahead is None and not self._is_over:
             began_ns = time.perf_counter_ns()
@@ -104,7 +114,7 @@ class MinibatchSource:
             self.read_ns += time.perf_counter_ns() - began_ns
 
     def take(self, minibatch: int) -> Minibatch:
-        """Returns the minibatch that fetch() has found; once."""
+        """Returns a minibatch that fetch() has found. It can be taken once."""
         return self._group.pop(minibatch)
 
     def _read_group(self) -> None:
@@ -115,7 +125,7 @@ class MinibatchSource:
             batch = self.stream.next() if ahead is None else ahead.take()
             if batch is None:
                 self.larger = self.stream.larger
-                self._is_over = self.larger is None  # not asked again: whoever forwards data says so once
+                self._is_over = self.larger is None  # do not ask again: the caller reports the end once
                 break
             if copies:
                 batch = in_own_memory(batch)
@@ -133,7 +143,9 @@ class MinibatchSource:
 def larger_in(
     group: Mapping[int, Minibatch], is_larger: Callable[[Minibatch], bool]
 ) -> LargerMinibatch | None:
-    """None: none is. group: by index."""
+    """Returns the first larger minibatch of a group, with the group's largest shapes; None if there is none.
+    group: by number.
+    """
     larger = {index: batch for index, batch in group.items() if is_larger(batch)}
     if not larger:
         return None
@@ -144,7 +156,7 @@ def larger_in(
 
 
 class _Ahead:
-    """A minibatch that the stream gave before it was wanted."""
+    """A minibatch that was read before it was needed."""
 
     def __init__(self, stream: MinibatchStream, look: Callable[[Minibatch], None] | None) -> None:
         self._batch: Minibatch | None = None
@@ -157,36 +169,37 @@ class _Ahead:
             self._error = error
 
     def take(self) -> Minibatch | None:
-        """Once; raises what the stream raised."""
-        error, self._error = self._error, None  # whose frames hold this
+        """Returns the minibatch. Raises the stream's error. Call it once."""
+        error, self._error = self._error, None  # the error's frames refer to this object
         if error is not None:
             raise error
         return self._batch
 
 
 def exceeds(planned: Boundary, inputs: Any) -> bool:
-    """Whether these inputs, or targets, differ from what was planned, and by nothing but their size: by any
-    dimension of any of them, as what a model makes of a longer one may be more where both have as many
-    elements. One of Microbatches suffices, where the plan is of one of them."""
+    """Whether the inputs, or targets, fit the plan except that some dimension is larger. Every dimension
+    counts, even if the number of elements is as planned, because a model may make more of a longer input. One
+    of Microbatches suffices if the plan is for a single one.
+    """
     if isinstance(inputs, Microbatches) and "microbatches" not in planned.structure:
         return any(exceeds(planned, each) for each in inputs)
     try:
         tensors = planned.flatten(inputs)
-    except ValueError:  # told by whoever checks them
+    except ValueError:  # the reader checks the inputs later and raises this
         return False
     pairs = list(zip(tensors, planned.tensors, strict=True))
     if any(tensor.dtype != spec.dtype or tensor.dim() != len(spec.shape) for tensor, spec in pairs):
         return False
     if all(tensor.shape == spec.shape for tensor, spec in pairs):
         return False
-    # Of several kinds of minibatches the shapes of each are at one place.
+    # If several kinds of minibatches are planned, each kind has its shapes at the same position of all specs.
     kinds = zip(*((spec.shape, *spec.others) for spec in planned.tensors), strict=True)
     known = [[size for shape in kind for size in shape] for kind in kinds]
     return not cover_sizes(known, [size for tensor in tensors for size in tensor.shape])
 
 
 def in_own_memory(batch: Minibatch) -> Minibatch:
-    """Copies the minibatch of a stream that may fill the same memory with the next one."""
+    """Copies a minibatch, because its stream may overwrite the memory with the next one."""
     inputs = map_tensors(Tensor.clone, batch.inputs)
     targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
     return batch._replace(inputs=inputs, targets=targets)

@@ -1,8 +1,8 @@
-"""The user's data as one stream of minibatches, the same at every worker that reads it.
+"""The user's data as one stream of minibatches, which is the same at every worker that reads it.
 
-The first stage needs the inputs and the last the targets. Both iterate their own copy of the user's
-`data`, from equally seeded global generators (seeding.py), and compare fingerprints: a minibatch that two
-workers read differently is reported and not trained on. Owned by the worker's compute thread.
+The first stage needs the inputs, the last one the targets. Both iterate copies of the user's `data`, from
+equally seeded global generators (seeding.py), and compare fingerprints. A minibatch that two workers read
+differently is reported and not trained on. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -43,64 +43,67 @@ __all__ = [
 
 FORWARDED = "iterated by the caller and forwarded"
 
-_NUM_NOTED = 256  # positions before minibatches that were read last; a group that is read ahead is shorter
+_NUM_NOTED = 256  # the most recent positions that are kept; a group that is read ahead is shorter
 
 NUM_COUNT_TENSORS = 1
-"""Tensors that go with those of a forwarded minibatch: forwarded_counts()."""
+"""Number of additional tensors that are sent with a forwarded minibatch: forwarded_counts()."""
 
 
 class Minibatch(NamedTuple):
-    """The data that one weight update is computed from. A forwarded minibatch has only what its stage
-    needs."""
+    """The data from which one weight update is computed. A forwarded minibatch has only the parts that its
+    stage needs.
+    """
 
     inputs: Any
     targets: Any
     epoch: int
     num_samples: int | None
-    """Samples of inputs and targets, as microbatch.samples_of counts them."""
+    """Number of samples, by microbatch.samples_of()."""
     fingerprint: int | None = None
-    """The fingerprint if it has been taken: of a forwarded minibatch by the caller."""
+    """The fingerprint, if it is known. The caller computes that of a forwarded minibatch."""
 
 
 @dataclass(frozen=True)
 class LargerMinibatch:
-    """Why the data have ended before they are over."""
+    """The reason why the data have ended for now: a minibatch is larger than planned."""
 
     first: int
-    """The minibatch before which they have: the first of its group."""
+    """The minibatch before which they have ended, the first of its group."""
     minibatch: int
-    """The first of the group that is larger."""
+    """The first minibatch of the group that is larger."""
     inputs: Any
     targets: Any
     shapes: Shapes
-    """The largest of all in the group that are larger, each dimension by itself."""
+    """The largest size in each dimension, over all larger minibatches of the group."""
 
 
 class MinibatchStream(Protocol):
     num_minibatches: int | None
-    """Minibatches of all epochs, as the data's len() says; None if it has none."""
+    """Minibatches of all epochs, from the data's len(). None if they have no len()."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
     waits_for_others: bool
-    """Whether next() may wait for what another process of the run does."""
+    """Whether next() may wait for another process of the run."""
     source: str
-    """The origin of the minibatches, for the result: "DataLoader with num_workers=2"."""
+    """The kind of data, for the result: "DataLoader with num_workers=2"."""
     looks_ahead: bool
-    """Whether next() gives None before a group in which one is larger than planned, too."""
+    """Whether next() also returns None before a group with a minibatch that is larger than planned."""
 
     @property
     def larger(self) -> LargerMinibatch | None:
-        """Why next() has given None, where the data are not over."""
+        """The reason why next() returned None although the data are not over; None if they are."""
 
     def peek(self) -> tuple[Any, Any]:
-        """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
+        """Returns (inputs, targets) of minibatch 0, before next(). Raises ValueError if there is none."""
 
     def next(self) -> Minibatch | None:
-        """The next minibatch of all epochs in order; None once they are over."""
+        """Returns the next minibatch, through all epochs; None after the last one."""
 
 
 def fingerprint(inputs: Any, targets: Any) -> int:
-    """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
+    """Returns 64 bits that two workers compare to check that they read the same minibatch. Only tensors
+    count.
+    """
     tensors = tensors_of((inputs, targets))
     found = TENSORS.fingerprint(tensors)
     if found is None:
@@ -110,7 +113,7 @@ def fingerprint(inputs: Any, targets: Any) -> int:
 
 
 def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
-    """Returns the fingerprint of tensors whose dtypes the framework does not lend."""
+    """Returns the fingerprint of tensors whose dtypes cannot be passed to the core: that of their bytes."""
     found = TENSORS.fingerprint([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
     assert found is not None
     for tensor in tensors:
@@ -119,7 +122,7 @@ def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def fingerprint_of(minibatch: Minibatch) -> int:
-    """The minibatch's fingerprint, as taken by whoever read it."""
+    """Returns the minibatch's fingerprint: its reader's if that is known, else a new one."""
     if minibatch.fingerprint is not None:
         return minibatch.fingerprint
     return fingerprint(minibatch.inputs, minibatch.targets)
@@ -134,10 +137,14 @@ def epochs_of(
     is_resumed: bool = False,
     on_epoch: Callable[[int, int], None] = lambda epoch, minibatch: None,
 ) -> Iterator[tuple[Any, Any, int]]:
-    """(inputs, targets, epoch) of all epochs from the first on. minibatch: the number of the first one.
-    is_resumed: the data know by themselves how much of the first epoch is over. on_epoch: told each epoch and
-    its first minibatch before the data are iterated. Raises ValueError for an epoch without a minibatch, and
-    for data that yield Microbatches at times."""
+    """Yields (inputs, targets, epoch) through all epochs, starting with first_epoch.
+
+    minibatch: the number of the first minibatch. is_resumed: whether the data themselves know how much of the
+    first epoch is over. on_epoch: called with each epoch and the number of its first minibatch, before the
+    data are iterated.
+
+    Raises ValueError for an epoch without minibatches, and for data that yield Microbatches only sometimes.
+    """
     is_in_pieces: bool | None = None
     for epoch in range(first_epoch, epochs):
         first_of_epoch = minibatch
@@ -160,8 +167,9 @@ def epochs_of(
 
 
 def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
-    """Counts the minibatches of all epochs by len(); None for data without a length, such as an iterable
-    dataset's loader."""
+    """Returns the number of minibatches of all epochs, by len(). None for data without a length, such as an
+    iterable dataset's loader.
+    """
     try:
         return epochs * len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -169,8 +177,9 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
 
 
 def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
-    """Raises ValueError where all minibatches have fewer samples than microbatches, as far as that is known
-    before any is read: of a list, and of what a DataLoader cuts and collates by itself."""
+    """Raises ValueError if all minibatches have fewer samples than microbatches. This is known before reading
+    for a list, and for a DataLoader with torch's own collate_fn.
+    """
     if num_microbatches == 1:
         return
     sizes: list[int | None] = []
@@ -189,20 +198,21 @@ def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
 
 
 def describe_source(data: Iterable[Any]) -> str:
-    """ "DataLoader with num_workers=2"; the type's name of anything else."""
+    """Returns "DataLoader with num_workers=2" for a DataLoader, and the type's name for other data."""
     if isinstance(data, torch.utils.data.DataLoader):
         return f"DataLoader with num_workers={data.num_workers}"
     return type(data).__name__
 
 
 def _keeps_own_state(data: Iterable[Any]) -> bool:
-    """Whether the data resume by themselves, as torchdata's StatefulDataLoader does."""
+    """Whether the data can resume by themselves, as torchdata's StatefulDataLoader."""
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 def _collates(data: Iterable[Any]) -> bool:
-    """Whether each minibatch is of new tensors, which torch's own collate_fn makes of the samples. One of the
-    user's may fill the same memory again and again, in a process of the DataLoader's too."""
+    """Whether each minibatch has new tensors, as torch's own collate_fn makes them. A user's collate_fn may
+    fill the same memory again, even in a process of the DataLoader.
+    """
     loader = torch.utils.data.DataLoader
     return (
         type(data) is loader
@@ -212,7 +222,7 @@ def _collates(data: Iterable[Any]) -> bool:
 
 
 class _EpochStart(NamedTuple):
-    """The generators when the data began to be iterated for an epoch."""
+    """The states of the generators at the start of an epoch's iteration."""
 
     epoch: int
     first_minibatch: int
@@ -231,14 +241,15 @@ class DataStream:
         generators: RngStream | None = None,
         notes_positions: bool = False,
     ) -> None:
-        """generators: torch's, of the data; None: the process's. notes_positions: so that position() knows
-        them."""
+        """generators: torch's, from which the data draw; None: the process's. notes_positions: records what
+        position() needs.
+        """
         self._data = data
         self._epochs = epochs
         self._notes_positions = notes_positions
         self._num_read = 0
         self._resumed: Mapping[str, Any] | None = None
-        """The position that go_to() was given."""
+        """The position that go_to() got."""
         self._epoch_starts: deque[_EpochStart] = deque(maxlen=_NUM_NOTED)
         self._noted: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_NUM_NOTED)
         self.num_minibatches = num_minibatches_of(data, epochs)
@@ -246,7 +257,7 @@ class DataStream:
         is_in_memory = type(data) in (list, tuple)
         self.may_reuse_memory = not is_in_memory and not _collates(data)
         self.generators = None if is_in_memory else generators
-        """Torch's, that the data have drawn from; None: the process's, or none."""
+        """Torch's generators, from which the data draw. None: the process's, or none."""
         self.waits_for_others = False
         self.looks_ahead = False
         self.larger: LargerMinibatch | None = None
@@ -275,11 +286,13 @@ class DataStream:
         with self.generators:
             return next(self._batches, None)
 
-    # Positions, to which a resumed run goes.
+    # Positions, from which a resumed run continues.
 
     def position(self, minibatch: int) -> dict[str, Any]:
-        """The place of the data before this minibatch, one of those read last: for go_to()."""
-        if self._notes_positions and minibatch >= self._num_read:  # a run that ends before it reads this one
+        """Returns the data's position before one of the most recent minibatches, for go_to()."""
+        if (
+            self._notes_positions and minibatch >= self._num_read
+        ):  # the run ends before it reads this minibatch
             self._note_position()
         start = next(s for s in reversed(self._epoch_starts) if s.first_minibatch <= minibatch)
         document = {
@@ -305,31 +318,32 @@ class DataStream:
         if _keeps_own_state(self._data):
             noted["loader"] = self._data.state_dict()  # type: ignore[attr-defined]
             noted["epoch_of_loader"] = self._epoch_starts[-1].epoch if self._epoch_starts else 0
-        if self.generators is None:  # others draw from the process's, too
+        if self.generators is None:  # the data draw from the process's generators, which others use, too
             noted["process"] = RngState.capture().to_document()
         if noted:
             self._noted.append((self._num_read, noted))
 
     def go_to(self, minibatch: int, position: Mapping[str, Any], on_read: Callable[[int], None]) -> None:
-        """Makes this minibatch the next one. position: what position() said of it. on_read: told how many
-        minibatches are behind."""
+        """Makes this minibatch the next one. position: from position(). on_read: called with the number of
+        minibatches that were skipped so far.
+        """
         if "loader" in position:
             self._data.load_state_dict(position["loader"])  # type: ignore[attr-defined]
             self._begin(position["epoch_of_loader"], minibatch, is_resumed=True)
         else:
             self._resumed = position if minibatch >= position["epoch_began_at"] else None
-            if self._resumed is None:  # an earlier epoch, whose beginning is not known
+            if self._resumed is None:  # it is in an earlier epoch, whose start is not recorded
                 self._begin(0, 0)
             elif isinstance(self._data, (list, tuple, torch.utils.data.DataLoader)):
                 self._begin(position["epoch"], position["epoch_began_at"])
-            elif not isinstance(self._data, Iterator):  # of which nobody knows what earlier epochs change
+            elif not isinstance(self._data, Iterator):  # earlier epochs may change the data, so repeat them
                 self._begin(0, 0)
             self._skip(minibatch, on_read)
         if "process" in position and self.generators is None:
             RngState.from_document(position["process"]).restore()
 
     def _begin(self, epoch: int, minibatch: int, *, is_resumed: bool = False) -> None:
-        """The data are iterated again."""
+        """Iterates the data again, from this epoch on."""
         self._peeked = None
         self._num_read = minibatch
         self._batches = epochs_of(
@@ -353,9 +367,10 @@ class DataStream:
 
 @dataclass(frozen=True)
 class ForwardedData:
-    """Stands for data that cannot be sent to the workers: the caller iterates and forwards it.
+    """Describes data that cannot be sent to the workers: the caller iterates and forwards them.
 
-    first: minibatch 0, for the rehearsal. The boundaries say what later ones must look like.
+    first: minibatch 0, for the rehearsal. inputs, targets: the boundaries to which later minibatches must
+    keep.
     """
 
     first: tuple[Any, Any]
@@ -364,15 +379,18 @@ class ForwardedData:
     num_minibatches: int | None
     source: str
     kinds: tuple[Shapes, ...] = ()
-    """For which the boundaries were made: one, but of a plan that fits shapes apart."""
+    """The shapes for which the boundaries were made: one, or several if the plan fits shapes apart."""
     larger: LargerMinibatch | None = None
-    """With which these boundaries begin, where others were planned before."""
+    """The minibatch with which these boundaries begin, if other boundaries were used before."""
 
 
 class ReceivedStream:
-    """Minibatches that the caller forwards. receive: one of a channel's items as (tensors, fingerprint),
-    None at the end; a channel this stage does not read is None. read_larger: at the end, with what they go
-    on; None: they are over."""
+    """Minibatches that the caller forwards.
+
+    receive_inputs, receive_targets: return a channel's next item as (tensors, fingerprint), None at the end.
+    The argument is None if the stage does not read the channel. read_larger: called at the end; returns the
+    data that follow, or None if there are none.
+    """
 
     def __init__(
         self,
@@ -387,7 +405,7 @@ class ReceivedStream:
         self.waits_for_others = True
         self.looks_ahead = True
         self.following: ForwardedData | None = None
-        """With what the data go on, where they have ended before they are over."""
+        """The data that follow, if these have ended before all data are over."""
         self._read_larger = read_larger
         self._data = data
         self._sources = (
@@ -420,7 +438,7 @@ class ReceivedStream:
                 return None
             (*tensors, counts), taken = item
             values.append(boundary.unflatten(boundary.received(tensors)))
-        assert counts is not None  # a stage reads this
+        assert counts is not None  # the stage reads at least one channel
         epoch, num_samples, num_pieces = counts.tolist()
         if num_pieces > 0:
             values = [None if value is None else Microbatches(value[:num_pieces]) for value in values]
@@ -434,14 +452,15 @@ def stream_of(
     generators: RngStream | None = None,
     notes_positions: bool = False,
 ) -> DataStream | ReceivedStream:
-    """Returns the stream of the data that a worker was given. Nothing but the first minibatch comes of what
-    the caller forwards, until the channels are open. Arguments as of DataStream."""
+    """Returns the stream for the data that a worker was given. A stream of forwarded data has only its first
+    minibatch until the channels are open. Arguments as in DataStream.
+    """
     if isinstance(data, ForwardedData):
         return ReceivedStream(data, None, None)
     return DataStream(data, epochs=epochs, generators=generators, notes_positions=notes_positions)
 
 
 def forwarded_counts(batch: Minibatch) -> torch.Tensor:
-    """Returns the counts that go with the tensors of a forwarded minibatch."""
+    """Returns the counts that are sent with the tensors of a forwarded minibatch."""
     num_pieces = len(batch.inputs) if isinstance(batch.inputs, Microbatches) else 0
     return torch.tensor([batch.epoch, -1 if batch.num_samples is None else batch.num_samples, num_pieces])
