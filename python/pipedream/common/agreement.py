@@ -1,5 +1,5 @@
-"""Options that all ranks must be given alike: every field of the dataclasses that hold them, unless
-it is declared otherwise where it stands. So a new option is compared before anything relies on it.
+"""Options that must be equal at all ranks: every field of the dataclasses that hold options, unless the field
+is declared otherwise (OWN, compared()). So a new option is compared by default.
 
 Torch-free; any thread.
 """
@@ -16,22 +16,25 @@ __all__ = ["OWN", "compared", "difference", "given", "settings_of"]
 _HOW = "pipedream.compared"
 
 OWN: dict[str, Any] = {_HOW: None}
-"""Metadata of a field that each rank may have for itself, or that says nothing in JSON (a function)."""
+"""Metadata of a field that may differ between ranks, or that cannot be shown in JSON, such as a function."""
 
 
 def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """Metadata of a field that is compared in another way than as it stands. name: the argument of run();
-    said: what is compared of the value and shown, ready for JSON."""
+    """Returns metadata of a field that is not compared as it is. name: run()'s name for the argument. said:
+    converts the value to what is compared and shown, as JSON.
+    """
     return {_HOW: (name, said)}
 
 
 def given(value: Any) -> str | None:
-    """Returns whether a value is given, for one that cannot be shown or may differ."""
+    """Returns "given" for a value that cannot be shown or may differ, and None for None."""
     return None if value is None else "given"
 
 
 def settings_of(options: Any) -> dict[str, Any]:
-    """The compared settings by argument of run(), in the form in which JSON gives them back."""
+    """Returns the settings to compare, by run()'s names of the arguments, as they are after a round trip
+    through JSON.
+    """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -47,7 +50,7 @@ def settings_of(options: Any) -> dict[str, Any]:
 
 
 def difference(mine: dict[str, Any], rank: int, of_rank_0: dict[str, Any]) -> str | None:
-    """Returns a line on the first difference of two ranks' settings_of(); None if there is none."""
+    """Returns a line about the first difference between two ranks' settings_of(); None if there is none."""
     for name in [*mine, *(name for name in of_rank_0 if name not in mine)]:
         if name not in mine or name not in of_rank_0:
             return f"{name} is known to one of rank {rank} and rank 0 alone: install one version everywhere"

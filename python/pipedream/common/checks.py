@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take. Each raises one line naming the argument and its value."""
+"""Checks of arguments for several functions. Each error is one line that names the argument and its value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def is_whole(value: Any) -> bool:
-    """An int, and not True or False."""
+    """Whether the value is an int, but not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """An int or float that is finite as a float, and not True or False."""
+    """Whether the value is an int or float that is finite as a float, but not True or False."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -58,7 +58,7 @@ def check_data(name: str, value: Any) -> None:
 
 
 def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:
-    """Refuses, before hours of work, a file that could not be written after them. name: of the argument."""
+    """Raises ValueError for a file that cannot be written, before hours of work. name: of the argument."""
     shown = f"{name} is {os.fspath(path)!r}" if name else os.fspath(path)
     file = Path(path).absolute()
     if not file.parent.is_dir():

@@ -1,7 +1,8 @@
-"""Calls of functions that torch marks as not to be compiled, without the mark if nothing can be compiled.
+"""Calls functions that torch marks as not to be compiled without that mark, as long as nothing can be
+compiled.
 
-The mark (torch._disable_dynamo) imports torch._dynamo at the first call, the compiler's Python half: 1.6 s
-and more of a process's first `run`, which may need none of it. Torch-free; any thread.
+The mark (torch._disable_dynamo) imports torch._dynamo, the Python half of the compiler, at the first call.
+The import adds 1.6 s or more to a process's first `run`, which may not need it. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unmarked_until_compiling(marked: _Function) -> _Function:
-    """A function that calls what the mark wraps, from the import of torch._dynamo on `marked` itself: nothing
-    is compiled without that module."""
+    """Returns a function that calls the plain function inside the mark. Once torch._dynamo is imported it
+    calls `marked`: before that, nothing can be compiled.
+    """
     plain = getattr(marked, "__wrapped__", marked)
 
     @functools.wraps(plain)

@@ -1,7 +1,7 @@
-"""Reading and writing the JSON files of pipedream, and the checks on a field that they share.
+"""Reads and writes pipedream's JSON files, and checks their fields.
 
-A check raises ValueError with a message that starts with the field; the reader of the file puts the
-file's name in front of it, as FileFormatError, so that a user sees "plan.json: stages[1].last_layer ...".
+A check raises ValueError with a message that starts with the field. The reader of the file puts the file's
+name in front and raises FileFormatError. A user then sees "plan.json: stages[1].last_layer ...".
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from pipedream.common.errors import FileFormatError
 
-# Larger figures would not survive as a C++ int64.
+# Larger numbers do not fit into a C++ int64.
 _WHOLE_MAX = 2**63 - 1
 
 
 def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """The JSON object in the file, its "format" checked to be `pipedream.<kind>/<version>`.
+    """Returns the JSON object in the file. Its "format" must be `pipedream.<kind>/<version>`.
 
-    Raises FileFormatError naming file and field, and OSError where the file cannot be read.
+    Raises FileFormatError naming file and field, and OSError if the file cannot be read.
     """
     source = os.fspath(path)
     try:
@@ -61,7 +61,7 @@ def write_document(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> N
 
 
 def check_format(fields: object, kind: str, version: int, source: str) -> None:
-    """Refuses what is not an object of format `pipedream.<kind>/<version>`."""
+    """Raises FileFormatError unless this is an object of format `pipedream.<kind>/<version>`."""
     expected = f"pipedream.{kind}/{version}"
     if not isinstance(fields, Mapping):
         raise FileFormatError(f"{source}: is not a JSON object with a format {expected!r}")
@@ -89,7 +89,7 @@ def check_list(field: str, value: object) -> list[Any]:
 
 
 def check_number(field: str, value: object, *, positive: bool = False) -> float:
-    """A finite number that is not negative (or is positive)."""
+    """Returns a finite number that is not negative, or that is positive."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{field} is {_shown(value)}: it must be a number")
     try:
@@ -106,7 +106,7 @@ def check_number(field: str, value: object, *, positive: bool = False) -> float:
 
 
 def check_whole(field: str, value: object, *, at_least: int = 0) -> int:
-    """A whole number, which a file may also write as 1.5e9."""
+    """Returns a whole number. A file may also write it as 1.5e9."""
     number = check_number(field, value)
     whole = value if isinstance(value, int) else int(number)
     if whole != number and not isinstance(value, int):
@@ -123,7 +123,9 @@ def check_text(field: str, value: object) -> str:
 
 
 def check_figures(field: str, value: object, *, negative: bool = False) -> None:
-    """Refuses NaN and infinity, and negative numbers unless allowed, anywhere inside a value of any form."""
+    """Raises ValueError for NaN and infinity, and for negative numbers unless allowed, anywhere in a nested
+    value.
+    """
     if isinstance(value, Mapping):
         for name, item in value.items():
             check_figures(f"{field}.{name}", item, negative=negative)
@@ -135,7 +137,7 @@ def check_figures(field: str, value: object, *, negative: bool = False) -> None:
 
 
 def require(fields: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Refuses a missing field, naming what may have been meant: forward_us for forward_ms."""
+    """Raises ValueError for a missing field, and suggests one that was meant: forward_us for forward_ms."""
     for name in names:
         if name in fields:
             continue

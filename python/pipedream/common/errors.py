@@ -1,6 +1,6 @@
-"""The errors that pipedream raises, besides ValueError and TypeError for a mistaken argument.
+"""The errors that pipedream raises, besides ValueError and TypeError for a wrong argument.
 
-Each message is one line. Imports no other module of pipedream, so that every one may use it.
+Each message is one line. This module imports no other module of pipedream, so that all of them may import it.
 """
 
 from __future__ import annotations
@@ -27,47 +27,49 @@ __all__ = [
 
 
 class FileFormatError(ValueError):
-    """A profile or plan that is not in the form it claims; names the file and the field."""
+    """A profile or plan with a wrong format. Names the file and the field."""
 
 
 class PipelineError(RuntimeError):
-    """A run that could not go on. The base of everything that fails while a pipeline runs."""
+    """A run that could not continue. The base of all errors while a pipeline runs."""
 
     losses: Sequence[float] = ()
-    """Losses of the minibatches that were done, in order. Under torchrun a rank has all of them if it alone
-    has the last stage, else none. Everything that ends a run has them, and the next."""
+    """Losses of the finished minibatches, in order. Under torchrun only a rank that alone has the last stage
+    has them. Any exception that ends a run has this attribute and `minibatch`.
+    """
     minibatch: int | None = None
-    """At which the run ended: the failed worker's, else the newest that any has begun; under torchrun this
-    rank's. None: none had begun."""
+    """The minibatch at which the run ended: the failed worker's, or else the newest that any worker has
+    begun. Under torchrun, this rank's. None: none had begun.
+    """
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A worker process ended before its program did; names its stage, replica and last minibatch."""
+    """A worker process ended too early. Names its stage, replica and last minibatch."""
 
 
 class PeerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A neighbouring stage could not be reached within the bound; names it and the last minibatch."""
+    """A neighbouring stage could not be reached in time. Names it and the last minibatch."""
 
 
 class DataMismatch(PipelineError):  # noqa: N818 (the words of the design)
-    """Two workers read different data for the same minibatch, so nothing was trained on it."""
+    """Two workers read different data for the same minibatch, so it was not trained on."""
 
 
 class NonFiniteLoss(PipelineError):  # noqa: N818 (the words of the design)
-    """A loss was NaN or infinite under on_nonfinite="stop"; names the minibatch."""
+    """A loss was NaN or infinite under on_nonfinite="stop". Names the minibatch."""
 
 
 def describe_error(error: BaseException) -> str:
-    """ "TypeName: message", as it travels to the other workers."""
+    """Returns "TypeName: message", the form in which an error is sent to other workers."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
 def one_line(error: BaseException) -> str:
-    """The error's message in one line; its type's name when it has none."""
+    """Returns the error's message in one line; the name of its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# What one worker raises, the others raise too; anything else arrives as a PipelineError.
+# An error of these types is raised again at the other workers. Any other arrives as a PipelineError.
 _TRAVELLING = {kind.__name__: kind for kind in (ValueError, TypeError, DataMismatch, NonFiniteLoss, PeerLost)}
 
 
@@ -78,12 +80,12 @@ def arrived_error(text: str) -> Exception:
         error: Exception = known(message)
     else:
         error = PipelineError(message if name == "PipelineError" and separator else text)
-    error._pipedream_derived = True  # type: ignore[attr-defined]  # somebody else's mistake
+    error._pipedream_derived = True  # type: ignore[attr-defined]  # another worker's error
     return error
 
 
 def raise_failure(kind: str, message: str) -> NoReturn:
-    """Raises what the core's RunFailure(kind, message) stands for."""
+    """Raises the error for the core's RunFailure(kind, message)."""
     if kind == "Aborted":
         raise arrived_error(message) from None
     if kind == "PeerLost":
@@ -93,11 +95,13 @@ def raise_failure(kind: str, message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int | None]) -> Iterator[None]:
-    """Around a run: whatever ends it has the losses so far as `error.losses`, and `error.minibatch`."""
+    """A context around a run. Any exception that ends it gets `error.losses`, the losses so far, and
+    `error.minibatch`.
+    """
     try:
         yield
     except BaseException as error:
-        error.losses = losses()  # type: ignore[attr-defined]  # an interrupt has them, too
+        error.losses = losses()  # type: ignore[attr-defined]  # also on KeyboardInterrupt
         if getattr(error, "minibatch", None) is None:
             error.minibatch = minibatch()  # type: ignore[attr-defined]
         raise
@@ -105,8 +109,9 @@ def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int
 
 @contextlib.contextmanager
 def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Cleans up at the end. What fails then does not replace the error that ended the block, but is noted on
-    it: after an error of a device, whatever touches the device fails too."""
+    """Calls clean_up at the end. If the block has failed, an error of clean_up becomes a note on the block's
+    error and does not replace it: after an error of a device, everything that uses the device fails.
+    """
     try:
         yield
     except BaseException as error:
@@ -121,7 +126,9 @@ def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_of_others() -> Iterator[None]:
-    """Around what raises PipelineError with the text that another worker left in the rendezvous."""
+    """A context around calls that raise PipelineError with the text that another worker left in the
+    rendezvous.
+    """
     try:
         yield
     except PeerLost:

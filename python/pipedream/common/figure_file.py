@@ -1,4 +1,4 @@
-"""Files that matplotlib draws: .svg, .png and .pdf. matplotlib is imported when one is to be drawn."""
+"""Files that matplotlib draws: .svg, .png and .pdf. matplotlib is imported only for drawing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def import_figure(path: str | os.PathLike[str], otherwise: str = "") -> type[Figure]:
-    """matplotlib's Figure. Raises ValueError, naming the file, where matplotlib is missing; otherwise: what
-    else the user can do."""
+    """Returns matplotlib's Figure. Raises ValueError naming the file if matplotlib is missing. otherwise: a
+    further remedy for the message.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -29,7 +30,7 @@ def import_figure(path: str | os.PathLike[str], otherwise: str = "") -> type[Fig
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     import matplotlib
 
-    # Text stays text, and the same figure gives the same bytes: no date, no random identifiers.
+    # Text stays text. The same figure gives the same bytes, so there is no date and no random identifier.
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "pipedream", "pdf.fonttype": 42}
     suffix = Path(path).suffix
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})

@@ -1,8 +1,7 @@
-"""Checks of where run() is called: in a script without the guard that local workers need, or inside of
-another run.
+"""Checks where run() is called: not in a script without the `__main__` guard, and not inside another run.
 
-A worker process imports the caller's script anew to find its classes and functions. Without
-`if __name__ == "__main__":` that import would train again, in every worker. Torch-free; any thread.
+A local worker process imports the caller's script again to find its classes and functions. Without `if
+__name__ == "__main__":` this import would start another training in every worker. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 __all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time", "write_record"]
 
-# Where a local worker leaves its error for the caller; set while local workers run.
+# The folder in which a local worker leaves its error for the caller. Set while local workers run.
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
 
 _MESSAGE = (
@@ -26,13 +25,14 @@ _MESSAGE = (
     " worker process imports the script to find its classes"
 )
 
-_running = threading.Lock()  # held by the run that this process calls, or is a worker of
+_running = threading.Lock()  # held by this process's run, or by the run that this process is a worker of
 
 
 @contextlib.contextmanager
 def one_run_at_a_time() -> Iterator[None]:
-    """Around a run. What it sets for a while is the whole process's: the environment, the handlers of
-    signals, the random number generators. Raises RuntimeError within another one, in whatever thread."""
+    """A context around a run. A run changes the environment, signal handlers and random number generators of
+    the whole process. Raises RuntimeError inside another run, in any thread.
+    """
     if not _running.acquire(blocking=False):
         raise RuntimeError(
             "run() was called while another run() of this process trains: call it when that one has returned,"
@@ -49,16 +49,19 @@ def error_path(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """All of it at once: the caller reads what there is whenever a worker ends, also while another writes."""
+    """Writes a file in one step, because the caller may read it at any time, even while another worker
+    writes.
+    """
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record), encoding="utf-8")
     part.replace(path)
 
 
 def check_main_guard() -> None:
-    """Call first in whatever an unguarded script would call. Returns at once in any other process.
+    """Call this first in every function that an unguarded script would call. It returns at once unless a
+    worker is importing the script.
 
-    In a worker that is importing the script, leaves the message for the caller and ends the process.
+    In that case it leaves the message for the caller and ends the process.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

@@ -1,4 +1,4 @@
-"""Microbatches: a minibatch whose microbatches the data have made. Pure; any thread; needs no torch."""
+"""Microbatches: a minibatch that the data have already cut. Pure; any thread; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches(list[Any]):
-    """A minibatch that comes in its microbatches: a list of batches, each as `data` may yield it.
+    """A minibatch that comes as its microbatches: a list of batches, each in a form that `data` may yield.
 
-    Each batch is taken as one microbatch, uncut, so shapes may differ from batch to batch, as where a
-    collator pads each to its own longest text. `run` takes as many as its `microbatches`, or fewer, as
-    at the end of an epoch. If `data` yields one minibatch so, it yields all of them so.
+    Each batch is one microbatch and is not cut. Shapes may differ between batches, for example if a collator
+    pads each batch to its own longest text. `run` accepts as many batches as its `microbatches`, or fewer, as
+    at the end of an epoch. If `data` yields one minibatch in this form, it must yield all of them so.
 
         data = [pipedream.Microbatches(batches[i : i + 4]) for i in range(0, len(batches), 4)]
         pipedream.run(model, plan, data=data, microbatches=4, ...)
     """
 
-    # A list and no tuple: a DataLoader with pin_memory keeps the class of lists alone.
+    # A list and not a tuple: a DataLoader with pin_memory keeps the class of lists only.

@@ -1,5 +1,6 @@
-"""The rank of this process, as a launcher such as torchrun says it by the environment. Torch-free; any
-thread."""
+"""The rank of this process, from the environment that a launcher such as torchrun sets. Torch-free; any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ def under_torchrun() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0, which it also is without torchrun."""
+    """Whether this process is rank 0. Without torchrun it always is."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process is the first of its machine, which it also is without torchrun."""
+    """Whether this process is the first of its machine. Without torchrun it always is."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 

@@ -1,4 +1,4 @@
-"""A bar on the standard error's terminal for work that takes long; elsewhere nothing. The caller's thread."""
+"""A progress bar on the terminal of standard error; none if that is no terminal. The caller's thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["progress_bar", "seconds_bar"]
 def progress_bar(
     doing: str, total: float, unit: str, *, is_shown: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """Shows a bar of steps. Yields a function that counts so many steps on."""
+    """Shows a bar of steps. Yields a function that advances it by a number of steps."""
     console = _terminal() if is_shown else None
     if console is None:
         yield lambda steps: None
@@ -36,8 +36,9 @@ def progress_bar(
 
 @contextlib.contextmanager
 def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
-    """Shows a bar that fills as time passes. Yields a function that starts its clock; later calls change
-    nothing. Before that the bar only shows that work goes on."""
+    """Shows a bar that fills as time passes. Yields a function that starts its clock; calling it again
+    changes nothing. Until then the bar only shows activity.
+    """
     console = _terminal()
     if console is None:
         yield lambda: None
@@ -51,7 +52,7 @@ def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
 
 
 class TimedProgress(Progress):
-    """Fills the bars of started tasks by the time that has passed, even while nothing calls it."""
+    """Fills the bars of started tasks by elapsed time, without being called."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:
@@ -60,7 +61,7 @@ class TimedProgress(Progress):
 
 
 def _terminal() -> Console | None:
-    """The standard error, if it is a terminal."""
+    """Returns a console for standard error if that is a terminal, else None."""
     console = Console(stderr=True)
     return console if sys.stderr.isatty() and console.is_terminal else None
 

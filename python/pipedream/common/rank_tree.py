@@ -1,11 +1,11 @@
-"""The tree of ranks by which initial weights, final weights and results travel between rank 0 and the others.
-No rank talks to more than NUM_CHILDREN_MAX ranks below it, however many there are.
+"""The tree of ranks through which initial weights, final weights and results are sent between rank 0 and the
+others. However many ranks there are, no rank sends to more than NUM_CHILDREN_MAX ranks below it.
 
-            0                  rank r hands on to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX;
-      1  2 ... k               up to k + 1 ranks that is rank 0 to all others
+            0                  rank r sends to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX.
+      1  2 ... k               With up to k + 1 ranks, rank 0 sends to all others.
     k+1 ...
 
-Each rank passes on what is for those below it, in the order of subtree(). Torch-free; pure.
+Each rank passes on everything for the ranks below it, in the order of subtree_of(). Torch-free; pure.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["NUM_CHILDREN_MAX", "NUM_PIECES", "PIECE_BYTES", "children_of", "pare
 
 NUM_CHILDREN_MAX = 8
 PIECE_BYTES = 1 << 20
-"""The largest piece in which weights and results travel."""
+"""The largest piece in which weights and results are sent."""
 NUM_PIECES = 4
-"""Pieces that a rank may have from each neighbour in the tree without having used them."""
+"""The most pieces from each neighbour in the tree that a rank may have received and not used."""
 
 
 def parent_of(rank: int) -> int:
-    """Returns the parent of a rank that is not rank 0. It is smaller than the rank: the first n ranks are a
-    tree."""
+    """Returns the parent of a rank other than 0. The parent is a smaller rank, so the first n ranks are a
+    tree for every n.
+    """
     return (rank - 1) // NUM_CHILDREN_MAX
 
 
@@ -33,6 +34,6 @@ def children_of(rank: int, num_ranks: int) -> range:
 
 
 def subtree_of(rank: int, num_ranks: int) -> list[int]:
-    """The rank and all below it, each before those below it."""
+    """Returns the rank and all ranks below it. Each rank comes before those below it."""
     subtrees = (subtree_of(child, num_ranks) for child in children_of(rank, num_ranks))
     return [rank, *itertools.chain.from_iterable(subtrees)]

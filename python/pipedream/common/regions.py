@@ -1,4 +1,6 @@
-"""Regions around parts of a stage's work: made anew for each, and nothing at all where a run has none."""
+"""Regions: contexts around parts of a stage's work. Each part enters a new one. A run without them pays
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _Result = TypeVar("_Result")
 
 @contextlib.contextmanager
 def entered(regions: Sequence[Region]) -> Iterator[None]:
-    """Inside all of them, the first outermost."""
+    """Enters all regions, the first as the outermost."""
     with contextlib.ExitStack() as stack:
         for region in regions:
             stack.enter_context(region())
@@ -23,7 +25,7 @@ def entered(regions: Sequence[Region]) -> Iterator[None]:
 
 
 def within(region: Region | None, function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """The function inside the region; the function itself where there is none."""
+    """Returns a function that runs inside the region. Without a region it is the function itself."""
     if region is None:
         return function
     make_region = region

@@ -1,4 +1,4 @@
-"""Plain-text tables for `print(plan)` and `print(profile)`, and their form in a notebook: no colours."""
+"""Plain-text tables for print(plan) and print(profile), and their form in a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned: str) -> str:
-    """Columns two spaces apart, aligned by one of "<" and ">" each; a column of empty cells is left out."""
+    """Returns the table. Columns are two spaces apart. aligned: "<" or ">" for each. Empty columns are left
+    out.
+    """
     kept = [c for c in range(len(headings)) if any(row[c] for row in rows)]
     widths = {c: max(len(headings[c]), *(len(row[c]) for row in rows)) for c in kept}
     lines = [
@@ -17,12 +19,14 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned
 
 
 def html_of(text: str) -> str:
-    """The text for a notebook, in columns as a terminal has them."""
+    """Returns the text for a notebook, in a fixed-width font."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def shorten(text: str, length_max: int) -> str:
-    """The text, with ".." for its middle if longer than length_max: both ends tell layers apart."""
+    """Shortens a text to length_max with ".." in its middle. Both ends are kept, because they tell layers
+    apart.
+    """
     if len(text) <= length_max:
         return text
     kept = length_max - 2

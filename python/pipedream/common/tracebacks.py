@@ -1,7 +1,7 @@
-"""The part of a traceback that a user is shown: the frames of their own code, without ours.
+"""Shortens tracebacks to the frames of the user's own code.
 
-PIPEDREAM_TRACEBACK=1 shows all of it. An error that nobody foresaw, our bug, is always shown whole.
-Torch-free; any thread.
+PIPEDREAM_TRACEBACK=1 shows whole tracebacks. An error of an unexpected type, which is our bug, is always
+shown whole. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ __all__ = [
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# The message of such an error says what is wrong: where in our code that was noticed tells a user nothing.
+# The messages of these errors say what is wrong. The place in our code would tell a user nothing.
 _FORESEEN = (ValueError, TypeError, OSError, PipelineError)
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Torch's frames around every forward, and around every operation while a dispatch mode of ours counts bytes.
+# Torch's frames around every forward. The last two surround every operation while our dispatch mode counts
+# bytes.
 _CALLS = tuple(
     os.path.join("torch", *path)
     for path in (
@@ -50,7 +51,9 @@ def wants_whole_tracebacks() -> bool:
 
 
 def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates what users call: its errors show the user's frames and one of ours, an interrupt one line."""
+    """Decorates a function for users. Its errors show the user's frames and one of ours. An interrupt shows
+    one line.
+    """
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -67,7 +70,7 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
 
 
 def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
-    """Shows an interrupt that nobody catches as one line; a hook of somebody else stays in charge."""
+    """Shows an interrupt that is not caught as one line. If another excepthook is installed, it stays."""
     if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
         return
     losses = getattr(interrupt, "losses", ())
@@ -84,7 +87,7 @@ def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
 
 
 def shorten(error: Exception) -> None:
-    """Cuts what the error and its causes show down to the user's frames."""
+    """Cuts the tracebacks of the error and its causes down to the user's frames."""
     if wants_whole_tracebacks():
         return
     if isinstance(error, _FORESEEN) or _is_users_error(error.__traceback__):
@@ -97,8 +100,9 @@ def shorten(error: Exception) -> None:
 
 
 def describe_user_error(error: BaseException) -> str | None:
-    """The traceback, as text, that somebody else should see beside the error's message: of the user's code
-    that failed; None where the message is all there is to say."""
+    """Returns the traceback of the user's code that failed, as text to be shown beside the error's message.
+    None if the message says everything.
+    """
     if wants_whole_tracebacks():
         return "".join(traceback.format_exception(error))
     of_user = error
@@ -113,14 +117,15 @@ def describe_user_error(error: BaseException) -> str | None:
 
 
 def place_of_user_code(error: BaseException) -> str | None:
-    """The line of the user's code that raised, where ours called it, for who shows no traceback."""
+    """Returns the line of the user's code, called by ours, that raised. For output without a traceback."""
     users = [frame for frame in _users_frames(error.__traceback__) if _is_users(frame)]
     return f"{users[-1].tb_frame.f_code.co_filename}, line {users[-1].tb_lineno}" if users else None
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's first frame inside ours on, without our own frames. All of it where none
-    is ours."""
+    """Returns the traceback from the first user frame inside our frames on, without our own frames. Without
+    any frame of ours it is returned whole.
+    """
     frames = _frames(trace)
     if not any(map(_is_ours, frames)):
         return trace
@@ -133,7 +138,7 @@ def _cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """The frames from the first one on of the user's code that ours called; none where it called none."""
+    """Returns the frames from the first user code that our code called; empty if our code called none."""
     frames = _frames(trace)
     ours = next((index for index, frame in enumerate(frames) if _is_ours(frame)), len(frames))
     users = next((index for index in range(ours, len(frames)) if _is_users(frames[index])), len(frames))
@@ -141,7 +146,7 @@ def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_users_error(trace: TracebackType | None) -> bool:
-    """Whether the user's code was called, of which a module or a loss of torch's is part, too."""
+    """Whether user code was called. Modules and losses of torch's count as user code."""
     if _users_frames(trace):
         return True
     frames = _frames(trace)
@@ -161,8 +166,9 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    """Whether the frame is ours. The __init__ of a dataclass has no file; a script of python -c has none
-    either."""
+    """Whether the frame is ours. A dataclass's __init__ has no file; then its module decides, because code of
+    python -c has none either.
+    """
     code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
     return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))
 

@@ -1,7 +1,8 @@
-"""Bandwidths, sizes and durations: from text, and to text.
+"""Converts bandwidths and sizes from text and to text.
 
-Bandwidths are decimal bits per second with a unit ("10Gbit/s" or "10Gbps"), as networks are sold; sizes are
-binary bytes ("16GiB"), as memory is. Inside the program both are plain bytes (and bytes per second).
+Bandwidths are decimal bits per second with a unit ("10Gbit/s" or "10Gbps"), the usual form for networks.
+Sizes are binary bytes ("16GiB"), the usual form for memory. Inside the program both are plain bytes, or bytes
+per second.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ __all__ = [
 
 _BITS_PER_S = {"bit/s": 1e0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12}
 _SPELLINGS = {unit.replace("bit/s", "bps"): unit for unit in _BITS_PER_S}
-# Below it is no link but a mistake: bits for bytes, or "10" for "10Gbit/s".
+# A smaller value is a mistake: bits for bytes, or "10" for "10Gbit/s".
 _BITS_PER_S_MIN = 1e3
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
 
 
 def parse_bandwidth(bandwidth: str | float) -> float:
-    """Bytes per second from "10Gbit/s" or "10Gbps", or from a number that already is in bytes per second.
+    """Returns bytes per second from "10Gbit/s" or "10Gbps", or from a number of bytes per second.
 
-    Raises ValueError for an unknown or missing unit, for what is not positive and finite, and for less than
-    1 kbit/s.
+    Raises ValueError for an unknown or missing unit, for a value that is not positive and finite, and for
+    less than 1 kbit/s.
     """
     if isinstance(bandwidth, str):
         count, unit = _split_quantity(
@@ -52,10 +53,10 @@ def parse_bandwidth(bandwidth: str | float) -> float:
 
 
 def parse_size(size: str | int, name: str = "size") -> int:
-    """Bytes from "16GiB", or from a number of bytes; a fraction of a byte is dropped. name: of the argument,
-    for errors.
+    """Returns bytes from "16GiB", or from a number of bytes. A fraction of a byte is dropped. name: of the
+    argument, for errors.
 
-    Raises ValueError for an unknown or missing unit and for what is negative or not finite.
+    Raises ValueError for an unknown or missing unit, and for a negative or infinite value.
     """
     if isinstance(size, str):
         count, unit = _split_quantity(size, name, list(_BYTES), list(_BYTES), "16GiB")
@@ -68,20 +69,20 @@ def parse_size(size: str | int, name: str = "size") -> int:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """ "10 Gbit/s" from 1.25e9."""
+    """ "10 Gbit/s" for 1.25e9."""
     bits_per_s = bytes_per_s * 8
     unit = _largest_unit(bits_per_s, _BITS_PER_S)
     return f"{bits_per_s / _BITS_PER_S[unit]:.4g} {unit}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """ "1.53 GiB" from 1644167168; whole bytes below one KiB."""
+    """ "1.53 GiB" for 1644167168. Below one KiB the number of bytes is whole."""
     unit = _largest_unit(num_bytes, _BYTES)
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes / _BYTES[unit]:.2f} {unit}"
 
 
 def format_figure(number: float) -> str:
-    """ "0.08333", "15300": four digits, or more of a larger whole number."""
+    """ "0.08333", "15300": four digits, or all digits of a larger whole number."""
     return f"{number:.0f}" if 1000 <= abs(number) < 1e15 else f"{number:.4g}"
 
 
@@ -108,7 +109,7 @@ def _to_float(number: float, what: str, remedy: str) -> float:
 
 
 def _largest_unit(amount: float, units: dict[str, float] | dict[str, int]) -> str:
-    # Units are listed from small to large; the first one serves for everything below the second.
+    # Units are listed from small to large. The smallest also serves for values below 1.
     names = list(units)
     return max(
         (name for name in names if abs(amount) >= units[name]), key=lambda name: units[name], default=names[0]
