@@ -68,9 +68,10 @@ void bind_param_server(py::module_& module) {
       py::arg("whole_tensors"), py::arg("num_spares") = 0,
       "Chunks (shard, begin_bytes, end_bytes, [(parameter, first_element, num_elements)]) of a flat slot\n"
       "of (name, dtype, num_elements) parameters; the shards of spares come after those of replicas.");
-  module.attr("SHARD_CHUNK_BYTES_MAX") = kShardChunkBytesMax;
-  module.attr("SPARE_CHUNK_BYTES_MAX") = kSpareChunkBytesMax;
+  module.attr("SHARD_CHUNK_BYTES_MIN") = kShardChunkBytesMin;
   module.attr("NUM_SPARE_SLOTS") = kNumSpareSlots;
+  module.def("shard_chunk_bytes_max", &shard_chunk_bytes_max, py::arg("shard_bytes"),
+             "The largest chunk in which a shard of so many bytes travels.");
   module.def("shard_shares", &shard_shares, py::arg("num_replicas"), py::arg("num_spares"),
              "How large shards are, relative to each other: the replicas', then the spares'.");
   module.def(

@@ -37,16 +37,20 @@ std::vector<ShardPiece> pieces_in(const WeightLayout& layout, std::size_t begin_
 
 using Shares = std::vector<std::size_t>;
 
+std::size_t largest_shard_bytes(const WeightLayout& layout, const Shares& shares) {
+  const std::size_t of_all = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
+  return divide_up(layout.slot_bytes() * *std::max_element(shares.begin(), shares.end()), of_all);
+}
+
 // Turn by turn every shard gets a chunk, as large as its share.
 std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& shares) {
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
   const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
-  const std::size_t largest = *std::max_element(shares.begin(), shares.end());
-  const bool are_equal =
-      std::all_of(shares.begin(), shares.end(), [&](std::size_t share) { return share == largest; });
-  const std::size_t chunk_bytes_max = are_equal ? kShardChunkBytesMax : kSpareChunkBytesMax;
-  const std::size_t num_turns =
-      std::max<std::size_t>(1, divide_up(layout.slot_bytes() * largest, of_turn * chunk_bytes_max));
+  const bool are_equal = std::ranges::all_of(shares, [&](std::size_t share) { return share == shares[0]; });
+  const std::size_t shard_bytes = largest_shard_bytes(layout, shares);
+  // A spare's link has nothing to send until its first chunk has come from all replicas.
+  const std::size_t chunk_bytes_max = are_equal ? shard_chunk_bytes_max(shard_bytes) : kShardChunkBytesMin;
+  const std::size_t num_turns = std::max<std::size_t>(1, divide_up(shard_bytes, chunk_bytes_max));
   std::vector<ShardChunk> chunks;
   std::size_t dealt = 0;  // shares
   for (std::size_t turn = 0; turn < num_turns; ++turn) {
@@ -91,6 +95,7 @@ std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, const Sha
 
 std::vector<ShardChunk> deal_tensors(const WeightLayout& layout, const Shares& shares) {
   const std::vector<std::size_t> shard_of = shards_of_tensors(layout, shares);
+  const std::size_t chunk_bytes_max = shard_chunk_bytes_max(largest_shard_bytes(layout, shares));
   std::vector<ShardChunk> chunks;
   for (std::size_t parameter = 0; parameter < shard_of.size(); ++parameter) {
     const std::int64_t num_elements = layout.parameters()[parameter].num_elements;
@@ -100,7 +105,7 @@ std::vector<ShardChunk> deal_tensors(const WeightLayout& layout, const Shares& s
     const std::size_t end =
         divide_up(begin + parameter_bytes(layout, parameter), kParameterAlignment) * kParameterAlignment;
     const bool joins = !chunks.empty() && chunks.back().shard == shard && chunks.back().end_bytes == begin &&
-                       end - chunks.back().begin_bytes <= kShardChunkBytesMax;
+                       end - chunks.back().begin_bytes <= chunk_bytes_max;
     if (!joins) chunks.push_back({shard, begin, end, {}});
     chunks.back().end_bytes = end;
     chunks.back().pieces.push_back({parameter, 0, num_elements});

@@ -5,10 +5,10 @@
 //   chunks      |     0     |      1     |      2     |      3        |     ..    |
 //   shard             0            1            0            1
 //
-// A chunk is what travels at once: a range of the slot, 4 MiB at most and, where the stage is large enough,
-// 2 MiB at least. There are as many for each shard, all of one size but for 64 bytes, so that shards are
-// equal; neighbours in the slot go to different shards, so that a backward, which makes gradients from the
-// slot's end to its beginning, keeps all shards busy.
+// A chunk is what travels at once: a range of the slot, a sixteenth of a shard but 1 MiB at least and 4 MiB
+// at most (shard_chunk_bytes_max()). There are as many for each shard, all of one size but for 64 bytes, so
+// that shards are equal; neighbours in the slot go to different shards, so that a backward, which makes
+// gradients from the slot's end to its beginning, keeps all shards busy.
 //
 // Spares, owners beside the replicas that have no gradients of their own, take larger shards, and replicas
 // smaller ones or none (shard_shares()), in chunks of 1 MiB at most.

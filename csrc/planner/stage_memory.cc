@@ -100,7 +100,8 @@ double step_bytes(const StageBytes& stage, std::int64_t num_replicas, const Memo
   const double shard =
       shard_bytes(weights_of(stage, factored), num_replicas, share_of(num_replicas, costs), costs);
   if (costs.whole_tensors) return step + shard;
-  return step + (costs.drains ? std::min(shard, double{kShardChunkBytesMax}) : 0);
+  const auto chunk = static_cast<double>(shard_chunk_bytes_max(static_cast<std::size_t>(shard)));
+  return step + (costs.drains ? std::min(shard, chunk) : 0);
 }
 
 }  // namespace

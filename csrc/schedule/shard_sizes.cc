@@ -1,10 +1,20 @@
 #include "schedule/shard_sizes.h"
 
+#include <algorithm>
 #include <string>
 
 #include "base/failure.h"
 
 namespace pipedream {
+namespace {
+
+constexpr std::size_t kNumChunksOfShard = 16;
+
+}  // namespace
+
+std::size_t shard_chunk_bytes_max(std::size_t shard_bytes) {
+  return std::clamp(shard_bytes / kNumChunksOfShard, kShardChunkBytesMin, kShardChunkBytesMax);
+}
 
 std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares) {
   const bool have_spares_peers = num_spares == 0 || num_replicas > 1;

@@ -8,12 +8,16 @@
 
 namespace pipedream {
 
-inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;  // of what is not a larger tensor
-// The limit if shares differ: a spare's link has nothing to send until its first chunk has come from all
-// replicas.
-inline constexpr std::size_t kSpareChunkBytesMax = std::size_t{1} << 20;
+// The largest chunk of a shard, unless one tensor is larger, lies between these.
+inline constexpr std::size_t kShardChunkBytesMin = std::size_t{1} << 20;
+inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;
 // Slots of a spare for the chunks that one replica pushes there: some come while one is used.
 inline constexpr std::int64_t kNumSpareSlots = 4;
+
+// The largest chunk of a shard of so many bytes. A sixteenth: an owner sends its last chunk when it has that
+// of all replicas, and until then its link may have nothing to send. A chunk costs processor time, and so
+// those of large shards are larger than the least.
+[[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
 // How large the shards of n replicas and k spares are to be, relative to each other. A replica sends every
 // other one what it pushes there and then its own shard, 2 a M of M bytes with a share a, and a spare b M;

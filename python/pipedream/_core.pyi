@@ -431,12 +431,12 @@ def deal_shards(
     num_spares: int = 0,
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]: ...
 
-SHARD_CHUNK_BYTES_MAX: int
-SPARE_CHUNK_BYTES_MAX: int
+SHARD_CHUNK_BYTES_MIN: int  # the largest chunk of the smallest shards, and where there are spares
 EVALUATED_MINIBATCHES_MAX: int  # validation minibatches of one evaluation
 NUM_EVALUATION_SLOTS: int  # validation minibatches that an edge holds
 NUM_SPARE_SLOTS: int  # of chunks that one replica pushes to a spare
 
+def shard_chunk_bytes_max(shard_bytes: int) -> int: ...
 def shard_shares(num_replicas: int, num_spares: int) -> list[int]: ...
 def aggregate(
     parts: Sequence[int],

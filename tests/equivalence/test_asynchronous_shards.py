@@ -120,10 +120,10 @@ def test_native_optimizers_give_the_references_result(farm: Farm) -> None:
 
 
 def _large_case() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A model of 9 MiB, so that each shard has two chunks, and its minibatches."""
+    """A model of 2.3 MiB, so that each shard has two chunks, and its minibatches."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(1200, 1000), nn.Tanh(), nn.Linear(1000, 3)).double()
-    return model, [(torch.randn(2, 1200).double(), torch.randn(2, 3).double()) for _ in range(9)]
+    model = nn.Sequential(nn.Linear(600, 500), nn.Tanh(), nn.Linear(500, 3)).double()
+    return model, [(torch.randn(2, 600).double(), torch.randn(2, 3).double()) for _ in range(9)]
 
 
 def _train_large() -> tuple[RunResult, State]:

@@ -158,7 +158,7 @@ def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
 
         return call
 
-    mebibytes = 4 * num_replicas * num_chunks - 1
+    mebibytes = num_replicas * num_chunks - 1
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024 * mebibytes, bias=False))
     with pytest.MonkeyPatch.context() as patch:
         for owner in (_core.Worker, _core.ShardExchange):

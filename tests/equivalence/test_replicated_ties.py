@@ -149,7 +149,7 @@ def test_stages_that_own_and_use_have_each_owners_rounds(
     ids=["clipped", "whole tensors"],
 )
 def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: dict[str, Any]) -> None:
-    width = 1500  # 17 MiB a layer, of which chunks have 4
+    width = 800  # 5 MiB a layer, of which a chunk has 1
     losses, state = farm.results(_train_crossed, (2, 1, 1), width, how, num_ranks=4)[0]
     expected, expected_state = _train_crossed((2, 1, 1), width, how, by_reference=True)
     assert_close_losses(losses, expected, 1e-9)

@@ -137,7 +137,8 @@ def num_chunks(num_bytes: float, num_replicas: int) -> int:
     """
     from pipedream import _core
 
-    return max(1, math.ceil(num_bytes / (num_replicas * _core.SHARD_CHUNK_BYTES_MAX)))
+    shard_bytes = math.ceil(num_bytes / num_replicas)
+    return max(1, math.ceil(shard_bytes / _core.shard_chunk_bytes_max(shard_bytes)))
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
@@ -148,6 +149,6 @@ def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: 
     if num_spares == 0:
         return 2e3 * (num_replicas - 1) * of_replica * num_bytes / bytes_per_s
     spare_bytes = of_spare * num_bytes
-    chunk_bytes = spare_bytes / max(1, math.ceil(spare_bytes / _core.SPARE_CHUNK_BYTES_MAX))
+    chunk_bytes = spare_bytes / max(1, math.ceil(spare_bytes / _core.SHARD_CHUNK_BYTES_MIN))
     carried = 2 * of_replica * (num_replicas - 1 + num_spares) + num_replicas * (of_spare - 2 * of_replica)
     return 1e3 * (carried * num_bytes + num_replicas * chunk_bytes) / bytes_per_s

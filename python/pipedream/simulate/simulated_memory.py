@@ -178,7 +178,7 @@ class _StageBytes(NamedTuple):
         from pipedream import _core
 
         shard_bytes = self.shares.of_spare * self.parameters
-        slots_bytes_max = _core.NUM_SPARE_SLOTS * _core.SPARE_CHUNK_BYTES_MAX
+        slots_bytes_max = _core.NUM_SPARE_SLOTS * _core.SHARD_CHUNK_BYTES_MIN
         slots_bytes = self.num_replicas * min(shard_bytes, slots_bytes_max)
         return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
 

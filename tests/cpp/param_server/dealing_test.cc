@@ -74,10 +74,22 @@ TEST(Dealing, ShardsAreEqualButForOneAlignmentPerChunk) {
     EXPECT_LE(most - least, chunks.size() * kParameterAlignment) << num_shards;
     EXPECT_EQ(chunks.size() % static_cast<std::size_t>(num_shards), 0U);
     for (const ShardChunk& chunk : chunks) {
-      EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMax);
-      EXPECT_GE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMax / 2);
+      const std::size_t chunk_bytes_max = shard_chunk_bytes_max(most);
+      EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, chunk_bytes_max + kParameterAlignment);
+      EXPECT_GE(chunk.end_bytes - chunk.begin_bytes, chunk_bytes_max / 2);
     }
   }
+}
+
+TEST(Dealing, ChunksAreASixteenthOfAShardWithinTheirLimits) {
+  constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+  EXPECT_EQ(shard_chunk_bytes_max(0), kMebibyte);
+  EXPECT_EQ(shard_chunk_bytes_max(16 * kMebibyte), kMebibyte);
+  EXPECT_EQ(shard_chunk_bytes_max(32 * kMebibyte), 2 * kMebibyte);
+  EXPECT_EQ(shard_chunk_bytes_max(1000 * kMebibyte), 4 * kMebibyte);
+  // 64 MiB at four owners, of which each has 16 chunks of 1 MiB.
+  const WeightLayout layout({{"a", DType::kFloat32, 16 << 20}});
+  EXPECT_EQ(deal(layout, 4, /*whole_tensors=*/false).size(), 64U);
 }
 
 TEST(Dealing, NeighboursGoToDifferentShards) {
@@ -158,8 +170,8 @@ TEST(Dealing, ShardsAreAsLargeAsTheirShares) {
       const double share = static_cast<double>(shares[shard]) / static_cast<double>(sum);
       EXPECT_NEAR(static_cast<double>(bytes[shard]), share * 32e6, 1024.0) << num_spares << ", " << shard;
     }
-    const std::size_t most = num_spares == 0 ? kShardChunkBytesMax : kSpareChunkBytesMax;
-    for (const ShardChunk& chunk : chunks) EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, most + 64);
+    for (const ShardChunk& chunk : chunks)
+      EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMin + 64);
   }
   EXPECT_EQ(deal(layout, shard_shares(3, 0), false), deal(layout, 3, false));
   EXPECT_EQ(deal(layout, shard_shares(3, 0), true), deal(layout, 3, true));

@@ -126,15 +126,15 @@ def test_a_stage_updates_once_in_a_round(schedule: str, m: int, minibatches_per_
 
 
 def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are_done() -> None:
-    mib = 1 << 20
-    layers = [LayerProfile(f"layer{i}", 1.0, 1.0 + i, 1000, 5 * mib) for i in range(4)]
+    quarter = 1 << 18  # of a MiB
+    layers = [LayerProfile(f"layer{i}", 1.0, 1.0 + i, 1000, 5 * quarter) for i in range(4)]
     profile = Profile(tuple(layers), batch_size=8, device="cpu, 1 thread", runtime=_runtime().to_dict())
     runtime = runtime_of(profile)
     assert runtime is not None
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
-    dealt = _core.deal_shards([("weight", "float32", 5 * mib)], 2, whole_tensors=False)
+    dealt = _core.deal_shards([("weight", "float32", 5 * quarter)], 2, whole_tensors=False)
     assert stage.num_chunks == len(dealt) // 2 == 3
-    # Of 6 chunks the fifth, the first owner's last, begins after 13.3 MiB, in the third layer, and so on.
+    # Of 6 chunks the fifth, the first owner's last, begins after 3.3 MiB, in the third layer, and so on.
     assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
     assert StageCosts.from_dict("costs", stage.to_dict()) == stage
     (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
