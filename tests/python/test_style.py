@@ -219,6 +219,18 @@ def test_a_docstring_of_the_package_names_its_subject() -> None:
     assert not found
 
 
+def test_a_paragraph_of_the_documents_begins_with_a_subject_or_a_verb() -> None:
+    begins = re.compile(rf"(?:[-*] |\d+\. )?\**(?:{'|'.join(_FIRST_WORDS_REFUSED)})\b")
+    pages = (path for path in _files("docs", "README.md", "CONTRIBUTING.md") if path.suffix == ".md")
+    found = [
+        f"{_place(path, number)}: {line}"
+        for path in pages
+        for number, (before, line) in enumerate(itertools.pairwise(["", *_text(path).splitlines()]), 1)
+        if (not before or line.startswith(("- ", "* ", "1. "))) and begins.match(line)
+    ]
+    assert not found
+
+
 def test_a_comment_of_the_core_begins_with_a_subject_or_a_verb() -> None:
     found = []
     for path in sorted((_TOP / "csrc").rglob("*")):
