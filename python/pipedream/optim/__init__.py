@@ -1,5 +1,6 @@
-"""Optimizers of a pipeline: native ones, which write the next weight version in one pass, Muon, and float32
-masters of bfloat16 parameters for any other."""
+"""Optimizers for a pipeline: native ones, which write the next weight version in one pass over memory; Muon;
+and float32 masters of bfloat16 parameters for any other optimizer.
+"""
 
 from pipedream.optim.adam import Adam, AdamW, NAdamW
 from pipedream.optim.master_weights import MasterWeights

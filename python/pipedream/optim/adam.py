@@ -23,7 +23,7 @@ __all__ = ["Adam", "AdamW", "NAdamW"]
 
 
 class _MomentOptimizer(NativeOptimizer):
-    """Optimizers with a first and a second moment per parameter, of which Adam is one."""
+    """The base of optimizers with a first and a second moment per parameter, such as Adam."""
 
     _SCALAR_NAMES: tuple[str, ...] = ("step",)
 
@@ -34,7 +34,7 @@ class _MomentOptimizer(NativeOptimizer):
                 raise ValueError(f"betas are {group['betas']}: each must be at least 0 and below 1")
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """The number of the step, from 1, counted in the state as torch does."""
+        """Returns each parameter's step number, from 1, which is counted in the state as torch does."""
         if not parameters:
             return []
         counts = self._scalars("step", 0.0, parameters)
@@ -42,7 +42,7 @@ class _MomentOptimizer(NativeOptimizer):
         return [(count,) for count in torch.stack(counts).tolist()]
 
     def _scalars(self, name: str, initial: float, parameters: list[Tensor]) -> list[Tensor]:
-        """A number of each parameter's state, made where a parameter has none yet."""
+        """Returns a number of each parameter's state. Parameters without one get `initial`."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = scalar_tensor(initial)
@@ -50,7 +50,7 @@ class _MomentOptimizer(NativeOptimizer):
 
     @abstractmethod
     def _variant(self, group: Group, past: Past) -> dict[str, Any]:
-        """The options of the core's step that make it this optimizer's."""
+        """Returns the options that make the core's step that of this optimizer."""
 
     def _run(self, group: Group, past: Past, rows: list[Row], common: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -148,8 +148,8 @@ class AdamW(Adam):
 class NAdamW(_MomentOptimizer):
     """Adam with Nesterov momentum (Dozat, ICLR'16 workshop) and decoupled weight decay.
 
-    The arithmetic and the arguments are those of torch.optim.NAdam(decoupled_weight_decay=True), but
-    weight_decay is 0.01 by default, as AdamW's is. Raises ValueError for an argument out of range.
+    The arithmetic and the arguments are those of torch.optim.NAdam(decoupled_weight_decay=True), except that
+    weight_decay is 0.01 by default, as in AdamW. Raises ValueError for an argument out of range.
     """
 
     _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -192,7 +192,9 @@ class NAdamW(_MomentOptimizer):
         return 2
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """The number of the step, and the product of the momenta of all steps, this one's included."""
+        """Returns each parameter's step number, and the product of the momenta of all steps including this
+        one.
+        """
         counts = super()._begin_step(group, parameters)
         if not counts:
             return []

@@ -1,8 +1,8 @@
 """float32 masters of bfloat16 parameters, for torch's optimizers. Used by one thread at a time.
 
-A step of a usual learning rate changes a weight by less than 1/256 of it, the least that bfloat16 can tell
-apart, and would be rounded away. The native optimizers (native_optimizer.py) keep masters themselves, under
-the same key of their state.
+With a usual learning rate a step changes a weight by less than 1/256 of its value. bfloat16 cannot represent
+such a change, so rounding would lose it. The native optimizers (native_optimizer.py) keep masters themselves,
+under the same key of their state.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 __all__ = ["MASTER", "MasterWeights", "has_master", "load_wide_state", "master_dtype", "unwrapped"]
 
 MASTER = "master"
-"""The key of an optimizer's state under which a parameter's master lies."""
+"""The key of a parameter's master in an optimizer's state."""
 
 _WIDER = {torch.bfloat16: torch.float32}
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an optimizer computes the steps of such parameters, and keeps their state."""
+    """Returns the dtype in which an optimizer computes steps of such parameters and keeps their state."""
     return _WIDER.get(dtype, dtype)
 
 
@@ -32,18 +32,19 @@ def has_master(parameter: Tensor) -> bool:
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Another optimizer, on float32 copies (masters) of those parameters that are bfloat16.
+    """Runs another optimizer on float32 copies (masters) of the bfloat16 parameters.
 
         # In a plain loop, and as `optimizer` of `run`:
         optimizer = pipedream.optim.MasterWeights(torch.optim.RMSprop, model.parameters(), lr=1e-3)
         optimizer = functools.partial(pipedream.optim.MasterWeights, torch.optim.RMSprop, lr=1e-3)
 
-    make(params, **options) makes the other optimizer. A step widens the gradients, lets it update the
-    masters, and rounds these into the parameters. Parameters of other dtypes are updated as they are. The
-    native optimizers (SGD, Adam, AdamW, NAdamW) keep masters without this.
+    make(params, **options) makes the other optimizer. A step converts the gradients to float32, lets the
+    other optimizer update the masters, and rounds the masters into the parameters. Parameters of other dtypes
+    are updated directly. The native optimizers (SGD, Adam, AdamW, NAdamW) keep masters without this class.
 
-    A master is made of its parameter in the first step. Whatever is written into the parameter after that,
-    the next step overwrites: load a model's weights before, and a training's by load_state_dict, too.
+    The first step makes each master from its parameter. Later steps overwrite anything that is written into
+    the parameter. So load a model's weights before the first step, and continue a training by
+    load_state_dict().
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class MasterWeights(torch.optim.Optimizer):
         pairs: list[tuple[Tensor, Tensor]] = []  # (stand-in, parameter)
         given = [_with_stand_ins(entry, pairs) for entry in params]
         self.inner = make(given, **options)
-        """The other optimizer. It has parameters and state while it steps alone."""
+        """The other optimizer. It has parameters and state only during a step."""
         parameter_of = {id(stand_in): parameter for stand_in, parameter in pairs}
         groups = [
             {**group, "params": [parameter_of[id(stand_in)] for stand_in in group["params"]]}
             for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
-        for stand_in, state in self.inner.state.items():  # some make theirs at once, as Adagrad
+        for stand_in, state in self.inner.state.items():  # some optimizers make state at once, as Adagrad
             self.state[parameter_of[id(stand_in)]] = state
         self._take_back()
 
@@ -95,8 +96,10 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _hand_over(self, master_of: Mapping[Tensor, Tensor]) -> None:
-        """Gives the other optimizer these masters, each in the group and with the state of its parameter."""
-        for group in self.param_groups:  # a scheduler writes into them, and a pipeline replaces parameters
+        """Gives the other optimizer these masters, each in its parameter's group and with its parameter's
+        state.
+        """
+        for group in self.param_groups:  # read anew: schedulers and the pipeline change the groups
             masters = [master_of[parameter] for parameter in group["params"] if parameter in master_of]
             self.inner.param_groups.append({**group, "params": masters})
         for parameter, master in master_of.items():
@@ -114,8 +117,9 @@ class MasterWeights(torch.optim.Optimizer):
         load_wide_state(self, state_dict)
 
     def _master_of(self, parameter: Tensor) -> Tensor:
-        """The parameter's master with the widened gradient, or the parameter itself where it needs no
-        master."""
+        """Returns the parameter's master with the gradient in the master's dtype. A parameter that needs no
+        master is returned itself.
+        """
         if not has_master(parameter):
             return parameter
         assert parameter.grad is not None
@@ -127,13 +131,16 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that computes the steps: another one than a MasterWeights."""
+    """Returns the optimizer that computes the steps: the one inside a MasterWeights, or else the optimizer
+    itself.
+    """
     return unwrapped(optimizer.inner) if isinstance(optimizer, MasterWeights) else optimizer
 
 
 def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Restores state in the master's dtype for parameters that have masters. torch's load_state_dict, which
-    runs before, has rounded it to the parameter's dtype."""
+    """Restores the state of parameters with masters in the master's dtype. Call it after torch's
+    load_state_dict(), which rounds state to the parameter's dtype.
+    """
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, parameter in zip(saved, parameters, strict=True):
@@ -148,7 +155,9 @@ def load_wide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 
 def _with_stand_ins(entry: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     """Returns the entry (a parameter, a pair with its name, or a group) with a stand-in for each parameter
-    that has a master: a tensor of the master's dtype that takes no memory. Adds to `pairs`."""
+    that has a master. A stand-in is a tensor of the master's dtype that takes no memory. Adds (stand-in,
+    parameter) to `pairs`.
+    """
     if isinstance(entry, dict):
         listed = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]
         return {**entry, "params": [_with_stand_ins(of_group, pairs) for of_group in listed]}

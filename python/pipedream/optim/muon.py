@@ -1,4 +1,6 @@
-"""Muon for a stage's matrices, another optimizer for its other parameters. Used by one thread at a time."""
+"""Muon: trains a stage's matrices, and another optimizer its other parameters. Used by one thread at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pipedream.optim.adam import NAdamW
 
 __all__ = ["Muon"]
 
-# Words of a parameter's name that tell an embedding or a head from a hidden layer's matrix.
+# Words in a parameter's name that mark an embedding or a head, in contrast to a hidden layer's matrix.
 _NO_HIDDEN_WORDS = re.compile(
     r"emb|wte|wpe|vocab|(^|[._])(head|heads|lm_head|classifier|score|logits|fc_out)([._]|$)", re.IGNORECASE
 )
@@ -25,19 +27,22 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al., 2024) for hidden matrices, another optimizer for all other parameters.
+    """Muon (Jordan et al., 2024) for hidden matrices, and another optimizer for all other parameters.
 
         optimizer = functools.partial(pipedream.optim.Muon, lr=0.02, weight_decay=0.1)
 
-    named_parameters: (name, parameter) pairs, which `run` gives to a factory with an argument of this name.
-    matrices(name, parameter) -> bool chooses what Muon trains: by default two-dimensional parameters whose
-    names speak of no embedding and no head. Names in a list of layers are numbers, so choose there yourself.
-    rest(parameters) makes the other optimizer, by default NAdamW with the same lr and weight_decay.
-    adjust_lr_fn is "match_rms_adamw" by default: updates are then as large as AdamW's, so that one learning
-    rate fits both. All other options are those of torch.optim.Muon.
+    named_parameters: (name, parameter) pairs. `run` passes these to a factory with an argument of this name.
+    matrices: (name, parameter) -> bool, whether Muon trains the parameter. The default chooses
+        two-dimensional parameters whose names contain no word for an embedding or a head. In a list of layers
+        names are numbers, so give your own function there.
+    rest: (parameters) -> the other optimizer. The default is NAdamW with the same lr and weight_decay.
+    adjust_lr_fn: the default "match_rms_adamw" makes updates as large as AdamW's, so that one learning rate
+        suits both.
+    options: all other options of torch.optim.Muon.
 
-    Replicas of a stage own whole tensors, since Muon needs all of a matrix. Raises ValueError for a torch
-    older than 2.9, which has no Muon, and for a parameter of `matrices` that has not two dimensions.
+    Replicas of a stage own whole tensors, because Muon needs a whole matrix. Raises ValueError for torch
+    older than 2.9, which has no Muon, and if `matrices` chooses a parameter that does not have two
+    dimensions.
     """
 
     def __init__(
@@ -79,14 +84,14 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part, optimizer in self._parts.items():
-            # A scheduler writes into the groups, and a pipeline replaces parameters in them: they count.
+            # The groups are read anew: a scheduler changes their options, and a pipeline their parameters.
             optimizer.param_groups = [group for group in self.param_groups if group["part"] == part]
             optimizer.state = self.state
             optimizer.step()
         return loss
 
     def describe(self) -> str:
-        """One line that says which parameters each of the two optimizers has."""
+        """Returns a line that says which parameters each of the two optimizers trains."""
         told = []
         for part, optimizer in self._parts.items():
             names = self._names[part]

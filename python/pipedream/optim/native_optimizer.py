@@ -1,9 +1,9 @@
-"""Native optimizers: one pass over memory, from one version's slot into another's, on the host or on CUDA.
+"""Native optimizers: one pass over memory, from one version's slot to another's, on the host or on CUDA.
 
-They are torch optimizers with the arguments, the arithmetic and the state_dict of torch.optim's, so they also
-work in a plain loop (in place), and torch's lr schedulers work with them. A pipeline calls
-`step_out_of_place`, which reads version v and writes version v + 1 without a copy, and `place_state`, which
-puts the optimizer's state into memory that the pipeline owns. Used by one thread at a time.
+They are torch optimizers with the arguments, the arithmetic and the state_dict of torch.optim's. So they also
+work in a plain loop (in place), and with torch's lr schedulers. A pipeline calls `step_out_of_place`, which
+reads version v and writes version v + 1 without a copy. It calls `place_state` to put the optimizer's state
+into memory that the pipeline owns. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
 _add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_group)
 
 Group = dict[str, Any]
-Row = tuple[int, ...]  # elements, then addresses: as _core's steps take a tensor
-Past = tuple[float, ...]  # of one parameter's earlier steps, as far as the next one depends on their number
+Row = tuple[int, ...]  # a tensor for the core's steps: number of elements, then addresses
+Past = tuple[float, ...]  # what the next step depends on, of one parameter's earlier steps
 
 
 class NativeOptimizer(torch.optim.Optimizer):
     """The base of the optimizers that write the next weight version in one pass.
 
     Parameters are dense float32, float64 or bfloat16 tensors, in host or CUDA memory, of any memory format.
-    The state of a bfloat16 one is float32 and has its master: a float32 copy, made of it in the first step,
-    that the steps update and round into the parameter (master_weights.py).
+    The state of a bfloat16 parameter is float32, and includes its master. A master is a float32 copy that the
+    first step makes. Steps update the master and round it into the parameter (master_weights.py).
     """
 
-    # Keys of the state tensors as large as the parameter, in the order in which the core takes them. A group
-    # uses the first few.
+    # Keys of the state tensors that have the parameter's size, in the order of the core's arguments. A group
+    # uses the first few of them.
     _STATE_NAMES: tuple[str, ...]
-    # Keys of the state that are one number per parameter, which stays on the host.
+    # Keys of the state that are one number per parameter. These stay on the host.
     _SCALAR_NAMES: tuple[str, ...] = ()
     _TAKES_SPARSE = False
-    _TORCH_NAME: str  # what takes the tensors that this one refuses
+    _TORCH_NAME: str  # the alternative for tensors that this class refuses
     _placed: dict[Tensor, list[Tensor]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in parameters]
             self._step_group(group, parameters, parameters, parameters, gradients, 1.0)
-            # The core writes through raw pointers: autograd is told, so that it can refuse an old graph.
+            # The core writes through raw pointers. This tells autograd, which can then refuse an old graph.
             torch.autograd.graph.increment_version(parameters)
         return loss
 
@@ -81,10 +81,10 @@ class NativeOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Reads version v of the parameters and writes version v + 1.
 
-        The sequences are in the order in which the optimizer has its parameters, over all groups; each
-        tensor of `write` has the strides of that of `read`, and may be the same memory. A parameter without
-        a gradient is copied. `gradient_scale` multiplies the gradients first (unscaling, clipping); they
-        keep their values. Of a bfloat16 parameter with a master, the master is what is read.
+        The sequences have the order of the optimizer's parameters, over all groups. Each tensor of `write`
+        has the strides of its tensor in `read`, and may be the same memory. A parameter without a gradient is
+        copied. `gradient_scale` multiplies the gradients first (unscaling, clipping), without changing their
+        values in memory. Of a bfloat16 parameter with a master, the master is read.
         """
         first = 0
         for group in self.param_groups:
@@ -105,18 +105,19 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int:
-        """The most state tensors that a group keeps for each parameter, each as large as the parameter: SGD 0
-        or 1, Adam 2, or 3 with amsgrad."""
+        """The most state tensors of the parameter's size that a group keeps per parameter: SGD 0 or 1, Adam
+        2, or 3 with amsgrad.
+        """
         return max(self._num_state_tensors(group) for group in self.param_groups)
 
     @torch.no_grad()
     def place_state(self, make: Callable[[int, Tensor], Sequence[Tensor]]) -> None:
-        """Keeps the state from now on in the tensors that `make` returns.
+        """Keeps the state in the tensors that `make` returns, from now on.
 
         make(parameter_index, parameter) returns num_state_tensors zeroed tensors with the parameter's shape,
-        strides and device, float32 where that is bfloat16, and for such a one another, for its master; the
-        index counts the optimizer's parameters over all groups. State that is there already is copied into
-        them. Raises ValueError for tensors that do not fit.
+        strides and device. For a bfloat16 parameter they are float32, and there is one more for its master.
+        The index counts the optimizer's parameters over all groups. Existing state is copied into the
+        tensors. Raises ValueError for tensors that do not fit.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter_index, parameter in enumerate(parameters):
@@ -134,14 +135,15 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def displace_state(self) -> None:
-        """Copies the state into memory of this optimizer's own, and gives up what place_state gave it."""
+        """Copies the state into the optimizer's own memory, and drops the tensors of place_state()."""
         self._placed.clear()
         self._own_state()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch's optimizers do, also one of theirs. It is copied, into placed memory if
-        there is some."""
+        """Loads a state, also one of torch's optimizers. It is copied, into the tensors of place_state() if
+        there are any.
+        """
         super().load_state_dict(state_dict)
         load_wide_state(self, state_dict)
         self._own_state()
@@ -153,7 +155,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_placed", {})  # a copy of this optimizer has memory of its own
+        self.__dict__.setdefault("_placed", {})  # a copy of this optimizer has its own memory
 
     @abstractmethod
     def _check_group(self, group: Group) -> None:
@@ -161,15 +163,15 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _num_state_tensors(self, group: Group) -> int:
-        """How many of _STATE_NAMES the group uses."""
+        """Returns how many of _STATE_NAMES the group uses."""
 
     @abstractmethod
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Counts the step, and returns each parameter's past; parameters with equal pasts step together."""
+        """Counts the step, and returns each parameter's past. Parameters with equal pasts step together."""
 
     @abstractmethod
     def _run(self, group: Group, past: Past, rows: list[Row], common: dict[str, Any]) -> None:
-        """Calls the core."""
+        """Calls the core's step."""
 
     def _step_group(
         self,
@@ -180,7 +182,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         gradients: Sequence[Tensor | None],
         gradient_scale: float,
     ) -> None:
-        """One call of the core per device, dtype and past: most often one."""
+        """Calls the core once for each device, dtype and past; most groups have one of each."""
         names = self._STATE_NAMES[: self._num_state_tensors(group)]
         absent = (0,) * (len(self._STATE_NAMES) - len(names))
         dense = [self._dense(source, gradient) for source, gradient in zip(read, gradients, strict=True)]
@@ -213,9 +215,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
 
     def _dense(self, source: Tensor, gradient: Tensor | None) -> Tensor:
-        """The gradient with its elements in the weight's order in memory (channels_last, say).
+        """Returns the gradient with its elements in the order of the weight's memory, as for channels_last.
 
-        Raises TypeError for a weight or a gradient that the core cannot take.
+        Raises TypeError for a weight or a gradient that the core does not accept.
         """
         assert gradient is not None
         name = type(self).__name__
@@ -239,7 +241,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
     def _state_tensor(self, parameter: Tensor, index: int, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zero at first; laid out as the weight, which may have got another layout since the last step."""
+        """Returns a state tensor, at first zero. It has the weight's layout, which may differ from the last
+        step's.
+        """
         name = self._STATE_NAMES[index]
         state = self.state[parameter]
         tensor: Tensor | None = state.get(name)
@@ -251,7 +255,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter's master, made from the weight at first and laid out as the weight is now."""
+        """Returns the parameter's master, at first made from the weight. It has the weight's present
+        layout.
+        """
         state = self.state[parameter]
         master: Tensor | None = state.get(MASTER)
         if master is None or not _fits(master, source, dtype):
@@ -262,7 +268,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _own_state(self) -> None:
-        """Moves the state of every parameter into memory of this optimizer: placed, or its own."""
+        """Moves every parameter's state into memory of this optimizer: that of place_state(), or its own."""
         for parameter, state in self.state.items():
             places = dict(self._named_places(parameter))
             for name in (*self._STATE_NAMES, MASTER):
@@ -278,7 +284,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                     state[name] = scalar_tensor(float(state[name]))
 
     def _named_places(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """The tensors that place_state gave the parameter, each with its key in the state."""
+        """Returns the tensors that place_state() assigned to the parameter, each with its key in the
+        state.
+        """
         placed = self._placed.get(parameter, [])
         num_states = len(placed) - has_master(parameter)
         return zip([*self._STATE_NAMES[: max(num_states, 0)], MASTER], placed, strict=False)
@@ -286,7 +294,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def _share_torch_threads() -> None:
-    """Two pools of threads in one process would take the cores from each other: the core uses torch's."""
+    """Makes the core use torch's thread pool. Two pools in one process would compete for the cores."""
     _core.share_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
@@ -305,13 +313,12 @@ def check_numbers(group: Group, *names: str) -> None:
 
 
 def scalar_tensor(value: float) -> Tensor:
-    """A number of a parameter's state, on the host and of the dtype that torch's optimizers take."""
+    """Returns a number for a parameter's state, on the host and in the dtype that torch's optimizers use."""
     return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
 
 
 def _fits(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is of the dtype, and its elements lie in memory in the same order, without gaps if those of
-    `like` do."""
+    """Whether a tensor has this dtype, and its elements lie in memory as those of `like`."""
     return (
         tensor.stride() == like.stride()
         and tensor.shape == like.shape

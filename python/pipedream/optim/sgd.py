@@ -60,7 +60,7 @@ class SGD(NativeOptimizer):
         return 1 if group["momentum"] != 0 else 0
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """(1,) where the momentum starts with this step, else (0,)."""
+        """Returns (1,) for each parameter whose momentum starts with this step, and (0,) for others."""
         if group["momentum"] == 0:
             return [(0,)] * len(parameters)
         return [(int(self.state[parameter].get("momentum_buffer") is None),) for parameter in parameters]
