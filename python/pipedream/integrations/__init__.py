@@ -1,1 +1,1 @@
-"""Front ends for training libraries: thin, each with its library as an extra of the package."""
+"""Front ends for training libraries. Each library is an optional dependency (an extra) of the package."""

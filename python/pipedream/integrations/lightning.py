@@ -1,4 +1,4 @@
-"""Trains a LightningModule as a pipeline: `fit` stands in the place of `Trainer(...).fit(...)`.
+"""Trains a LightningModule as a pipeline: call `fit` in place of `Trainer(...).fit(...)`.
 
     import lightning as L
     from pipedream.integrations import lightning as pipeline
@@ -6,9 +6,10 @@
     if __name__ == "__main__":
         pipeline.fit(module, loader, val_loader, workers=2, max_epochs=10)
 
-Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints. Its strategy here makes no step
-itself. Workers have made all steps up to the next place where Lightning looks at the module, and the strategy
-hands out what these have logged. Works with lightning and pytorch_lightning. docs/lightning.md.
+Lightning's own Trainer runs its loops, callbacks, loggers and checkpoints. Its strategy, defined here,
+computes no step. Workers have computed all steps up to the next point at which Lightning looks at the module.
+The strategy then returns the steps' logged values, one step after another. Works with lightning and
+pytorch_lightning. docs/lightning.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HONOURED = {
     *("min_steps", "model_registry", "num_sanity_val_steps", "overfit_batches", "precision", "profiler"),
     *("reload_dataloaders_every_n_epochs", "val_check_interval"),
 }
-"""Arguments of Trainer that do what they do there."""
+"""Arguments of Trainer that work as in Lightning."""
 
 MEANINGLESS = {
     "accelerator": "workers compute on GPUs where there are any",
@@ -50,7 +51,7 @@ MEANINGLESS = {
     "limit_predict_batches": "fit predicts nothing",
     "use_distributed_sampler": "every worker reads the same batches",
 }
-"""Arguments that are taken and change nothing."""
+"""Arguments of Trainer that are accepted and change nothing, with the reason."""
 
 REFUSED = {
     "barebones": "leave it out",
@@ -62,7 +63,7 @@ REFUSED = {
     "strategy": "the pipeline is the strategy: leave it out",
     "sync_batchnorm": "batch norm counts whole batches anyway: leave it out",
 }
-"""Arguments that are refused where they are given, with the remedy."""
+"""Arguments of Trainer that raise an error, with the remedy."""
 
 _OF_FIT = {
     "autocast": "precision",
@@ -76,7 +77,7 @@ _OF_FIT = {
     "state": "ckpt_path",
     "validation": "val_dataloaders",
 }
-"""Arguments of pipedream.run that fit gives, and where it has them from."""
+"""Arguments of pipedream.run() that fit() sets itself, with their source."""
 
 _PRECISIONS = {
     None: (None, "32-true"),
@@ -92,7 +93,7 @@ _PRECISIONS = {
     "16": ("float16", "32-true"),
     "16-mixed": ("float16", "32-true"),
 }
-"""By Lightning's name, autocast of the run and the precision of the caller's Trainer."""
+"""Lightning's name of a precision -> (autocast of the run, precision of the caller's Trainer)."""
 
 _HOOKS = {
     "backward": "pipedream makes the backward",
@@ -107,13 +108,15 @@ _HOOKS = {
     "optimizer_zero_grad": "gradients are in the workers",
     "transfer_batch_to_device": "do its work in training_step or in the data",
 }
-"""Hooks that would not be called where they belong."""
+"""Hooks that a pipeline could not call at the right time, with the remedy."""
 
 _HOOKS_OF_MODULES = dict.fromkeys(
     (f"on_{kind}_batch_{end}" for kind in ("train", "validation") for end in ("start", "end")),
     "workers take their steps before it: do its work in the step",
 )
-"""Hooks that a callback may have and a module not: its steps would not see what they do."""
+"""Hooks that a callback may have and a module may not, because the module's steps would not see their
+effect.
+"""
 
 _BETWEEN_BATCHES = "works on weights or gradients between batches: leave it out"
 _CALLBACKS = {
@@ -123,7 +126,7 @@ _CALLBACKS = {
     "ProgressBar": "shows batches late. Leave it out: pipedream shows epoch, loss and samples/s",
     "Timer": "stops between batches, when the workers are ahead: give max_epochs or max_steps",
 }
-"""By their class, callbacks of Lightning that are refused, and the remedy."""
+"""Lightning's callbacks that are refused, by class, with the remedy."""
 
 
 def fit(
@@ -141,23 +144,23 @@ def fit(
     run: Mapping[str, Any] | None = None,
     **trainer_arguments: Any,
 ) -> Any:
-    """Trains `module` as a pipeline, and returns Lightning's Trainer, with its metrics, loggers and best
+    """Trains `module` as a pipeline. Returns Lightning's Trainer, with its metrics, loggers and best
     checkpoint.
 
-    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as Trainer.fit takes them. A checkpoint
-        of Lightning's own Trainer may be gone on from, and the other way round.
-    plan: how the module is cut; None profiles it and plans for `workers` on links of `bandwidth`, and prints
-        the plan. Under torchrun its ranks are the workers.
-    schedule: "flush" trains as Lightning does; docs/schedules.md has those that keep every worker busy.
-    microbatches: pieces of a batch; None takes up to four for each stage, that divide the batch, or one if
-        the loss of the first batch is no mean over its pieces. With accumulate_grad_batches each batch is a
-        piece.
-    run: further arguments of pipedream.run by name, as {"codec": "bf16"}. A weight_fn gets dicts with the
-        piece as "batch".
-    trainer_arguments: of Trainer. docs/lightning.md lists those that are honoured, mean nothing here, and are
-        refused.
+    module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. A checkpoint of
+        Lightning's own Trainer can be continued here, and the other way round.
+    plan: how the module is cut. None: profiles the module, plans for `workers` on links of `bandwidth`, and
+        prints the plan. Under torchrun the ranks are the workers.
+    schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
+    microbatches: number of pieces of a batch. None: up to four per stage, as many as divide the batch evenly;
+        or one, if the loss of the first batch is not the mean over its pieces. With accumulate_grad_batches
+        each batch is one piece.
+    run: further arguments of pipedream.run by name, such as {"codec": "bf16"}. A weight_fn gets dicts with
+        the piece as "batch".
+    trainer_arguments: arguments of Trainer. docs/lightning.md lists those that work, those that change
+        nothing, and those that are refused.
 
-    Raises ValueError for what cannot be honoured, before a worker starts.
+    Raises ValueError for arguments that a pipeline cannot honour, before a worker starts.
     """
     library = _library_of(module)
     _check_module(module, library)
@@ -204,7 +207,7 @@ def fit(
 
 
 def _library_of(module: Any) -> Any:
-    """lightning.pytorch or pytorch_lightning: that of the module's class."""
+    """Returns lightning.pytorch or pytorch_lightning, whichever the module's class is from."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         library = sys.modules.get(name)
         if library is not None and isinstance(module, library.LightningModule):
@@ -260,7 +263,7 @@ def _check_callbacks(given: Any, library: Any) -> None:
 
 
 class _Place:
-    """A batch as Lightning's loops see it: the workers have the batch itself."""
+    """The object that Lightning's loops get in place of a batch. The batch itself is in the workers."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -270,10 +273,10 @@ class _Place:
 
 
 class _Places:
-    """A loader as Lightning's loops see it."""
+    """The object that Lightning's loops get in place of a loader."""
 
     def __init__(self, loader: Any, more: Any) -> None:
-        """more: of a loader without a length, called with a batch's number: whether there is one."""
+        """more: for a loader without a length, tells whether there is a batch of this number."""
         self._loader, self._more = loader, more
         self.sampler = getattr(loader, "sampler", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
@@ -293,7 +296,9 @@ class _Places:
 
 
 class _PipelineStrategy:
-    """Hands out what the workers of a pipeline have done. Beside Lightning's strategy of one device."""
+    """Returns to Lightning what the workers of a pipeline computed. A base class beside Lightning's
+    SingleDeviceStrategy.
+    """
 
     lightning_module: Any
     strategy_name = "pipedream"
@@ -301,14 +306,14 @@ class _PipelineStrategy:
     def __init__(self, pipeline: Pipeline) -> None:
         self._base.__init__(device="cpu")
         rank_zero = importlib.import_module("lightning_utilities.core.rank_zero")
-        rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # loggers write at rank 0 alone
+        rank_zero.rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # only rank 0's loggers write
         self.pipeline = pipeline
         self._has_warned = False
         self._val_batches: Any = None
 
     @property
     def _base(self) -> Any:
-        """Lightning's strategy, behind this class."""
+        """Lightning's own strategy, the next base class."""
         return super()
 
     @property
@@ -363,8 +368,9 @@ class _PipelineStrategy:
         return None
 
     def _validate_here(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
-        """Validates with the whole module in this process, if nothing was evaluated in the pipeline, as
-        before the first batch."""
+        """Validates with the whole module in this process, if the pipeline evaluated nothing, as before the
+        first batch.
+        """
         if place.number == 0:
             self._val_batches = iter(self.pipeline.val_loader)
         return self._base.validation_step(next(self._val_batches), *args, **kwargs)
@@ -410,7 +416,7 @@ class _PipelineStrategy:
             self._base.save_checkpoint(checkpoint, filepath, storage_options)
 
     def warn_of_a_late_stop(self) -> None:
-        """Tells once of batches that workers have trained on after a callback stopped the training."""
+        """Warns, once, if workers have trained on batches after a callback stopped the training."""
         num_ahead = self.pipeline.num_batches_ahead
         if num_ahead and not self._has_warned:
             self._has_warned = True
@@ -431,7 +437,7 @@ def _strategy_class(library: Any) -> Any:
 
 
 def _add_to_metric(metric: Any, num_updates: int, parts: Mapping[str, Any]) -> None:
-    """The states of other updates join those of the metric."""
+    """Adds the states of other updates to a metric."""
     before = metric._update_count
     for state, value in parts.items():
         mine, reduction = getattr(metric, state), metric._reductions[state]

@@ -1,4 +1,6 @@
-"""Rates is a scheduler that sets what Lightning's schedulers will have set before each step. Any thread."""
+"""Rates: a scheduler that sets the options that Lightning's schedulers will have set before each step. Any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ __all__ = ["Rates", "planned_options", "state_by_name"]
 
 
 class Rates:
-    """A scheduler for run(lr_scheduler=): sets the options of a stage's groups before each of its steps."""
+    """A scheduler for run(lr_scheduler=). Before each step of a stage it sets the options of the stage's
+    groups.
+    """
 
     def __init__(self, rows: Sequence[Options], optimizer: torch.optim.Optimizer) -> None:
-        """rows: for each step of this run, and after the last one."""
+        """rows: the options before each step of this run, and after the last one."""
         self._rows, self._optimizer, self._next = rows, optimizer, 0
         self.step()
 
@@ -31,7 +35,7 @@ class Rates:
             group.update(options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the next run brings rows of its own."""
+        """Returns nothing to save: the next run has rows of its own."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -42,8 +46,9 @@ class Rates:
 def planned_options(
     optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], num_steps: int, step: Callable[[int], None]
 ) -> list[Options]:
-    """The options before each of the next steps, and after the last. step(i): steps the schedulers as they
-    will be after step i. Optimizer and schedulers are afterwards as they were."""
+    """Returns the options before each of the next steps, and after the last one. step(i): advances the
+    schedulers as they will be after step i. Optimizer and schedulers are unchanged afterwards.
+    """
     kept, states = (
         copy.deepcopy(options_of(optimizer)),
         [copy.deepcopy(one.state_dict()) for one in schedulers],
@@ -60,7 +65,7 @@ def planned_options(
 
 
 def _changing(options: Options) -> Options:
-    """The options that schedulers may change: rates, and a cycle's momentum."""
+    """Returns the options that schedulers may change: rates, a cycle's momentum, weight decay."""
     return [
         {
             name: copy.deepcopy(group[name])
@@ -72,7 +77,7 @@ def _changing(options: Options) -> Options:
 
 
 def state_by_name(snapshots: Iterable[StageSnapshot]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter, from the states of all stages."""
+    """Returns the optimizer's state of each parameter, from the snapshots of all stages."""
     found = []
     for snapshot in snapshots:
         document = snapshot.optimizer_document.get("optimizer")

@@ -1,8 +1,9 @@
-"""Runs the batches of a Lightning fit as a pipeline, part by part, and hands out what each step has logged.
+"""Trains the batches of a Lightning fit as a pipeline, in parts, and keeps what each step has logged for
+Lightning.
 
-A part reaches to the next place where Lightning looks at the module: a validation, a checkpoint, the end of
-the epoch. Each is a run that goes on from the state of the one before. Imports no Lightning. On the caller's
-thread.
+A part ends at the next point at which Lightning looks at the module: a validation, a checkpoint, the end of
+the epoch. Each part is a run that continues from the state of the part before. Imports no Lightning. On the
+caller's thread.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ __all__ = ["Pipeline", "Settings", "shared"]
 
 _log = logging.getLogger("pipedream")
 
-_LOSS_TOLERANCE = 1e-3  # of the loss, by which a mean over pieces may differ from the whole
-_NOISE_FACTOR = 20  # the same for a random loss, in differences between two tries of the whole
+_LOSS_TOLERANCE = 1e-3  # relative difference by which a mean over pieces may differ from the whole loss
+_NOISE_FACTOR = 20  # tolerance for a random loss, in differences between two evaluations of the whole
 
 
 @dataclass
 class Settings:
-    """How a fit runs."""
+    """The options of a fit."""
 
     plan: pipedream.Plan | None = None
     workers: int = 2
@@ -66,7 +67,7 @@ class Settings:
 
 
 def shared(value: Any) -> Any:
-    """Rank 0's value at all ranks, as JSON; in a plain script the value itself."""
+    """Returns rank 0's value at all ranks, as JSON. In a plain script it returns the value itself."""
     if not under_torchrun():
         return value
     return shared_by_rank_0(rendezvous_prefix(), lambda: value)
@@ -74,11 +75,11 @@ def shared(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive batches of an epoch, which one run trains on."""
+    """Consecutive batches of an epoch that one run trains on."""
 
     first: int
     end: int | None
-    """None: to the end of the data, which have no length."""
+    """None: up to the end of data without a length."""
     evaluates: bool
 
     def steps(self, accumulated: int) -> int | None:
@@ -97,12 +98,12 @@ class Pipeline:
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
         self.num_batches: int | None = None
-        """Batches of this epoch, where the loader has no length: known once they are trained on."""
+        """Batches of this epoch, if the loader has no length. Known after training on them."""
         self._recorder = Recorder()
         self._state: RunState | None = None
         self._optimizer: StageOptimizers | None = None
         self._optimizer_is_newest = True
-        """Whether the optimizer of the caller has the state of the stages."""
+        """Whether the caller's optimizer has the stages' newest state."""
         self._train_rows: deque[Row] = deque()
         self._val_rows: deque[Row] = deque()
         self._microbatches = 0
@@ -112,7 +113,7 @@ class Pipeline:
         self._loader_of_epoch: Any = None
         self._generators: list[Tensor] = []
 
-    # Handed out to Lightning.
+    # Called by the strategy, for Lightning.
 
     def train_row(self, trainer: Any, batch: int) -> Row:
         if not self._train_rows:
@@ -120,17 +121,17 @@ class Pipeline:
         return self._train_rows.popleft()
 
     def ensure_rows(self, trainer: Any, batch: int) -> None:
-        """Trains on what comes, if nobody has."""
+        """Trains the next part, unless rows of an earlier one are left."""
         if not self._train_rows:
             self._run(trainer, self._next_part(trainer, batch))
 
     @property
     def num_batches_ahead(self) -> int:
-        """Batches that workers have trained on and Lightning has not yet come to."""
+        """Batches on which the workers have trained and at which Lightning has not arrived."""
         return len(self._train_rows)
 
     def val_row(self) -> Row | None:
-        """None: nothing was evaluated here."""
+        """Returns the next row of a validation; None if the pipeline evaluated nothing."""
         return self._val_rows.popleft() if self._val_rows else None
 
     @property
@@ -138,8 +139,9 @@ class Pipeline:
         return bool(self._val_rows)
 
     def fill(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        """Gives the optimizer of the caller the state that the stages have. At all ranks. folder: which they
-        share."""
+        """Copies the stages' optimizer state into the caller's optimizer. Called at all ranks. folder: one
+        that all ranks share.
+        """
         if self._optimizer_is_newest or self._state is None or self.steps is None:
             return
         states = state_by_name(self._snapshots(folder))
@@ -165,7 +167,7 @@ class Pipeline:
         shutil.rmtree(folder)
         return found
 
-    # Parts.
+    # The division of an epoch into parts.
 
     def _next_part(self, trainer: Any, first: int) -> Part:
         num_batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
@@ -249,12 +251,12 @@ class Pipeline:
         self._take_rows(part)
 
     def _run_arguments(self, accumulated: int) -> dict[str, Any]:
-        """Arguments of a run where the user's go before those of a fit."""
+        """Returns further arguments of a run. The user's arguments override those of the fit."""
         weight_fn = _count_one if accumulated > 1 else None
         return {"weight_fn": weight_fn, "progress": self.settings.progress, **self.settings.run}
 
     def _check(self, trainer: Any) -> None:
-        """Raises ValueError for what configure_optimizers and the loaders show, before a worker starts."""
+        """Raises ValueError for unsupported optimizers, schedulers and loaders, before a worker starts."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers: a pipeline has one"
@@ -271,7 +273,9 @@ class Pipeline:
                 raise ValueError(f"{name} are {len(combined.flattened)}: give one loader")
 
     def _begin_epoch(self, epoch: int, num_batches: float) -> None:
-        """The loader's generators begin each part of an epoch alike, and each epoch as Lightning's would."""
+        """Sets the loader's generators. All parts of an epoch start from the same state, and each epoch from
+        the state that it would have in Lightning.
+        """
         loader = self.train_loader
         if loader is self._loader_of_epoch:
             set_generators(loader, self._generators)
@@ -310,7 +314,7 @@ class Pipeline:
         return data, pipedream.Validation(held_out)
 
     def _learn(self, data: Batches, validation: Any) -> None:
-        """Finds out by their first batches what the steps log."""
+        """Runs each kind of step on its first batch, to learn what it logs."""
         assert self.steps is not None
         for is_training, batches in ((True, data), (False, validation and validation.data)):
             layout = self.steps.layouts[is_training]
@@ -323,7 +327,7 @@ class Pipeline:
                 contextlib.ExitStack() as around,
             ):
                 attributes = vars(vars(self.steps)["lightning_module"])
-                around.callback(attributes.update, dict(attributes))  # a step may count
+                around.callback(attributes.update, dict(attributes))  # a step may count in attributes
                 kept = generator_states(batches.loader)
                 around.callback(set_generators, batches.loader, kept)
                 first = next(iter(batches.one_by_one()))
@@ -345,7 +349,7 @@ class Pipeline:
         if data.accumulated > 1:
             return data.accumulated
         if self.settings.schedule == "auto":
-            return 1  # the plan says how many
+            return 1  # the plan has the number
         if self.settings.microbatches is not None:
             return self.settings.microbatches
         plan = self.plan
@@ -363,7 +367,9 @@ class Pipeline:
         return 1
 
     def _why_not_cut(self, first: Mapping[str, Any], num_pieces: int) -> str | None:
-        """Tells why the loss of the first batch is no mean over its pieces; None: it is one. In eval mode."""
+        """Returns why the loss of the first batch is not the mean over its pieces, in eval mode; None if it
+        is.
+        """
         assert self.steps is not None
         weight_fn = self.settings.run.get("weight_fn", _count_one)
         try:
@@ -376,8 +382,8 @@ class Pipeline:
                 whole = float(self.steps(**first)["loss"])
                 if abs(cut - whole) <= _LOSS_TOLERANCE * abs(whole):
                     return None
-                noise = abs(float(self.steps(**first)["loss"]) - whole)  # of a loss with random numbers
-        except Exception as error:  # whatever a step raises that was not written for pieces or eval mode
+                noise = abs(float(self.steps(**first)["loss"]) - whole)  # above 0 if the loss draws numbers
+        except Exception as error:  # a step may not be written for pieces, or for eval mode
             return f"their pieces cannot be tried ({type(error).__name__}: {error})"
         if abs(cut - whole) < _NOISE_FACTOR * noise:
             return None
@@ -403,7 +409,8 @@ class Pipeline:
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
         schedule = self.settings.schedule
-        # With accumulated gradients the profile is of one batch of many: other times, the same balance.
+        # With accumulated gradients the profile has one batch out of many. Its times differ, but not their
+        # balance.
         microbatches = "auto" if schedule == "auto" else self._microbatches
         how: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
         plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True, **how)
@@ -446,7 +453,7 @@ class Pipeline:
 
 
 def _count_one(batch: Any) -> float:
-    """Accumulated batches count alike, as in Lightning."""
+    """Counts every accumulated batch alike, as Lightning does."""
     return 1.0
 
 
@@ -463,7 +470,7 @@ def _wait_for_all() -> None:
 
 @contextlib.contextmanager
 def _left_by_trainer(module: Any) -> Iterator[None]:
-    """Inside the module knows no trainer, which could not be sent to workers."""
+    """Inside, the module has no trainer, which could not be sent to workers."""
     attributes = vars(module)
     kept = attributes["_trainer"]
     attributes["_trainer"] = None
@@ -486,7 +493,9 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_attribute_changed(steps: Steps, *, is_training: bool) -> Iterator[None]:
-    """Raises ValueError if a step adds to a list or dict of the module, of which the caller's stays empty."""
+    """Raises ValueError if a step adds to a list or dict of the module, because the caller's copy would stay
+    empty.
+    """
     attributes = vars(vars(steps)["lightning_module"])
     before = {name: _size(value) for name, value in attributes.items()}
     yield
@@ -499,7 +508,7 @@ def _no_attribute_changed(steps: Steps, *, is_training: bool) -> Iterator[None]:
 
 
 def _size(value: Any) -> int | None:
-    """Entries of a list or dict and of those inside; None for anything else."""
+    """Returns the number of entries of a list or dict and of those inside it; None for anything else."""
     if isinstance(value, dict):
         value = [*value.values()]
     if not isinstance(value, (list, set, deque)):
@@ -508,8 +517,9 @@ def _size(value: Any) -> int | None:
 
 
 def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:
-    """The loader's generators draw what they draw in an epoch of Lightning, which does not ask for a batch
-    after the last one."""
+    """Advances the loader's generators by one epoch of Lightning, which does not ask for a batch after the
+    last one.
+    """
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "batch_sampler", None)
     if generator is None:
         return

@@ -1,12 +1,12 @@
-"""The steps of a LightningModule as a model, a loss and data that `pipedream.run` trains.
+"""A LightningModule's steps as a model, a loss and data for `pipedream.run`.
 
-    Steps      the module, whose forward is its training_step, in eval mode its validation_step
-    Recorder   the loss: takes it from what Steps returned, and keeps a row of figures of every step
-    Batches    the data: those of a loader from one batch to another, by number
+    Steps      The module. Its forward is training_step, or validation_step in eval mode.
+    Recorder   The loss. It takes the loss from the output of Steps, and keeps a row of figures for each step.
+    Batches    The data: a range of a loader's batches, each with its number.
 
-A row has all that a step has logged and what it has added to its metrics. The rows come back to the caller's
-Recorder at the end of the run, so that the caller can log them as if it had made the steps itself. Imports no
-Lightning. On the worker's compute thread, and the caller's.
+A row has everything that a step logged and added to its metrics. At the end of a run the rows return to the
+caller's Recorder. The caller then logs them as if it had computed the steps. Imports no Lightning. On the
+worker's compute thread, and the caller's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LoggedCall:
     options: dict[str, Any]
     dtype: torch.dtype
     metric: str | None
-    """The name of the metric that is logged, as an attribute of the module; None: a number or tensor."""
+    """The attribute of the module that has the logged metric. None: a number or tensor was logged."""
 
     @property
     def reduction(self) -> str:
@@ -53,16 +53,16 @@ class LoggedCall:
 
 @dataclass
 class Layout:
-    """The columns of the rows of one kind of step, as its first batch shows them."""
+    """The columns of the rows of one kind of step, learned from its first batch."""
 
     calls: dict[str, LoggedCall] = field(default_factory=dict)
     states: dict[str, list[tuple[str, torch.Size, torch.dtype]]] = field(default_factory=dict)
-    """By metric, its states."""
+    """The states of each metric, by its name."""
     is_known: bool = False
 
 
 class StandInTrainer:
-    """`self.trainer` of a step in a worker: numbers alone."""
+    """Stands for `self.trainer` in a worker's steps. It has numbers only."""
 
     def __init__(self, first_batch: int, first_step: int, accumulated: int, **facts: Any) -> None:
         self._first_batch, self._first_step, self._accumulated = first_batch, first_step, accumulated
@@ -88,7 +88,7 @@ class StandInTrainer:
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """The metrics of torchmetrics in the module, by name."""
+    """Returns the module's torchmetrics metrics, by name."""
     return {name: one for name, one in module.named_modules() if _is_metric(one)}
 
 
@@ -105,7 +105,7 @@ def _has_metrics_alone(module: nn.Module) -> bool:
 
 
 def reads(function: Any, position: int) -> bool:
-    """Whether the code of a method reads its argument at this position, where 0 is self."""
+    """Whether a method's code reads its argument at this position; position 0 is self."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if not isinstance(code, types.CodeType):
         return True
@@ -122,10 +122,10 @@ def _names(value: Any) -> tuple[Any, ...]:
 
 
 class Steps(nn.Module):
-    """A LightningModule whose forward is its training_step, in eval mode its validation_step.
+    """A LightningModule whose forward is its training_step, or its validation_step in eval mode.
 
-    It has the module's own tables of parameters, buffers and children, so that all names are the module's.
-    Metrics are none of its children: they belong to no stage, and each step begins with empty ones.
+    It uses the module's own tables of parameters, buffers and children, so that names are the module's.
+    Metrics are left out of the children: they belong to no stage, and each step starts with empty ones.
     """
 
     def __init__(self, module: Any, trainer: StandInTrainer) -> None:
@@ -140,13 +140,13 @@ class Steps(nn.Module):
         vars(self)["lightning_module"] = module
         self.trainer = trainer
         self.layouts = {True: Layout(), False: Layout()}
-        """By whether it is training."""
+        """The layout of training steps (True) and of validation steps (False)."""
         self.learns = False
-        """Whether the next step shows what rows have."""
+        """Whether the next step defines the layout."""
         self.calls_eval = False
-        """Whether a training_step, too, runs in eval mode, for a comparison of losses."""
+        """Whether training_step runs in eval mode, too, to compare losses."""
         self.list_batches = {True: False, False: False}
-        """Whether batches are lists, which travel as tuples."""
+        """Whether batches are lists. They are sent as tuples."""
         self.reads_number = {
             True: _takes(module.training_step, 2) and reads(module.training_step, 2),
             False: _takes(module.validation_step, 2) and reads(module.validation_step, 2),
@@ -156,7 +156,7 @@ class Steps(nn.Module):
 
     @contextlib.contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """Inside a training_step finds the module in eval mode."""
+        """Inside, training_step runs with the module in eval mode."""
         with in_eval_mode([self]):
             self.training, self.calls_eval = True, True
             try:
@@ -193,7 +193,7 @@ def _takes(step: Step, position: int) -> bool:
 
 
 class _Logging:
-    """Around a step: its calls of self.log come here."""
+    """A context around a step that receives its calls of self.log."""
 
     def __init__(self, steps: Steps, module: Any, batch: Any) -> None:
         self._steps, self._module = steps, module
@@ -250,7 +250,7 @@ class _Logging:
         self._layout.calls[name] = LoggedCall(options, dtype, metric)
 
     def row(self, loss: Any) -> Tensor:
-        """The values that were logged and the states of the metrics, as one tensor."""
+        """Returns the logged values and the metrics' states as one tensor."""
         device = next((t.device for t in tensors_of(loss)), torch.device("cpu"))
         columns: list[Tensor] = [self._as_column(loss if isinstance(loss, Tensor) else 0.0, device)]
         if self._learns:
@@ -275,7 +275,7 @@ class _Logging:
         return torch.cat(flat)
 
     def shown(self, loss: Any) -> Tensor:
-        """The value that a validation shows as its loss: what the step returned, or else logged first."""
+        """Returns a validation's loss: the step's output, or else the first logged number."""
         found = [loss, *(value for value, _ in self._values.values())]
         numbers = [one for one in found if isinstance(one, Tensor) and one.numel() == 1]
         return numbers[0].reshape(()) if numbers else torch.zeros(())
@@ -330,18 +330,18 @@ _JOINS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "min": lambda values, shares: min(values),
     "max": lambda values, shares: max(values),
 }
-"""By reduce_fx, how the values of a batch's pieces join."""
+"""How values of a batch's pieces are joined, by reduce_fx."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A step as its row tells of it, with its layout."""
+    """The figures of one step, taken from its row by the layout."""
 
     loss: float
     values: dict[str, tuple[float, int]]
-    """By name, those that were logged, with their batch sizes."""
+    """(value, batch size) of the values that were logged, by name."""
     states: list[dict[str, tuple[int, dict[str, Tensor]]]]
-    """By microbatch and metric, the updates of this step and their states."""
+    """(number of updates, states) of this step, by microbatch and metric."""
 
     @classmethod
     def of(cls, layout: Layout, numbers: Sequence[float]) -> Row:
@@ -365,8 +365,9 @@ class Row:
 
     @classmethod
     def joined(cls, rows: Sequence[Row], samples: Sequence[float], layout: Layout) -> Row:
-        """Returns the row of a batch from those of its microbatches: means by samples, and for a reduce_fx
-        of sum, min or max that."""
+        """Joins the rows of a batch's microbatches. Values become means weighted by samples, or sums, minima
+        or maxima if reduce_fx says so.
+        """
         if len(rows) == 1:
             return rows[0]
         total = sum(samples)
@@ -384,7 +385,7 @@ class Row:
 
 
 class _Rows(nn.Module):
-    """Rows of one width, in a tensor that grows."""
+    """A growing table of rows of equal width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,9 +407,10 @@ class _Rows(nn.Module):
 
 
 class Recorder(nn.Module):
-    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing call it, too, so
-    the newest row of a step counts. It is a module because a loss that is a module brings its tensors and
-    numbers back from its worker."""
+    """The loss of a run over Steps, which keeps a row for each step. Tracing and rehearsing call it as well,
+    so the newest row of a step counts. It is a module because tensors and numbers of such a loss return from
+    its worker.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,16 +423,17 @@ class Recorder(nn.Module):
             return loss
         row = outputs["row"]
         self._trained.add([batch["number"], batch["total"], _batch_size_of(batch["batch"])], row)
-        # The loss does not depend on what is logged, but what is logged has to come to its stage.
+        # Makes the loss depend on the row, so that the row is sent to the last stage. The loss's value does
+        # not change.
         loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), row.sum().to(loss.dtype), loss)
         return loss * batch["scale"] if "scale" in batch else loss
 
     def begin(self) -> None:
-        """Forgets the rows of an earlier run. Call it in the caller, before a run."""
+        """Drops the rows of an earlier run. The caller calls it before a run."""
         self._trained, self._held_out = _Rows(), _Rows()
 
     def trained(self) -> list[list[tuple[float, list[float]]]]:
-        """Returns (samples, row) of the microbatches of each batch, in order."""
+        """Returns (samples, row) for the microbatches of each batch, in order."""
         found: dict[int, list[tuple[float, list[float]]]] = {}
         for number, total, samples, *row in self._trained.newest_first():
             pieces = found.setdefault(int(number), [])
@@ -439,7 +442,7 @@ class Recorder(nn.Module):
         return [found[number] for number in sorted(found)]
 
     def held_out(self) -> list[list[float]]:
-        """Rows of the validation's batches in order."""
+        """Returns the rows of the validation's batches, in order."""
         found: dict[int, list[float]] = {}
         for number, *row in self._held_out.newest_first():
             found.setdefault(int(number), row)
@@ -447,11 +450,12 @@ class Recorder(nn.Module):
 
 
 class Batches:
-    """The batches of a loader from `first` to before `end`, each with its number; where gradients accumulate,
-    so many at a time.
+    """The batches of a loader from `first` to before `end`, each with its number. With accumulated gradients
+    it yields several batches at a time.
 
-    Every reader sees the loader's epoch in the same order, whatever part of it this is: its generators begin
-    as they are given here."""
+    Every reader iterates the loader's whole epoch in the same order, whichever part this is, because the
+    generators start from the seed given here.
+    """
 
     def __init__(
         self,
@@ -469,7 +473,7 @@ class Batches:
         self.end = end
         self.accumulated = accumulated
         self.has_lists = False
-        """Whether the batch read last was a list."""
+        """Whether the latest batch was a list."""
         self._seed = seed
         self._scales = dict(scales)
         self._convert = convert
@@ -481,7 +485,7 @@ class Batches:
         return map(Microbatches, iter(lambda: list(itertools.islice(items, self.accumulated)), []))
 
     def one_by_one(self) -> Batches:
-        """The same without accumulation."""
+        """Returns the same batches without accumulation."""
         other = copy.copy(self)
         other.accumulated = 1
         return other
@@ -510,8 +514,9 @@ class Batches:
 
 
 def _for_stages(batch: Any) -> Any:
-    """The batch as stages take it: lists of tensors, as torch collates them, as tuples, because a list is one
-    entry per sample to a run; and None in the place of texts, which do not cross a cut."""
+    """Converts a batch for the stages. Lists of tensors become tuples, because a run treats a list as one
+    entry per sample. Texts become None, because they cannot cross a cut.
+    """
     if isinstance(batch, str):
         return None
     if isinstance(batch, dict):

@@ -1,12 +1,13 @@
-"""The minibatches of a transformers.Trainer: so many batches of its loader for each step, as microbatches.
+"""The minibatches of a transformers.Trainer: for each step, gradient_accumulation_steps batches of its loader
+as microbatches.
 
     loader               b0 b1 | b2 b3 | b4         gradient_accumulation_steps=2, an epoch of 5 batches
     one minibatch each   b0 b1 | b2 b3 | b4         Microbatches, uncut
     pieces_per_batch=2   b0' b0'' b1' b1'' | ...    each batch cut by torch.chunk, for a plan with m = 4
 
-The Trainer sums the losses of a step's batches: each divided by the tokens of all, where the loss takes
-num_items_in_batch, else by the number of batches. Each microbatch carries its share of that sum. Iterated by
-workers and by the caller; needs no transformers.
+The Trainer sums the losses of a step's batches. If the loss takes num_items_in_batch, each loss is divided by
+the number of tokens in all batches; else by the number of batches. Each microbatch carries its share of that
+sum. Workers and the caller iterate this; needs no transformers.
 """
 
 from __future__ import annotations
@@ -31,29 +32,32 @@ _LABELS, _NUM_ITEMS, _IGNORED = "labels", "num_items_in_batch", -100
 
 @dataclass(frozen=True)
 class LossForm:
-    """How the Trainer's loss is made of a step's batches."""
+    """How the Trainer computes its loss from a step's batches."""
 
     takes_labels: bool = False
-    """The loss is computed of outputs and labels, which the model does not get."""
+    """Whether the loss is computed from outputs and labels, and the model does not get the labels."""
     counts_items: bool = False
-    """The items of all of a step's batches are counted, for the loss or the model."""
+    """Whether the items (labels) of all of a step's batches are counted, for the loss or the model."""
     gives_items: bool = False
-    """The model gets their number."""
+    """Whether the model gets the number of items."""
     divides_by_items: bool = False
-    """The loss is divided by it: the losses of pieces of a batch add up to that of the batch."""
+    """Whether the loss is divided by the number of items. The losses of a batch's pieces then sum to the
+    batch's.
+    """
     is_sum: bool | None = False
-    """The losses of a step's batches are added up; else they are divided by the number of batches. None: they
-    are added up where items were counted."""
+    """Whether the losses of a step's batches are summed. If not, they are divided by the number of batches.
+    None: they are summed if items were counted.
+    """
     shifts_labels: bool = False
     items_dtype: torch.dtype = torch.float32
-    """The dtype of their number, which the Trainer divides by a number of devices."""
+    """The dtype of the number of items, which the Trainer divides by the number of devices."""
     label_names: tuple[str, ...] = ()
-    """Entries of a batch that compute_metrics gets as labels, if these are others than "labels"."""
+    """Entries of a batch that compute_metrics gets as labels. Empty: "labels"."""
     kept_input: str | None = None
-    """An input that compute_metrics wants to see."""
+    """An input that compute_metrics needs."""
 
     def items_of(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Items that the loss of a batch is a mean of; None where they cannot be told."""
+        """Returns the number of items over which the loss of a batch is a mean; None if it is unknown."""
         labels = batch.get("shift_labels", batch.get(_LABELS))
         if not isinstance(labels, Tensor) or labels.dim() == 0:
             return None
@@ -62,7 +66,7 @@ class LossForm:
         return labels.ne(_IGNORED).sum()
 
     def items_of_all(self, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
-        """The number of items that the Trainer counts in these batches, if it does."""
+        """Returns the number of items that the Trainer counts in these batches; None if it counts none."""
         if not self.counts_items:
             return None
         counts = [self.items_of(batch) for batch in batches]
@@ -72,7 +76,9 @@ class LossForm:
     def parts(
         self, batch: Mapping[str, Any], weight: float, *, scale: float = 1.0, items: Tensor | None = None
     ) -> tuple[Keywords, dict[str, Any]]:
-        """(inputs, targets) of a microbatch. weight: its share of the minibatch. scale: of its loss."""
+        """Returns (inputs, targets) of a microbatch. weight: its share of the minibatch. scale: factor of its
+        loss.
+        """
         inputs = Keywords(batch)
         targets: dict[str, Any] = {
             "labels": inputs.get(_LABELS),
@@ -95,12 +101,12 @@ class LossForm:
 
 
 def share_of_loss(targets: Mapping[str, Any]) -> float:
-    """The weight_fn of a run."""
+    """Returns a microbatch's share; the weight_fn of a run."""
     return float(targets["weight"])
 
 
 class Steps:
-    """All minibatches of a training, whatever the number of epochs, as one iteration."""
+    """All minibatches of a training, through all epochs, as one iteration."""
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class Steps:
                 return  # an epoch without a batch
             self._epoch, self._step_of_epoch = self._epoch + 1, 0
 
-    # The place, for a run that goes on from a checkpoint.
+    # The position in the data, for a run that continues from a checkpoint.
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step, "epoch": self._epoch, "step_of_epoch": self._step_of_epoch}
@@ -169,7 +175,7 @@ class Steps:
         )
 
     def _pieces_of(self, batch: dict[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
-        """(piece, its share of the batch's mean)."""
+        """Returns (piece, its share of the batch's mean)."""
         count = self._pieces_per_batch
         if count == 1:
             return [(batch, 1.0)]
@@ -196,8 +202,9 @@ class HeldOut:
 
 
 def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
-    """Minibatches of the loader, each collated of the samples of so many batches; its batches where samples
-    have no indices."""
+    """Returns minibatches of the loader. Each is collated from the samples of num_batches batches. If samples
+    have no indices, batches of the loader are returned.
+    """
     sampler = loader.batch_sampler
     if sampler is None or isinstance(loader.dataset, IterableDataset):
         return [dict(batch) for batch in itertools.islice(loader, 2)]
@@ -208,7 +215,7 @@ def joined(loader: DataLoader[Any], num_batches: int) -> list[Any]:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tells the samplers, as the Trainer does, so that shuffles follow from the epoch."""
+    """Sets the epoch of the samplers, as the Trainer does. Shuffles depend on it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     each: Any
     for each in (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "dataset", None)):

@@ -1,10 +1,10 @@
-"""StepCheckpoints makes checkpoint-N of the Trainer from what the pipeline has saved at step N.
+"""StepCheckpoints: makes the Trainer's checkpoint-N from what the pipeline saved at step N.
 
     the pipeline   checkpoint of step N: weights, optimizer, data        complete some time after the step
-    the Trainer    its state at step N, its scheduler                    known once the step is told
+    the Trainer    its state at step N, its scheduler                    known when the step is reported
     checkpoint-N   the model's files, trainer_state.json, pipedream/     written when both are there
 
-On the caller's thread; rank 0's under torchrun.
+On the caller's thread; under torchrun, that of rank 0.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerState", "StepCheckpoints", "pipeline_state", "pipeline_state_in"]
 
-_STATE_FOLDER = "pipedream"  # in checkpoint-N
-_SCHEDULER = "scheduler.pt"  # in that folder
+_STATE_FOLDER = "pipedream"  # a folder in checkpoint-N
+_SCHEDULER = "scheduler.pt"  # a file in that folder
 
 
 def pipeline_state_in(folder: str) -> bool:
-    """Whether a checkpoint-N has the state of a pipeline."""
+    """Whether a checkpoint-N contains the state of a pipeline."""
     return (Path(folder) / _STATE_FOLDER).is_dir()
 
 
 def pipeline_state(folder: str) -> str:
-    """Returns the checkpoint of the pipeline in a checkpoint-N."""
+    """Returns the pipeline's checkpoint in a checkpoint-N."""
     return str(checkpoints_in(Path(folder) / _STATE_FOLDER)[-1])
 
 
@@ -47,9 +47,9 @@ class SchedulerState:
 
     scheduler: dict[str, Any]
     factors: dict[int, float]
-    """By step, what it multiplied the rates of the pipeline with."""
+    """The factors by which it multiplied the pipeline's rates, by step."""
     pending: float
-    """The factor that the rates get at the next step."""
+    """The factor for the rates at the next step."""
 
     @classmethod
     def of(cls, scheduler: Any, factors: dict[int, float], pending: float) -> SchedulerState:
@@ -57,7 +57,7 @@ class SchedulerState:
 
     @classmethod
     def load(cls, folder: str) -> SchedulerState | None:
-        """Reads that of a checkpoint-N; None where it has none."""
+        """Reads the state in a checkpoint-N; None if it has none."""
         path = Path(folder) / _STATE_FOLDER / _SCHEDULER
         return cls(**torch.load(path, weights_only=True)) if path.exists() else None
 
@@ -65,7 +65,7 @@ class SchedulerState:
         torch.save(vars(self), folder / _STATE_FOLDER / _SCHEDULER)
 
     def give_to(self, scheduler: Any) -> None:
-        """Sets a new scheduler, and the rates of its optimizer."""
+        """Sets the state of a new scheduler, and the rates of its optimizer."""
         scheduler.load_state_dict(self.scheduler)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -78,19 +78,19 @@ class StepCheckpoints:
         self._trainer = trainer
         self._folder = folder
         self._states: dict[int, tuple[Any, SchedulerState | None] | None] = {}
-        """By step, the states that go into its checkpoint; None until that step is over."""
+        """States for the checkpoint of a step, by step. None until the step is over."""
         self._complete: dict[int, Path] = {}
-        """By step, checkpoints of the pipeline that have not become one of the Trainer's."""
+        """The pipeline's checkpoints that have not become checkpoints of the Trainer yet, by step."""
 
     def want(self, step: int) -> None:
-        """There will be a checkpoint of the step."""
+        """Registers the step for a checkpoint."""
         self._states.setdefault(step, None)
 
     def of_step(self, step: int) -> Path:
         return self._folder / f"checkpoint-{step}"
 
     def note_state(self, scheduler: SchedulerState | None) -> None:
-        """Keeps the state of this step, if a checkpoint of it is wanted."""
+        """Keeps the state of the present step if it is registered for a checkpoint."""
         trainer, step = self._trainer, self._trainer.state.global_step
         if step not in self._states:
             return
@@ -106,13 +106,15 @@ class StepCheckpoints:
         self._complete[step] = path
 
     def write_state_again(self, step: int) -> None:
-        """Brings the state in a checkpoint up to date, if it has been written already."""
+        """Updates the state in a checkpoint that has been written already."""
         states = self._states.get(step)
         if states is not None and self.of_step(step).is_dir():
             self._save_states(step, states)
 
     def finish(self, waiting: set[int], *, is_over: bool = False) -> None:
-        """Makes checkpoint-N of those that are complete. waiting: steps whose evaluation is still to come."""
+        """Makes checkpoint-N for each complete step. waiting: steps whose evaluation has not been reported
+        yet.
+        """
         for step, path in sorted(self._complete.items()):
             if step in waiting and not is_over:
                 continue

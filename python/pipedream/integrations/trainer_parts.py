@@ -1,4 +1,6 @@
-"""The parts of a Trainer that workers get: its loss, its metrics, its loader. None holds the Trainer."""
+"""The parts of a Trainer that are sent to workers: its loss, its metrics, its loader. None refers to the
+Trainer.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Loss:
             loss = self._smoother(outputs, labels, shift_labels=self._shifts, num_items_in_batch=items)
         else:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-        # Some models compute the loss in float32, whatever their own dtype; the Trainer adds up in float64.
+        # Some models compute the loss in float32, whatever their own dtype is. The Trainer sums in float64.
         scaled: torch.Tensor = loss.double() * targets["scale"]
         return scaled
 
@@ -83,7 +85,7 @@ def loss_form(trainer: PipelineTrainer) -> LossForm:
 
 
 def divides_by_items(trainer: PipelineTrainer, form: LossForm, loader: DataLoader[Any]) -> bool:
-    """Whether the loss of a batch halves where twice as many items are counted."""
+    """Whether doubling the number of items halves the loss of a batch."""
     if not form.counts_items:
         return False
     model = trainer.model
@@ -103,7 +105,7 @@ def divides_by_items(trainer: PipelineTrainer, form: LossForm, loader: DataLoade
 
 
 class Predictions:
-    """compute_metrics, at the last worker."""
+    """Calls compute_metrics, at the last worker."""
 
     def __init__(self, trainer: PipelineTrainer, ignored_keys: list[str] | None) -> None:
         config = getattr(trainer.model, "config", None)
@@ -115,7 +117,7 @@ class Predictions:
         self._concatenates = trainer.args.eval_do_concat_batches
 
     def kept(self, outputs: Any, targets: Mapping[str, Any]) -> Any:
-        """Returns what is kept of a batch: logits, labels, and an input if it is wanted."""
+        """Returns what to keep of a batch: logits, labels, and an input if compute_metrics needs one."""
         if isinstance(outputs, Mapping):
             logits: Any = tuple(value for key, value in outputs.items() if key not in self._ignored)
         else:
@@ -141,20 +143,22 @@ class Predictions:
 
 
 def plain_loader(loader: Any) -> DataLoader[Any]:
-    """The loader as torch has it: accelerate's moves minibatches to the caller's device."""
+    """Returns the loader as a plain torch DataLoader. Accelerate's moves minibatches to the caller's
+    device.
+    """
     names = (
         *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
         *("multiprocessing_context", "persistent_workers", "in_order"),
     )
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    given["pin_memory"] = loader.pin_memory and torch.cuda.is_available()  # it warns where there is no GPU
+    given["pin_memory"] = loader.pin_memory and torch.cuda.is_available()  # without a GPU torch would warn
     if not isinstance(loader.dataset, IterableDataset):
         return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **given)
     return DataLoader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **given)
 
 
 def in_memory(held_out: HeldOut) -> Any:
-    """A list, of which the largest is known, where it is not too large."""
+    """Returns the batches as a list, whose largest batch is known, unless they take too much memory."""
     found, num_bytes = [], 0
     with generators_kept():
         for batch in held_out:

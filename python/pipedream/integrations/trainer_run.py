@@ -1,4 +1,5 @@
-"""One train() of a PipelineTrainer: its plan, its run, and what the Trainer and its callbacks are told of it.
+"""Training: one train() of a PipelineTrainer. It makes the plan, starts the run, and reports to the Trainer
+and its callbacks.
 
 On the caller's thread.
 """
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Training"]
 
-_UNFINISHED = ".pipedream"  # in output_dir, while a checkpoint is written
+_UNFINISHED = ".pipedream"  # a folder in output_dir, for checkpoints that are being written
 _PROFILE_MINIBATCHES, _PROFILE_S = 20, 20.0
 _BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
 
@@ -88,11 +89,11 @@ class Training:
         self._stop = False
         self._factor = 1.0
         self._metrics: dict[int, dict[str, float]] = {}
-        """By step, of evaluations that the Trainer has not been told of."""
+        """Metrics of evaluations that have not been reported to the Trainer, by step."""
         self._asked: set[int] = set()
         """Steps at which the pipeline evaluates because a callback asked for it."""
         self._factors: dict[int, float] = {}
-        """By step, what a scheduler by metric multiplied the rates with."""
+        """The factors by which a scheduler that follows a metric multiplied the rates, by step."""
         self._step_checkpoints = StepCheckpoints(trainer, self._output_dir)
         self._validates = trainer.args.eval_strategy != "no"
         self._saves = trainer.args.save_strategy != "no"
@@ -139,7 +140,7 @@ class Training:
         self._optimizers = StageOptimizers(trainer.optimizer, trainer.model)
         self._by_metric = type(trainer.lr_scheduler).__name__ in _BY_METRIC
         self._schedulers = None if self._by_metric else StageSchedulers(trainer.lr_scheduler)
-        trainer.optimizer._opt_called = True  # torch would warn of a scheduler whose optimizer makes no step
+        trainer.optimizer._opt_called = True  # else torch warns, because this optimizer makes no step
         for _ in range(0 if self._by_metric else trainer.state.global_step):
             trainer.lr_scheduler.step()
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -149,7 +150,7 @@ class Training:
     # The plan.
 
     def agree_on_plan(self, prefix: str | None) -> Plan:
-        """Rank 0's, with the microbatches of the run."""
+        """Returns rank 0's plan, with the microbatches of the run."""
         given = self._trainer._plan
         if isinstance(given, (str, os.PathLike)):
             given = Plan.load(given)
@@ -181,7 +182,7 @@ class Training:
                 f" {100 * bubble:.0f} % of the time; raise gradient_accumulation_steps or the batch size",
                 flush=True,
             )
-        # Its shapes are of whole minibatches.
+        # The plan's shapes are those of whole minibatches, so they are dropped.
         return dataclasses.replace(plan, microbatches=self._microbatches, max_shapes={}, shapes_apart=())
 
     def _make_plan(self) -> Plan:
@@ -210,7 +211,7 @@ class Training:
         return plan.schedule or "pipedream" if given == AUTO else given
 
     def _microbatches_for(self, plan: Plan) -> int:
-        """Returns a multiple of the batches of a step."""
+        """Returns the number of microbatches, a multiple of the number of a step's batches."""
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
         found: int = accumulated * min(pieces, self._trainer._train_batch_size)
@@ -269,7 +270,7 @@ class Training:
         )
 
     def _checkpoints(self) -> Checkpoints | None:
-        """One at the end, and where the Trainer wants one."""
+        """Returns the checkpoints of the run: one at the end, and those that the Trainer asks for."""
         if not self._saves:
             return None
         resume: bool | str = False
@@ -291,14 +292,16 @@ class Training:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
     def end(self) -> None:
-        """Evaluates where a last step still waits for it, and completes the checkpoint of that step."""
+        """Makes an evaluation that is still due at the last step, and completes the checkpoint of that
+        step.
+        """
         if not is_rank_0():
             return
         trainer = self._trainer
         step = trainer.state.global_step
         if trainer.control.should_evaluate:
             self._evaluate()
-            if trainer.control.should_save:  # save_strategy 'best' decides by this evaluation
+            if trainer.control.should_save:  # save_strategy 'best' decides after the evaluation
                 self._step_checkpoints.want(step)
                 trainer.control.should_save = False
             self._note_state()
@@ -307,7 +310,7 @@ class Training:
         shutil.rmtree(self._output_dir / _UNFINISHED, ignore_errors=True)
 
     def call(self, event: str, *given: Any) -> None:
-        """Tells the TrainerCallbacks."""
+        """Calls an event of the TrainerCallbacks."""
         trainer = self._trainer
         handler = getattr(trainer.callback_handler, event)
         trainer.control = handler(trainer.args, trainer.state, trainer.control, *given)
@@ -322,8 +325,9 @@ class Training:
         self._metrics[report.minibatch] = metrics
 
     def take_metrics(self) -> dict[str, float] | None:
-        """The metrics of this step's evaluation, or of an earlier one that was asked for; None without
-        any."""
+        """Returns the metrics of this step's evaluation, or of an earlier one that was not reported yet; None
+        if there are none.
+        """
         steps = [step for step in self._metrics if step <= self._trainer.state.global_step]
         found = self._metrics[max(steps)] if steps else None
         for step in steps:
@@ -331,8 +335,9 @@ class Training:
         return found
 
     def tell(self, report: MinibatchReport) -> Decision:
-        """Goes through the steps since the report before. A run that continues from a checkpoint tells of the
-        steps before that again."""
+        """Reports the steps since the previous report, and returns a decision for the run. A run that
+        continues from a checkpoint reports earlier steps again; only their rate factors are returned.
+        """
         if report.end <= self._first_step:
             return Decision(rate_factor=self._factors.get(report.end, 1.0))
         norms = [*report.gradient_norms]
@@ -407,7 +412,7 @@ class Training:
         self._note_state()
 
     def _tell_asked_evaluation(self) -> None:
-        """Tells of an evaluation that a callback asked for. The pipeline has it at the step after."""
+        """Reports an evaluation that a callback asked for. The pipeline has its figures one step later."""
         step = self._trainer.state.global_step
         if step in self._asked and self._has_metrics():
             self._asked.discard(step)
@@ -445,7 +450,7 @@ class Training:
             trainer.control.should_save = is_best
 
     def _common_factor(self, before: list[float], after: list[float]) -> float:
-        """Returns what the scheduler multiplied all rates with."""
+        """Returns the factor by which the scheduler multiplied all rates."""
         factors = [new / old for old, new in zip(before, after, strict=True) if old]
         if factors and max(factors) > min(factors) * (1 + 1e-9):
             raise ValueError(
@@ -469,7 +474,7 @@ class Training:
 
 
 class Reporter(Callback):
-    """Tells a training of its run."""
+    """Passes the reports of a run to its Training."""
 
     every = 1
     wants_gradient_norms = True

@@ -1,5 +1,6 @@
-"""The arguments of transformers.TrainingArguments: which PipelineTrainer honours, which have no meaning for a
-pipeline, and which it refuses. A test compares them with the fields of the installed version.
+"""Lists the arguments of transformers.TrainingArguments: those that PipelineTrainer honours, those that mean
+nothing for a pipeline, and those that it refuses. A test compares the lists with the installed version's
+fields.
 
 Data; needs neither transformers nor torch.
 """
@@ -12,7 +13,7 @@ __all__ = ["HONOURED", "REFUSED", "WITHOUT_MEANING", "check_training_arguments"]
 
 HONOURED = frozenset(
     {
-        # How long, in which minibatches.
+        # Length, and minibatches.
         *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
         *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
         *("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory"),
@@ -32,7 +33,7 @@ HONOURED = frozenset(
         *("output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
         "restore_callback_states_from_checkpoint",
-        # Those of push_to_hub(), which a script may call after train().
+        # Arguments of push_to_hub(), which a script may call after train().
         *("hub_model_id", "hub_token", "hub_private_repo", "hub_revision"),
     }
 )
@@ -64,7 +65,7 @@ WITHOUT_MEANING = {
     "skip_memory_metrics": "it measures the caller, which does not train",
     "torch_empty_cache_steps": "the memory of stages is planned and stays",
 }
-"""With the reason."""
+"""Arguments that mean nothing for a pipeline, with the reason."""
 
 REFUSED = {
     "auto_find_batch_size": "memory is planned before the first minibatch: set per_device_train_batch_size",
@@ -87,10 +88,10 @@ REFUSED = {
     "torch_compile_mode": "leave it out: stages are not compiled as a whole",
     "use_liger_kernel": "leave it out: its kernels were not tried in stages",
 }
-"""With the remedy. Each may have the value that stands for nothing."""
+"""Arguments that are refused unless they have an empty value, with the remedy."""
 
 _REFUSED_OPTIM = ("8bit", "4bit", "paged", "schedule_free", "lomo")
-"""In names of optimizers whose constructor arguments, or calls of their own, stages do not have."""
+"""Parts of names of optimizers that need constructor arguments, or calls, that stages do not make."""
 
 _NOTHING = (None, False, "", "no", 0)
 
@@ -106,6 +107,6 @@ def check_training_arguments(args: Any) -> None:
         )
     for name, remedy in REFUSED.items():
         value = getattr(args, name, None)
-        value = getattr(value, "value", value)  # of an enumeration
+        value = getattr(value, "value", value)  # the value of an enumeration
         if value not in _NOTHING and value not in ([], {}):
             raise ValueError(f"{name} of TrainingArguments is {value!r}, which a pipeline refuses: {remedy}")

@@ -1,16 +1,16 @@
-"""transformers.Trainer whose train() runs a pipeline of workers.
+"""PipelineTrainer: a transformers.Trainer whose train() runs a pipeline of workers.
 
     from pipedream.integrations.transformers import PipelineTrainer
     trainer = PipelineTrainer(model=model, args=args, train_dataset=..., workers=2)
     trainer.train()
 
-    Trainer's own                                 here
+    in the Trainer                                in the pipeline
     loader, collator, optimizer, scheduler   ->   run(data=Steps, optimizer=StageOptimizers, ...)
     a step's loss and gradient norm          <-   on_minibatches: states, logs, TrainerCallbacks
     evaluate()                               <-   on_evaluation, measured in the pipeline
     checkpoint-N                             <-   on_checkpoint: the model's files, and the pipeline's state
 
-On the caller's thread; under torchrun each rank has a trainer, of which rank 0's alone logs and saves.
+On the caller's thread. Under torchrun each rank has a trainer, and only rank 0's logs and saves.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ _NOT_CALLED = ("compute_loss", "training_step", "prediction_step", "get_batch_sa
 
 
 class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as Any
-    """A Trainer whose training is a pipeline of workers.
+    """A Trainer that trains by a pipeline of workers.
 
-    It takes the arguments of transformers.Trainer, and
+    It has the arguments of transformers.Trainer, and these:
 
-    plan: a pipedream.Plan, or the file of one; None profiles the model and plans for the workers, and prints
-        the plan. workers: how many; under torchrun its ranks. bandwidth: between two of them, to plan by.
-    schedule: of the run; "flush" gives the numbers of a Trainer on one device, "auto" the plan's choice.
+    plan: a pipedream.Plan, or the file of one. None: profiles the model, plans for the workers, and prints
+        the plan.
+    workers: number of workers. Under torchrun the ranks are the workers.
+    bandwidth: of the link between two workers, for the planning.
+    schedule: of the run. "flush" gives the numbers of a Trainer on one device, "auto" uses the plan's choice.
 
-    gradient_accumulation_steps batches are the microbatches of a minibatch; each is cut further where the
-    plan was made for more. train() evaluates and saves without leaving the pipeline. Afterwards the model has
-    the trained weights, and evaluate(), predict() and save_model() are the Trainer's own. Raises ValueError
-    for arguments that it does not honour, before anything starts (docs/trainer.md).
+    The microbatches of a minibatch are gradient_accumulation_steps batches. If the plan has more
+    microbatches, each batch is cut further. train() evaluates and saves without leaving the pipeline.
+    Afterwards the model has the trained weights, and evaluate(), predict() and save_model() are the Trainer's
+    own. Raises ValueError for arguments that it does not honour, before anything starts (docs/trainer.md).
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         **kwargs: Any,
     ) -> None:
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is None:  # as a Trainer makes them
+        if given is None:  # the default of transformers.Trainer
             given = transformers.TrainingArguments("tmp_trainer")
             if len(args) > 1:
                 args = (args[0], given, *args[2:])
@@ -75,7 +77,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         check_training_arguments(given)
         if under_torchrun():
             _stand_alone(given)
-        _ = given.device  # counts the GPUs, by which a batch would be multiplied
+        _ = given.device  # counts the GPUs; the Trainer would multiply batches by their number
         given._n_gpu = min(1, given._n_gpu)
         self._plan = plan
         self._num_workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
@@ -96,7 +98,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
                     " compute_loss_func, compute_metrics or callbacks"
                 )
 
-    # Ranks of torchrun: each is a Trainer by itself, and rank 0's speaks.
+    # Under torchrun each rank has a Trainer of its own. Only rank 0's logs and saves.
 
     def is_world_process_zero(self) -> bool:
         return is_rank_0()
@@ -108,7 +110,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         if is_rank_0():
             super().save_model(output_dir, _internal_call)
 
-    # The model stays where it is until it evaluates here.
+    # The model stays on its device until it is evaluated in this process.
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         pass
@@ -125,7 +127,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         recomputes = bool(self.args.activation_checkpointing)
-        self.args.activation_checkpointing = False  # of the model's own kind, which hides the cuts
+        self.args.activation_checkpointing = False  # the model's own checkpointing would hide the cuts
         callbacks = self.callback_handler.callbacks
         if not is_rank_0():
             self.callback_handler.callbacks = []
@@ -154,7 +156,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         training.run(plan)
         self._in_run = None
         training.end()
-        if prefix is not None:  # the other ranks have heard of no evaluation, and rank 0 has saved by now
+        if prefix is not None:  # only rank 0 has evaluated and saved
             best = shared_by_rank_0(
                 f"{prefix}/best", lambda: [self.state.best_model_checkpoint, self.state.best_metric]
             )
@@ -193,7 +195,7 @@ def _on_host(is_wanted: bool) -> Iterator[None]:
 
 
 def _stand_alone(args: Any) -> None:
-    """Makes the Trainer of this rank one by itself: accelerate would deal minibatches out to ranks."""
+    """Makes this rank's Trainer independent, because accelerate would distribute minibatches among ranks."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

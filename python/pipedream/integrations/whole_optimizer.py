@@ -1,5 +1,6 @@
-"""An optimizer and a scheduler of a whole model, as libraries make them, made again for each stage's
-parameters. Stateless; any thread."""
+"""Makes each stage's optimizer and scheduler from those that a library made for the whole model. Stateless;
+any thread.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ _NATIVE: dict[type[torch.optim.Optimizer], Any] = {
     torch.optim.SGD: optim.SGD,
 }
 _OF_KERNELS = {"fused", "foreach", "capturable", "differentiable"}
-"""Options by which torch chooses its own kernels."""
+"""Options that choose between torch's own kernels."""
 _NOT_OPTIONS = {"param_names", "initial_lr"}
-"""Entries of a group that its optimizer and its scheduler make themselves."""
+"""Entries of a group that its optimizer or scheduler adds."""
 
 Options = list[dict[str, Any]]
 """The options of each parameter group, without its parameters."""
@@ -33,13 +34,16 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 
 
 class StageOptimizers:
-    """Makes the optimizer of a stage: of the class of the whole one, with its parameter groups, of which some
-    are empty there. Torch's AdamW, Adam and SGD become those of pipedream.optim, which compute the same."""
+    """Makes the optimizer of a stage. It has the class and the parameter groups of the whole model's
+    optimizer; some groups may be empty. Torch's AdamW, Adam and SGD become those of pipedream.optim, which
+    compute the same.
+    """
 
     def __init__(self, whole: torch.optim.Optimizer, model: nn.Module, *, keeps_class: bool = False) -> None:
-        """keeps_class: stages have torch's own optimizers, which begin with the state of the whole one.
+        """keeps_class: stages keep torch's own classes, and start with the state of the whole optimizer.
 
-        Raises ValueError for an optimizer of other parameters than the model's."""
+        Raises ValueError for an optimizer with parameters that are not the model's.
+        """
         named = [*model.named_parameters(remove_duplicate=False)]
         group_of = {id(p): index for index, group in enumerate(whole.param_groups) for p in group["params"]}
         if group_of.keys() - {id(p) for _, p in named}:
@@ -50,7 +54,7 @@ class StageOptimizers:
             for group in copy.deepcopy(options_of(whole))
         ]
         self.state = {name: dict(whole.state[p]) for name, p in named if keeps_class and p in whole.state}
-        """By parameter, the state to begin with."""
+        """The state to start with, by parameter."""
         self._class: Any = type(whole)
         has_tensors = any(isinstance(v, Tensor) for options in self._options for v in options.values())
         if self._class in _NATIVE and not keeps_class and not has_tensors:
@@ -77,11 +81,12 @@ class StageOptimizers:
 
 
 class StageSchedulers:
-    """Makes the scheduler of a stage's optimizer: a copy of the whole one, which counts and multiplies by
-    parameter groups alone."""
+    """Makes the scheduler of a stage's optimizer: a copy of the whole one. Such a scheduler only counts steps
+    and multiplies rates of parameter groups.
+    """
 
     def __init__(self, whole: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Raises ValueError for a scheduler that has others inside."""
+        """Raises ValueError for a scheduler that contains others."""
         state: Mapping[str, Any] = vars(whole)
         if "_schedulers" in state:
             raise ValueError(
@@ -97,6 +102,6 @@ class StageSchedulers:
         ):
             group["lr"], group["initial_lr"] = rate, initial
         made = self._class.__new__(self._class)
-        # At count 1 torch warns of an optimizer that the scheduler has not seen being made.
+        # At a step count of 1 torch warns that the scheduler was made before the optimizer.
         vars(made).update(copy.deepcopy(self._state), optimizer=optimizer, _step_count=2)
         return made
