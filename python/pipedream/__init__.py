@@ -5,7 +5,7 @@
     arguments = {"data": batches, "loss_fn": loss_fn, "optimizer": make_optimizer, "schedule": "auto"}
     result = pipedream.run(model, plan, **arguments)
 
-Names are loaded at their first use (PEP 562), so that what needs no torch, such as planning, imports none.
+Names are loaded at their first use (PEP 562). Parts that need no torch, such as planning, do not import it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
     "run",
 ]
 
-# Public name -> module that has it; the modules of profile, run, RunResult and optim may import torch.
+# Public name -> its module. The modules of profile, run, RunResult and optim may import torch.
 _MODULES = {
     "Checkpoints": "checkpoint.checkpoints",
     "DataMismatch": "common.errors",
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value  # the next use finds it without this function
+    globals()[name] = value  # the next use does not call this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""pipedream checkpoint show | export. Only export imports torch."""
+"""The commands `pipedream checkpoint show` and `pipedream checkpoint export`. Only export imports torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def export_command(
 
 
 def _describe_checkpoint(checkpoint: Path, quick: bool) -> dict[str, Any]:
-    """problems: a line for each; without any the checkpoint is whole."""
+    """Returns the fields to show. "problems" has a line for each; the checkpoint is whole if there are
+    none.
+    """
     if not is_complete(checkpoint):
         problem = f"{checkpoint} is not complete: it is being written, or its run ended while writing it"
         return {"path": os.fspath(checkpoint), "problems": [problem]}

@@ -1,8 +1,8 @@
 """The command line: pipedream explain | profile | profile-links | run | keys, and the commands of
 planning_commands.py and checkpoint_commands.py. One process, its main thread.
 
-Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
-stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
+The exit status is 0, 2 for a user's mistake, and 1 for any other failure. Either error is one line on stderr.
+With --json stdout has exactly one JSON object. Nothing here imports torch before a command needs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _USER_ERROR_STATUS = 2
 _FAILURE_STATUS = 1
 _INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
 
-# `run` without a plan profiles first: long enough for steady figures, short beside the training.
+# `run` without a plan profiles first. This is long enough for steady figures, and short compared with the
+# training.
 _PROFILE_BEFORE_RUN_S = 10.0
 
 _PLANNED_WITH_AUTO = ("schedule", "microbatches")
@@ -154,7 +155,7 @@ def profile_command(
 
 
 def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
-    # What was profiled may have used its data up.
+    # Loads the target again, because profiling may have used up its data.
     from pipedream.launch.calibration import calibrate
     from pipedream.launch.target import load_job
 
@@ -164,7 +165,7 @@ def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
 
 
 def _given(job: Job, *names: str) -> dict[str, Any]:
-    """The arguments of run, among these, that the job has."""
+    """Returns those of these arguments of run() that the job has."""
     return {name: job.options[name] for name in names if name in job.options}
 
 
@@ -217,7 +218,7 @@ def explain_command(
 
 
 def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with what RUN_OPTIONS describes in place of its **arguments, all None where not given."""
+    """Replaces a command's **arguments by the options in RUN_OPTIONS. An option that is not given is None."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     described = [
@@ -238,7 +239,7 @@ def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _read_run_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of pipedream.run, of those that were given."""
+    """Returns the arguments of run() for the options that were given."""
     return {
         option.name: option.command.read(arguments[option.name])
         for option in RUN_OPTIONS
@@ -290,7 +291,7 @@ def run_command(
     counts = None if plan_file is None else stage_counts(plan_file)
     given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
     if plan_file is not None and not under_torchrun():
-        start_server()  # it imports torch while this process does
+        start_server()  # it imports torch in parallel with this process
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
         from pipedream.launch.target import share_out
@@ -403,13 +404,13 @@ def _make_plan(
     straight: bool,
     options: Mapping[str, Any],
 ) -> Plan:
-    """options: of run, as they were given here."""
-    # The target is called once to profile and once more to run: its data may be a generator, and what is
-    # trained should not be what was profiled.
+    """Profiles the target and plans for it. options: arguments of run() from the command line."""
+    # The target is called twice, once to profile and once to run: its data may be a generator, and profiling
+    # must not affect the model that is trained.
     from pipedream.launch.target import load_job
 
     if isinstance(bandwidth, str):
-        parse_bandwidth(bandwidth)  # before the seconds that profiling takes
+        parse_bandwidth(bandwidth)  # an error should come before the seconds of profiling
     check_count("--workers", workers)
     job = load_job(target, needs_optimizer=True)
     check_arguments(**job.options)
@@ -428,7 +429,7 @@ def _save_weights(model: Any, output: Path) -> None:
     import torch
     from safetensors.torch import save_model
 
-    # save_model, not save_file: it keeps one copy of tied weights instead of refusing them.
+    # save_model, because save_file refuses tied weights. save_model keeps one copy of them.
     save_model(
         model if isinstance(model, torch.nn.Module) else torch.nn.Sequential(*model), os.fspath(output)
     )
@@ -463,7 +464,7 @@ def _check_weights_file(path: Path | None) -> None:
 
 @contextlib.contextmanager
 def _clean_stdout(as_json: bool) -> Iterator[None]:
-    """Sends prints to stderr in the block: the user's code and its worker processes print, too."""
+    """Redirects stdout to stderr in the block, because user code and its worker processes may print."""
     if not as_json:
         yield
         return
@@ -471,7 +472,7 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        # The descriptor for other processes and C++; the name for a sys.stdout that is not on descriptor 1.
+        # The descriptor is for other processes and C++. The name is for another sys.stdout.
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
@@ -480,7 +481,7 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
 
 
 def _fail(error: BaseException | str, status: int, text: str = "") -> int:
-    """text: what to say instead of what the error says itself."""
+    """Prints one line about the error, and returns the status. text: replaces the error's own message."""
     if wants_whole_tracebacks() and isinstance(error, BaseException):
         traceback.print_exception(error)
     message = " ".join((text or str(error)).split()) or type(error).__name__
@@ -497,11 +498,11 @@ app.add_typer(checkpoint_app)
 
 
 def _run_command(arguments: list[str] | None) -> int:
-    """The exit status. Errors become one line here and nowhere else."""
+    """Runs a command and returns the exit status. Only here do errors become one line."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         status = app(given or ["--help"], prog_name="pipedream", standalone_mode=False)
-        if status == _INTERRUPTED_STATUS:  # some versions of typer return it, others raise
+        if status == _INTERRUPTED_STATUS:  # some versions of typer return this, others raise
             return _fail("interrupted", _INTERRUPTED_STATUS)
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
@@ -514,12 +515,12 @@ def _run_command(arguments: list[str] | None) -> int:
     except PipelineError as error:
         return _fail(error, _FAILURE_STATUS)
     except Exception as error:
-        # Wrong options: typer has its own exception for them, which is not part of its public names.
+        # Wrong options. Typer's exception for them is not among its public names.
         if hasattr(error, "format_message"):
             return _fail(describe_usage_error(error), _USER_ERROR_STATUS)
         return _fail(error, _FAILURE_STATUS, f"{type(error).__name__}: {error}")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `pipedream` command."""
+    """Runs the `pipedream` command."""
     sys.exit(_run_command(arguments))

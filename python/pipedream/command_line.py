@@ -1,4 +1,4 @@
-"""Helpers of all commands: a common option, the printing of results, checks of files. Torch-free."""
+"""Helpers for all commands: the --json option, printing of results, checks of files. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> Non
 
 
 def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    """Returns the value of one of two options, as partition() takes it."""
+    """Returns the value of the option that is given, in partition()'s form. Raises ValueError unless one
+    is.
+    """
     if links is not None and bandwidth is None:
         return LinkProfile.load(links)
     if bandwidth is not None and links is None:
@@ -50,12 +52,12 @@ def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile
     raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
 
 
-# By the beginning of what pydantic, by which typer reads values, calls a failure.
+# Keys are the beginnings of pydantic's names for errors. Typer reads values by pydantic.
 _WANTED = {"int": "a whole number", "float": "a number"}
 
 
 def describe_usage_error(error: Any) -> str:
-    """Describes typer's exception for wrong options: the value, and the remedy if a value is wrong."""
+    """Describes typer's exception for wrong options by the value, and by the remedy if the value is wrong."""
     cause = error.__cause__ or error.__context__
     option = getattr(error, "param", None)
     if option is not None and hasattr(cause, "errors"):
@@ -67,7 +69,7 @@ def describe_usage_error(error: Any) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """Returns the value for JSON, with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if hasattr(value, "_asdict"):  # a named tuple
