@@ -1,8 +1,8 @@
-// What memory costs a pipeline: the allocations of a 1F1B schedule replayed against the pool, malloc,
-// mimalloc (where libmimalloc.so.2 is installed) and a best-fit pool with coalescing, as caching device
-// allocators are made. Nothing is written into the memory, so the first touch that malloc's fresh pages cost
-// is not even counted. The counter `pair` is the time of one lease and its release; the target for ours is 50
-// ns or less, and less than every other, at every size.
+// Measures what memory costs a pipeline: the allocations of a 1F1B schedule replayed against the pool,
+// malloc, mimalloc (where libmimalloc.so.2 is installed) and a best-fit pool with coalescing, as caching
+// device allocators are made. Nothing is written into the memory, so the first touch that malloc's fresh
+// pages cost is not even counted. The counter `pair` is the time of one lease and its release; the target for
+// ours is 50 ns or less, and less than every other, at every size.
 //
 //   pd_pool_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=20
 //       --benchmark_min_time=0.05 --benchmark_report_aggregates_only=false

@@ -1,4 +1,4 @@
-// What the fuzz targets share: reading an input piece by piece, and a check that stops the fuzzer.
+// Helpers of the fuzz targets: reading an input piece by piece, and a check that stops the fuzzer.
 #pragma once
 
 #include <algorithm>

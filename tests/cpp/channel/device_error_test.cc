@@ -1,4 +1,4 @@
-// What the device refuses, and what it can no longer do after an error, is told at the end of the channel
+// A call that the device refuses, or can no longer do after an error, is told at the end of the channel
 // that it concerns, in the device's words; the process goes on, and all slots and tensors are given back. But
 // not in a child of fork(), which has neither the streams nor the slots.
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// What the threads at both ends of a channel do themselves where nobody else drives the transport, and that
-// nothing is lost where somebody does.
+// The threads at both ends of a channel drive the transport where nobody else does, and nothing is lost where
+// somebody does.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -77,7 +77,7 @@ class Encoding {
     decode_host(work_);
     return values();
   }
-  // What arrives at the other end.
+  // The tensor that arrives at the other end.
   [[nodiscard]] std::vector<T> sent(const std::vector<T>& values) {
     encode(values);
     return decode();

@@ -1,4 +1,4 @@
-// What control groups leave: limit minus what is in use, the tightest of nested groups, versions 1 and 2.
+// The memory that control groups leave: limit minus use, the tightest of nested groups, versions 1 and 2.
 #include "device/host/control_group.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What the host backend promises beyond the device contract.
+// The promises of the host backend beyond the device contract.
 #include "device/host/host_stream.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What the tests' own device promises beyond the contract: that it is hostile.
+// The tests' own device is hostile, beyond the device contract.
 #include "support/hostile_device.h"
 #include "support/stream_gate.h"
 

@@ -1,4 +1,4 @@
-// Which weights go as factors with how many replicas, and a stage's time with them.
+// The weights that go as factors with each number of replicas, and a stage's time with them.
 #include "planner/factored_weights.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What lines carry when, to the millisecond: what several send at once, chunk by chunk, and to one worker.
+// The traffic of lines to the millisecond: several senders at once, chunk by chunk, and one receiver.
 #include "planner/lanes.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What follows from a timeline: the bubble, and the window after every warm-up and before every cool-down.
+// The figures of a timeline: the bubble, and the window after every warm-up and before every cool-down.
 #include "planner/timeline.h"
 
 #include <gtest/gtest.h>

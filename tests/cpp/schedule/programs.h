@@ -1,4 +1,4 @@
-// What the tests of this folder share: options by name, all workers' programs, and programs as on paper.
+// Helpers of this folder's tests: options by name, all workers' programs, and programs as on paper.
 #pragma once
 
 #include <cstdint>

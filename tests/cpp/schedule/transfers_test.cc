@@ -1,4 +1,4 @@
-// What travels stands where transfers.h says, and a cursor walks the same list.
+// Transfers stand where transfers.h says, and a cursor walks the same list.
 #include "schedule/transfers.h"
 
 #include <gtest/gtest.h>

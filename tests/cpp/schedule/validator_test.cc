@@ -215,7 +215,7 @@ TEST(Validator, QueuesOfAStraightPipelineHoldWhatUpstreamMayHaveInFlight) {
   }
 }
 
-// What tied parameters and norms add, whose bounds the channels rely on.
+// The transfers that tied parameters and norms add, whose bounds the channels rely on.
 TEST(Validator, NoTiedEdgeHoldsMoreThanTheOwnerMayBeAheadAndNoNormEdgeMoreThanOneItem) {
   for_all_schedules([](const ScheduleOptions& given) {
     if (given.num_microbatches > 3) return;
@@ -313,7 +313,7 @@ void move_before(Instructions& program, Instructions::iterator moved, Instructio
   program.insert(program.begin() + target_index - (target > moved ? 1 : 0), instruction);
 }
 
-// What a list computes is checked first, so that most of these need no transfers.
+// The validator checks a list's computing instructions first, so that most of these need no transfers.
 class BrokenList : public testing::Test {
  protected:
   void use(const ScheduleOptions& options, std::int64_t num_minibatches) {

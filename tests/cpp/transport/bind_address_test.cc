@@ -1,4 +1,4 @@
-// Where a listener may bind, by name; and that a transport asks.
+// The addresses at which a listener may bind, by name. A transport asks for leave.
 #include "transport/zmq/bind_address.h"
 
 #include <gtest/gtest.h>

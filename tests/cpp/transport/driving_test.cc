@@ -426,7 +426,7 @@ TEST_P(Driving, WhatIsPostedToASleepingWaiterIsRun) {
 
 // ---- Traffic ----
 
-// What tells of traffic may be used up by a send at the same moment; nothing tells of it again.
+// A send at the same moment may use up the news of traffic, and no more news comes.
 class DrivingWithTraffic : public Driving {
  protected:
   void send_both_ways(bool is_quick, bool waits) {

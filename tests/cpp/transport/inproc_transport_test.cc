@@ -1,4 +1,4 @@
-// What only links inside a process do: the receiver reads the sender's own memory.
+// Links inside a process alone let the receiver read the sender's own memory.
 #include <gtest/gtest.h>
 
 #include <atomic>

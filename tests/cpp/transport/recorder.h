@@ -1,4 +1,4 @@
-// What the transport tests share: a handler that records what it hears, and transports by name.
+// Helpers of the transport tests: a handler that records what it hears, and transports by name.
 #pragma once
 
 #include <gtest/gtest.h>

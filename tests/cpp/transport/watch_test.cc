@@ -1,4 +1,4 @@
-// What a driver sleeps on.
+// The watch on which a driver sleeps.
 #include <gtest/gtest.h>
 
 #include <atomic>

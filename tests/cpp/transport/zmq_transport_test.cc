@@ -1,4 +1,4 @@
-// What only ZeroMQ over TCP can show: killed and stopped processes, raw messages that break the
+// Cases of ZeroMQ over TCP alone: killed and stopped processes, raw messages that break the
 // protocol, and how libzmq is found.
 #include <gtest/gtest.h>
 #include <spawn.h>
