@@ -1,10 +1,12 @@
 """Decisions about a run that do not follow from its data: where it ends early, and what its callbacks want.
 
-    a wish to end   rank 0 chooses its next boundary, or one that no replica of stage 0 has passed
-    a callback      asked at a boundary; its answer is due at the same one where the schedule drains, and the
-                    lead later where it does not: each replica of stage 0 waits for it there
+    a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, it names a later one,
+                    which none of them has passed.
+    a callback      is asked at a boundary. If the schedule drains, its answer takes effect at that boundary.
+                    Otherwise it takes effect `lead` minibatches later: each replica of stage 0 waits for it
+                    there.
 
-Outlives the segments of a run; owned by the worker's compute thread.
+These objects outlive the segments of a run. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ __all__ = [
     "stop_lead",
 ]
 
-# What may be due at a boundary, as bits.
+# The events that may be due at a boundary, as bits.
 EVALUATE = 1
 SNAPSHOT = 2
-STOP = 4  # with an end of data alone: the data would go on
+STOP = 4  # the run ends here although the data would go on
 RATE = 8  # the learning rate changes
 
 _BITS, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
@@ -55,16 +57,20 @@ class StopOrder(Protocol):
     def ask_for_stop(self) -> None: ...
 
     stop_at: int
-    """-1: not known yet. Rank 0 writes it, the other replicas of stage 0 read it."""
+    """The boundary; -1 while it is not known. Rank 0 writes it, and the other replicas of stage 0 read it."""
 
 
 class Stopping:
-    """Decides where a run ends whose end was asked for: at rank 0's next boundary. Where stage 0 has replicas
-    it is one that none of them has passed: each needs what rank 0 pushes of every round, and so it reads the
-    order, which was written before, before it gets there."""
+    """Decides where a run ends that somebody wants to end: at rank 0's next boundary.
+
+    If stage 0 has replicas, rank 0 names a boundary that none of them has passed. Each replica needs rank
+    0's pushes of every round, and rank 0 writes the order before it pushes on. So each reads the order in
+    time."""
 
     def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
-        """decides: at rank 0. lead: minibatches from the boundary where it decides to the one it names."""
+        """decides: whether this is rank 0. lead: minibatches from the boundary at which rank 0 decides to
+        the one that it names.
+        """
         self._order = order
         self._decides = decides
         self._lead = lead
@@ -79,32 +85,34 @@ class Stopping:
 
 
 class SaveOrder(Protocol):
-    """The boundary at which the run is saved, beside what is planned."""
+    """The boundary at which the run is saved, beside those that are planned."""
 
     save_at: int
-    """-1: none yet. Rank 0 writes it, the other replicas of stage 0 read it."""
+    """The boundary; -1 while there is none. Rank 0 writes it, and the other replicas of stage 0 read it."""
 
 
 class Saving:
-    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary, or
-    where stage 0 has replicas at one that none of them has passed, as Stopping has it."""
+    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary. If
+    stage 0 has replicas, it is one that none of them has passed, as in Stopping."""
 
     def __init__(self, order: SaveOrder, *, is_due: Callable[[], bool] | None, lead: int) -> None:
-        """is_due: at rank 0, asked at boundaries. lead: as Stopping's."""
+        """is_due: asked at boundaries at rank 0; None at others. lead: as in Stopping."""
         self._order = order
         self._is_due = is_due
         self._lead = lead
 
     def saves_before(self, group: int) -> bool:
         order = self._order
-        has_passed = order.save_at < 0 or order.save_at + self._lead <= group  # every replica, the last order
+        has_passed = (
+            order.save_at < 0 or order.save_at + self._lead <= group
+        )  # every replica has passed the boundary of the last order
         if self._is_due is not None and has_passed and self._is_due():
             order.save_at = group + self._lead
         return order.save_at == group
 
 
 class AnswerWay(Protocol):
-    """How questions come to the callbacks, and answers to the stages. Boundaries count through all runs."""
+    """Carries questions to the callbacks and answers to the stages. Boundaries count through all runs."""
 
     def ask(self, question: Question) -> None:
         """Asks the callbacks, at rank 0."""
@@ -113,15 +121,18 @@ class AnswerWay(Protocol):
         """Notes the norm of the next update's gradients, at rank 0."""
 
     waits: bool
-    """Whether somebody has to wait for an answer that decides nothing, too."""
+    """Whether the run has to wait even for an answer that decides nothing."""
 
     def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
-        """The events that the answer which is due there wants; at any replica of stage 0. losses: of the
-        minibatches of the question, as far as this replica knows them: those of all replicas add up. check:
-        is called meanwhile, and raises what ends the run."""
+        """Returns the events of the answer that is due at this boundary, at any replica of stage 0.
+
+        losses: losses of the question's minibatches, as far as this replica knows them. Those of all
+            replicas add up.
+        check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
-        """Returns the factor of the answer that was due there; at any worker, once it is there."""
+        """Returns the rate factor of the answer that was due at this boundary, at any worker. Call it after
+        wait()."""
 
 
 class Asking:
@@ -140,8 +151,11 @@ class Asking:
         origin: int = 0,
         answered: Mapping[int, int] | None = None,
     ) -> None:
-        """asks: at rank 0. rates: the learning rates now. first_minibatch: of the run. origin: the minibatch
-        from which callbacks count. answered: by boundary, events of answers from before the run."""
+        """asks: whether this is rank 0.
+        rates: returns the present learning rates.
+        first_minibatch: the run's first.
+        origin: the minibatch from which callbacks count.
+        answered: events of answers from before the run, by boundary."""
         self._way = way
         self._points = points
         self._lead = lead
@@ -151,28 +165,30 @@ class Asking:
         self._answered = answered or {}
         self._asks = asks
         self.check: Callable[[], None] = lambda: None
-        """Raises what the links of the segment know."""
+        """Raises the failure of a link, if the segment has one."""
         self._told_to = first_minibatch
         self._evaluations: list[int] = []
-        """Boundaries whose evaluations no question has named."""
+        """Boundaries of evaluations that no question has told of yet."""
         self._due: list[tuple[int, int]] = []
-        """Boundaries at which answers are due, and those of their questions."""
+        """(boundary of the answer, boundary of the question) of the answers that are still due."""
         self._losses: dict[int, float] = {}
-        """By minibatch, of this replica's microbatches, in part for those that are not back yet."""
+        """This replica's losses by minibatch. The sum lacks microbatches whose backward has not come back."""
         self._waited_to = first_minibatch
 
     def note_loss(self, minibatch: int, part: float) -> None:
-        """The gradient of a microbatch has come back. part: what its loss is in that of its minibatch."""
+        """Adds a loss when the gradient of its microbatch has come back. part: the microbatch's part of the
+        loss of its minibatch."""
         self._losses[minibatch] = self._losses.get(minibatch, 0.0) + part
 
     def note_norm(self, norm: float) -> None:
-        """The gradients of the next update have this norm."""
+        """Tells rank 0's callbacks the norm of the next update's gradients."""
         if self._asks:
             self._way.note_norm(norm)
 
     def holds_at(self, group: int, ended_epochs: Sequence[tuple[int, int]], *, evaluates: bool) -> bool:
-        """Whether no minibatch from this group on is admitted before the answer to a question there.
-        evaluates: the weights before it are evaluated."""
+        """Whether the minibatches from this group on have to wait for the answer to a question at its
+        boundary.
+        evaluates: whether the weights are evaluated at that boundary."""
         return self.answers_at_once and self._asks_at(group, ended_epochs, evaluates=evaluates)
 
     @property
@@ -188,8 +204,9 @@ class Asking:
         *,
         evaluates: bool = False,
     ) -> int:
-        """The events that callbacks want before this group. evaluates: of holds_at(); such an evaluation is
-        over where that is True."""
+        """Asks what is to be asked, and returns the events that callbacks want at the boundary before this
+        group.
+        evaluates: as in holds_at(). If that returned True, the evaluation is over."""
         if evaluates:
             self._evaluations.append(group)
         if self._asks_at(group, ended_epochs, evaluates=evaluates):
@@ -207,7 +224,7 @@ class Asking:
         return self._due_events(group)
 
     def _due_events(self, group: int) -> int:
-        """Waits for the answers that are due before this group."""
+        """Waits for the answers that are due before this group, and returns their events."""
         events = 0
         while self._due and self._due[0][0] <= group:
             due, asked = self._due.pop(0)
@@ -227,7 +244,7 @@ class Asking:
             self._due.append((takes_effect, group))
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
-        """There are no more; what nobody was asked about is told."""
+        """Tells callbacks at the end about the minibatches that no question has told of."""
         if self._asks:
             samples = self._samples_to(num_minibatches, source)
             self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
@@ -250,7 +267,7 @@ class Asking:
 
 
 class RateChanges:
-    """Changes the learning rates of this worker's stages where an answer wants that (BoundaryListener)."""
+    """Changes the learning rates of this worker's stages when an answer wants that. A BoundaryListener."""
 
     def __init__(
         self,
@@ -258,7 +275,8 @@ class RateChanges:
         scale_rates: Callable[[int, float], None],
         answered: Mapping[int, float] | None = None,
     ) -> None:
-        """scale_rates: (stage, factor). answered: by boundary, factors of answers from before the run."""
+        """scale_rates: called with a stage and a factor. answered: factors of answers from before the run,
+        by boundary."""
         self._way = way
         self._answered = answered or {}
         self._scale_rates = scale_rates
@@ -273,7 +291,7 @@ class RateChanges:
 
 @dataclass(frozen=True)
 class Steered:
-    """The steering of a worker, in all segments of a run."""
+    """The objects that steer a worker, in all segments of a run."""
 
     stopping: Stopping | None = None
     asking: Asking | None = None
@@ -281,7 +299,7 @@ class Steered:
 
 
 def bits_of_loss(loss: float) -> int:
-    """Returns the loss as ItemFields.data_fingerprint of a gradient carries it."""
+    """Returns the loss as bits, so that the data_fingerprint field of a gradient's header can carry it."""
     (bits,) = _BITS.unpack(_DOUBLE.pack(loss))
     return int(bits)
 
@@ -292,25 +310,27 @@ def loss_of_bits(bits: int) -> float:
 
 
 def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
-    """Minibatches, in whole groups, by which a replica of stage 0 may be ahead of rank 0."""
+    """Returns the minibatches, in whole groups, by which a replica of stage 0 may be ahead of rank 0."""
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
-    # The round that rank 0 has pushed last, and the one that the other has begun, and what may be older.
+    # Counts the round that rank 0 has pushed last, the one that the other replica has begun, and those by
+    # which it may be stale.
     num_rounds = 2 + schedule.staleness + sync_every
     return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
 
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
-    """Minibatches from a question's boundary to that of its answer: when stage 0 gets there, all before the
-    first one have come back to it, so their losses are known and it waits for the callbacks alone."""
+    """Returns the minibatches from a question's boundary to that of its answer. When stage 0 gets there,
+    all minibatches before the question have come back to it. So it knows their losses, and waits for
+    callbacks alone."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))
 
 
 def _in_flight(schedule: _core.ScheduleOptions) -> float:
-    """Minibatches, at all replicas of stage 0."""
+    """Returns the minibatches in flight at all replicas of stage 0."""
     return schedule.in_flight[0] * _core.rounds_of(schedule, 0).num_replicas / schedule.num_microbatches
 
 

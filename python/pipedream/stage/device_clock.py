@@ -1,8 +1,9 @@
-"""Times at which a device did the user's work of each item, by device events, told after its completion.
+"""The device clock: it tells when a device did the user's work of each item, by device events.
 
-The host only enqueues, so its clock would tell how long launching takes. An event before the user's first
-call of an item and one after the last are read when the device has passed both; nothing here waits for the
-device while the pipeline runs. Events tell distances: each is placed on the host's clock by the one before.
+The host only enqueues work, so its own clock would measure how long launching takes. So one event is
+recorded before the user's first call of an item, and one after the last. Both are read once the device has
+passed them; nothing waits for the device while the pipeline runs. Two events give only the time between
+them, so each item is placed on the host's clock by its distance from the item before.
 
     host    |launch 0|launch 1|             tell 0 ...
     device     b---- 0 ----e b------ 1 ------e
@@ -28,7 +29,7 @@ __all__ = ["DeviceClock", "TimingEvent", "UserCodeOnDevice", "make_device_clock"
 _Result = TypeVar("_Result")
 
 
-class TimingEvent(Protocol):  # of torch.cuda.Event(enable_timing=True)
+class TimingEvent(Protocol):  # the interface of torch.cuda.Event(enable_timing=True)
     def record(self) -> Any: ...
     def query(self) -> bool: ...
     def synchronize(self) -> Any: ...
@@ -38,16 +39,16 @@ class TimingEvent(Protocol):  # of torch.cuda.Event(enable_timing=True)
 
 @dataclass
 class _Item:
-    """None: nothing of the user's was called in it."""
+    """One work item. Its events are None if the item called no user code."""
 
     recorded_ns: int
-    """On the host: the device cannot have been there before."""
+    """The host's time of recording. The device began no earlier."""
     begin: TimingEvent | None
     end: TimingEvent | None
 
 
 class DeviceClock:
-    """Tells, in their order, when the device worked on the items that were completed."""
+    """Tells when the device worked on each completed item, in the order of completion."""
 
     def __init__(
         self,
@@ -55,53 +56,52 @@ class DeviceClock:
         tell: Callable[[int, int], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """tell: takes (began_ns, ended_ns) of the oldest item that it has not been told of. The device has
-        nothing to do now."""
+        """tell: called as tell(began_ns, ended_ns), for the oldest item that was not told of yet. Construct
+        the clock while the device is idle.
+        """
         self._make_event = make_event
         self._tell = tell
         self._now_ns = now_ns
         self._free: list[TimingEvent] = []
         self._doing = _Item(0, None, None)
-        self._pending: deque[_Item] = (
-            deque()
-        )  # no more than the schedule has in flight, and what waits for it
-        self._anchor = make_event()  # the latest that was passed, and when
+        self._pending: deque[_Item] = deque()  # bounded by the items in flight and those that wait for them
+        self._anchor = make_event()  # the latest event that the device has passed
         self._anchor.record()
         self._anchor.synchronize()
         self._anchor_ns = now_ns()
 
     def begin(self) -> None:
-        """Begins a time, before a call of user code."""
+        """Records the item's first event, before a call of user code."""
         if self._doing.begin is None:
             self._doing.begin = self._event()
             self._doing.recorded_ns = self._now_ns()
             self._doing.begin.record()
 
     def end(self) -> None:
-        """Ends the time, after the call of user code."""
+        """Records the item's last event, after a call of user code."""
         if self._doing.end is None:
             self._doing.end = self._event()
         self._doing.end.record()
 
     def complete(self) -> None:
-        """The calls so far are those of an item that is being completed."""
+        """Ends the item: the calls so far belong to it."""
         if self._doing.begin is None:
             self._doing.recorded_ns = self._now_ns()
         self._pending.append(self._doing)
         self._doing = _Item(0, None, None)
 
     def drop(self) -> None:
-        """The calls so far are those of no item."""
+        """Forgets the calls so far: they belong to no item."""
         self._release(self._doing)
         self._doing = _Item(0, None, None)
 
     def tell_done(self) -> None:
-        """Tells of the items that the device is done with. Waits for none."""
+        """Tells of the items that the device has done. Does not wait."""
         while self._pending and _is_done(self._pending[0]):
             self._place(self._pending.popleft())
 
     def finish(self) -> None:
-        """Tells of all items, once the device is done with them."""
+        """Waits until the device has done all items, and tells of them."""
         for item in self._pending:
             if item.end is not None:
                 item.end.synchronize()
@@ -110,8 +110,8 @@ class DeviceClock:
     def _place(self, item: _Item) -> None:
         began_ns = ended_ns = max(self._anchor_ns, item.recorded_ns)
         if item.begin is not None and item.end is not None:
-            # The two clocks drift apart; that nothing is done before it is asked for, or seen before it is
-            # done, holds them together.
+            # The clocks of host and device drift apart. Two bounds correct that: no item begins before it
+            # was recorded, and none ends after it was seen to be done.
             duration_ns = _ns(item.begin, item.end)
             earliest_ns, latest_ns = began_ns, max(self._now_ns() - duration_ns, began_ns)
             began_ns = min(max(self._anchor_ns + _ns(self._anchor, item.begin), earliest_ns), latest_ns)
@@ -129,7 +129,7 @@ class DeviceClock:
 
 
 class UserCodeOnDevice(UserCode):
-    """Times the user's code by the device."""
+    """Times the user's code by the device's clock."""
 
     def __init__(self, where: Callable[[str], str], clock: DeviceClock) -> None:
         super().__init__(where)
@@ -153,7 +153,7 @@ class UserCodeOnDevice(UserCode):
 
 
 def make_device_clock(device: torch.device, tell: Callable[[int, int], None]) -> DeviceClock | None:
-    """None on the host, whose own clock tells how long the user's code takes."""
+    """Makes the clock; None for the host, where the host's own clock is enough."""
     return DeviceClock(_make_timing_event, tell) if device.type == "cuda" else None
 
 

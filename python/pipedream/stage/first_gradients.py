@@ -1,4 +1,4 @@
-"""The gradients of minibatch 0, whose norms a caller compares with its own under PIPEDREAM_CHECK=1.
+"""The norms of the gradients of minibatch 0. With PIPEDREAM_CHECK=1 the caller compares them with its own.
 
 Owned by the worker's compute thread.
 """
@@ -17,14 +17,15 @@ __all__ = ["FirstGradients", "make_first_gradients"]
 
 
 class FirstGradients:
-    """Writes the norm of each stage's own parameters; tied ones belong to several stages."""
+    """Writes the norm of each stage's own parameters. Tied parameters belong to several stages, and are
+    left out."""
 
     def __init__(self, figures: FirstFigures, num_microbatches: int) -> None:
         self._figures = figures
         self._last_microbatch = num_microbatches - 1
 
     def note(self, work: _core.WorkItem, runner: StageRunner) -> None:
-        """Notes the gradients of a backward before they are taken."""
+        """Writes the norm after the last backward of minibatch 0, before its gradients are taken."""
         if work.minibatch == 0 and work.microbatch == self._last_microbatch:
             leaves = runner.parts.weights.own.leaves(runner.gradient_slot)
             norm = math.sqrt(figures_of([leaf.grad for leaf in leaves]).squared_norm)
@@ -32,7 +33,7 @@ class FirstGradients:
 
 
 def make_first_gradients(folder: Path | None, num_microbatches: int) -> FirstGradients | None:
-    """folder: of the run. None where nobody compares."""
+    """Makes the writer; None if nobody compares. folder: the folder of the run."""
     if folder is None or not compares_gradients():
         return None
     return FirstGradients(FirstFigures(folder), num_microbatches)

@@ -1,4 +1,4 @@
-"""The job of a run, and the place of this process in it. Plain values; any thread."""
+"""The options of a run, and the place of this process in it. Plain values; any thread."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "
 
 
 def _stages_of(plan: Plan) -> str:
-    """Says in a line what of a plan decides which state its workers have."""
+    """Describes in a line the part of a plan that decides which state its workers have."""
     stages = [
         f"layers {stage.first_layer} to {stage.last_layer}"
         + (f" x {stage.num_replicas}" if stage.num_replicas > 1 else "")
@@ -70,7 +70,7 @@ def _stages_of(plan: Plan) -> str:
 
 
 def _spares_of(plan: Plan) -> str | None:
-    """Says which stage has spare shards."""
+    """Names the first stage with spare shards, if there is one."""
     with_spares = [index for index, stage in enumerate(plan.stages) if stage.num_spare_shards]
     return f"stage {with_spares[0]} has spare shards" if with_spares else None
 
@@ -86,7 +86,7 @@ class Continued:
     evaluates: bool = False
     """Whether the weights of this minibatch are still to be evaluated."""
     answers: Sequence[tuple[int, int, float]] = ()
-    """(minibatch, events, rate factor) of what callbacks decided before and what takes effect later."""
+    """(minibatch, events, rate factor) of the callbacks' decisions that take effect after the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class MemoryOptions:
     """The memory that a worker may use, and what it does to need less."""
 
     limit_bytes: int | None = field(metadata=compared("memory", given))
-    """Bytes that this worker may use at most."""
+    """The most bytes that this worker may use."""
     recompute: tuple[bool, ...] | None
-    """Per stage; None: each worker decides, to fit into limit_bytes."""
+    """Whether each stage recomputes. None: each worker decides, so that it fits into limit_bytes."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,17 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of a run. They are equal at all workers, which compare them (agreement.py), but for the
-    plan, which rank 0 overrides, and for fields that are declared as each worker's own."""
+    """The options of a run. Workers compare them, so they are equal at all (agreement.py). Two kinds are
+    not
+    compared: the plan, for which rank 0's counts, and fields that are declared as each worker's own."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
     optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
     schedule: str | Program = field(metadata=compared(said=_said_of_schedule))
-    """A program's microbatches are the run's, and its in_flight stands for the plan's."""
+    """The schedule's name or a program. A program also gives the microbatches, and its in_flight replaces
+    the plan's."""
     microbatches: int
     weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
     memory: MemoryOptions
@@ -143,12 +145,13 @@ class JobOptions:
         default=None, metadata=compared(said=lambda value: value and value.said())
     )
     evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
-    """Cuts of the eval-mode forward; None where it is cut as the layers of the training."""
+    """Where the eval-mode forward is cut. None if it is cut as the training's layers are."""
     checkpoints: Checkpoints | None = field(default=None, metadata=compared(said=_said_of_checkpoints))
     continues: Continued | None = field(default=None, metadata=OWN)
-    """The checkpoint from which the run continues; rank 0's is everybody's."""
+    """The checkpoint from which the run continues. All workers take rank 0's."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
-    """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
+    """For each entry of the data, the minibatch in which it is largest (planning.shapes.largest_in). For
+    errors."""
 
     @property
     def schedule_name(self) -> str:
@@ -156,7 +159,7 @@ class JobOptions:
 
     @property
     def first_minibatch(self) -> int:
-        """Counted through all runs that go on one where another ended."""
+        """The first minibatch of this run. Runs that go on from one another count on."""
         if self.continues is not None:
             return self.continues.minibatch
         return 0 if self.state is None else self.state.minibatch
@@ -196,9 +199,14 @@ class JobOptions:
         first_minibatch: int = 0,
         oldest_minibatch: int | None = None,
     ) -> _core.ScheduleOptions:
-        """The schedule as the core takes it. ties: (owner, user) of parameters that stages share.
-        first_minibatch: with which the pipeline begins. oldest_minibatch: with which it had begun, where it
-        goes on with the versions kept since. Raises ValueError for what plan and schedule cannot do."""
+        """Returns the schedule as the core takes it. Raises ValueError if plan and schedule exclude each
+        other.
+
+        ties: (owner, user) of parameters that stages share.
+        first_minibatch: the one with which the pipeline begins.
+        oldest_minibatch: the one with which an earlier run began, if this one goes on with versions that it
+            kept.
+        """
         program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(
             schedule=self.schedule_name,
@@ -208,7 +216,7 @@ class JobOptions:
             placement=self.plan.placement,
             recompute=list(self.memory.recompute or ()),
             ties=ties,
-            # Replicas that reduce together all have the whole gradient.
+            # Replicas that reduce together each have the whole gradient.
             exchanges_norms=self.measures_gradients and not self.reduces_together,
             staleness=self.replication.staleness,
             uses_allreduce=self.reduces_together,
@@ -219,7 +227,8 @@ class JobOptions:
         )
 
     def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
-        """The description of this run by which options exclude each other. ties: as for the schedule."""
+        """Returns the description of this run from which exclusions of options are decided. ties: as in
+        schedule_options()."""
         replicas = [stage.num_replicas for stage in self.plan.stages]
         is_float16 = self.autocast is torch.float16
         exchanges = self.reduces_together and self.measures_gradients and len(replicas) > 1
@@ -239,7 +248,7 @@ class JobOptions:
         )
 
     def traits(self, ties: Sequence[tuple[int, int]] = ()) -> Traits:
-        """The traits of this run. ties: as for the schedule."""
+        """Returns the traits of this run. ties: as in schedule_options()."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
         is_timed = checkpoints is not None and checkpoints.seconds is not None
         is_timed = is_timed and (under_torchrun() or self.is_asynchronous)
@@ -263,7 +272,8 @@ class JobOptions:
         return self.job(ties).traits() | traits_where(own)
 
     def seed_data(self, base: int) -> None:
-        """Makes the process's generators those of whoever reads the run's data. base: base_seed() of it."""
+        """Seeds the process's generators as whoever reads the run's data needs them. base: the run's
+        base_seed()."""
         if self.state is None:
             seed_data(base, self.seed, self.plan.workers_used)
         else:
@@ -283,16 +293,16 @@ class WorkerPlace:
     world_size: int
     local_rank: int
     run_id: int
-    """64 random bits, so that no other run has them; rank 0's are everybody's."""
+    """64 random bits, which no other run has. All workers take rank 0's."""
     incarnation: int
     """How often the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
     stop_order: StopOrder | None = None
-    """None: nobody may end the run early."""
+    """None if nobody may end the run early."""
     folder: Path | None = None
-    """The folder of a local worker, for its caller. None: the user has the model of this process, and finds
-    it again on the device where it was."""
+    """The folder in which a local worker leaves files for its caller. None: the caller is this process, and
+    gets its model back on the device where it was."""
 
     @property
     def returns_model(self) -> bool:
@@ -300,7 +310,7 @@ class WorkerPlace:
 
     @property
     def ranks_of_machine(self) -> range:
-        """The ranks of this worker's machine, which a launcher counts one after the other."""
+        """The ranks of this worker's machine. A launcher numbers them one after the other."""
         first = self.rank - self.local_rank
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
@@ -310,7 +320,7 @@ def _enable(module: Any) -> Callable[[bool], None]:
 
 
 _SDP = torch.backends.cuda
-# Switches of a whole process: (get, set).
+# Switches of the whole process: (get, set).
 _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
     "cudnn": (lambda: torch.backends.cudnn.enabled, _enable(torch.backends.cudnn)),
     "cudnn.benchmark": (
@@ -361,8 +371,8 @@ def matmul_precision() -> str | None:
 
 @dataclass(frozen=True)
 class CallerSettings:
-    """Settings of a whole process that decide what a model computes or how its data are loaded. Local workers
-    take the caller's."""
+    """Settings of the whole process that decide what a model computes or how its data are loaded. Local
+    workers take over the caller's."""
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -371,17 +381,17 @@ class CallerSettings:
     fp32_precisions: dict[str, str]
     """By the names of _PRECISION_NAMES."""
     switches: dict[str, bool]
-    """By the names of _SWITCHES."""
+    """By the keys of _SWITCHES."""
     anomalies: tuple[bool, bool]
-    """Whether autograd looks for them, and whether NaN is one."""
+    """Whether autograd's anomaly detection is on, and whether it checks for NaN."""
     start_method: str
-    """The way in which a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
+    """How a DataLoader starts its processes. Without this a spawned worker would use "spawn"."""
     sharing_strategy: str
-    """The way in which a DataLoader's processes hand over tensors (torch.multiprocessing)."""
+    """How a DataLoader's processes hand over tensors (torch.multiprocessing)."""
 
     @classmethod
     def capture(cls) -> CallerSettings:
-        # Without asking for it where it is not set: that would set it, for the caller too.
+        # The method is only asked for: where it is not set, reading it would set it, for the caller too.
         start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
             default_dtype=torch.get_default_dtype(),

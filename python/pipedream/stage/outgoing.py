@@ -1,5 +1,5 @@
-"""The tensors that leave a stage: their memory stays as it is until it has been sent. Of those that are not
-plain contiguous memory the core takes a copy that is (exchange.py). Stateless."""
+"""The tensors that leave a stage. Their memory must not change until it has been sent. The core copies
+those that are not plain contiguous memory (exchange.py). Stateless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
 def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
-    """An output. buffer_memory: where the stage's buffers lie, as memory_of has it."""
+    """Returns the output, or a copy if it lies in a buffer's memory. buffer_memory: memory_of() each buffer
+    of the stage."""
     # The next forward may write into a buffer, and the send reads without a copy.
     if buffer_memory and memory_of(tensor) in buffer_memory:
         return exportable(tensor).clone()
@@ -25,14 +26,15 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the gradients of the received tensors that could have one; without elements for those that have
-    none in this backward. There is at least one tensor, which says that the backward is done."""
+    """Returns the gradients of the received tensors that can have one. A tensor without a gradient in this
+    backward gives one without elements. There is always at least one tensor, which says that the backward
+    is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 
 
 def nothing_like(boundary: Boundary, device: torch.device, *, gradients: bool) -> list[Tensor]:
-    """Tensors without elements in the place of a boundary's: an empty microbatch."""
+    """Returns tensors without elements, which stand for those of a boundary in an empty microbatch."""
     specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
     if not specs:
         return [_no_gradient(device)]
@@ -48,11 +50,11 @@ def memory_of(tensor: Tensor) -> int:
 
 def _gradient_of(leaf: Tensor) -> Tensor:
     gradient = leaf.grad
-    if gradient is None:  # the loss may not depend on every tensor that could have had a gradient
-        # Zeros would be one: momentum and weight decay would move what is upstream.
+    if gradient is None:  # the loss may not depend on every received tensor
+        # Zeros would be a gradient: upstream, momentum and weight decay would still move the parameters.
         return leaf.new_empty((0, *leaf.shape[1:])) if leaf.dim() > 0 else torch.zeros_like(leaf)
-    # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
-    # backward adds to that while this is still being sent.
+    # Autograd may give a parameter the same memory (x + p.unsqueeze(0) with one sample). The next backward
+    # would add to that memory while it is being sent.
     storage = gradient.untyped_storage()
     is_shared = _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
     return exportable(gradient).clone() if is_shared else gradient

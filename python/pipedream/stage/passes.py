@@ -1,7 +1,7 @@
 """One stage's forward and backward in PyTorch: its layers, and at the last stage the loss.
 
-A stage that recomputes runs its forward without a graph, and right before the backward the same forward once
-more with it. Nothing here knows the schedule. Owned by the worker's compute thread.
+A stage that recomputes runs the forward without a graph. Right before the backward it runs the same forward
+again, now with a graph. Nothing here knows the schedule. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ class StagePasses:
         clones_inputs: bool | None,
         offload: OffloadedStash | None,
     ) -> None:
-        """statistics, torch_region, around_backward: around the layers, None where there is nothing to
-        be around them.
-        clones_inputs: whether the first stage works on copies of the inputs; None leaves it to the first
-        forward, which shows whether the first layer works in place."""
+        """statistics, torch_region, around_backward: contexts around the layers, each None if it is not
+            needed.
+        clones_inputs: whether the first stage works on copies of the inputs. None leaves it to the first
+            forward, which shows whether the first layer works in place.
+        """
         self._stage = stage
         self._boundary_in = boundary_in
         self._boundary_out = boundary_out
         self._user = user
         self._device = device
         self._clones_inputs = clones_inputs
-        self._works_in_place: bool | None = None  # on the stage's input; known after the first forward
+        self._works_in_place: bool | None = None  # known after the first forward
         self._offload = offload
         self._loss_fn = loss_fn
         self._calls = calls = StageCalls(stage, loss_fn, device, autocast)
         self._call_stage = functools.partial(_call_stage, calls, stage.stage_index)
         self._call_loss = functools.partial(_loss_of, calls, device)
         around: list[Region] = [] if torch_region is None else [torch_region]
-        # Layers that checkpoint themselves run their forward again in the backward.
+        # Layers with checkpoints of their own run their forward again in the backward.
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
         self._around_backward = [*self._around_again, *([] if around_backward is None else [around_backward])]
         self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]
@@ -83,7 +84,8 @@ class StagePasses:
     # Forward.
 
     def take_input(self, piece: Microbatch, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """(leaves, the value that they are in), of what came from upstream or from the data."""
+        """Returns (leaves, value): the received tensors as autograd leaves, and the stage's input made of
+        them. At the first stage the input comes from the data, and there are no leaves."""
         boundary = self._boundary_in
         if boundary is None:
             value, piece.inputs = piece.inputs, None
@@ -96,7 +98,8 @@ class StagePasses:
         return leaves, boundary.unflatten(leaves)
 
     def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        """The stage's output, or the loss at the last stage. is_next: its backward is the stage's next."""
+        """Returns the stage's output, or the loss at the last stage. is_next: whether its backward is the
+        stage's next."""
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
         if not self._around_forward:
@@ -106,7 +109,7 @@ class StagePasses:
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         given, stashed.value = stashed.value, None
-        if self._works_in_place is not False:  # else the layers may have the leaves themselves
+        if self._works_in_place is not False:  # otherwise the layers get the leaves themselves
             given = map_tensors(boundary_input, given)
         before = None if self._works_in_place is not None else _history_of(given)
         if self._offload is None:
@@ -142,23 +145,24 @@ class StagePasses:
         return []
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
-        """The loss that the microbatch would have with other labels in the place of these. Call it before the
-        microbatch's forward; it leaves no trace."""
+        """Returns the loss that the microbatch would have if `others` replaced its labels. Call it before
+        the microbatch's forward. It leaves no trace."""
         with untouched([self._stage], self._loss_fn), entered(self._around_again), torch.no_grad():
             output = self._calls.layers(with_other_labels(stashed.value, labels, others))
             targets = to_device(with_other_labels(stashed.piece.targets, labels, others), self._device)
             return float(self._calls.loss(output, targets, stashed.minibatch))
 
     def crossing(self, output: Any, minibatch: int) -> list[Tensor]:
-        """The tensors of an output that go downstream."""
+        """Returns the tensors of an output that go downstream."""
         assert self._boundary_out is not None
         return self._boundary_out.checked(output, stage=self._stage.stage_index, minibatch=minibatch)
 
     # Backward.
 
     def backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:
-        """Leaves gradients at the stashed leaves and at the parameters. received: from downstream.
-        following: what the stage's next backward goes through."""
+        """Adds gradients to the stashed leaves and to the parameters. received: the gradients from
+        downstream.
+        following: the stash of the stage's next backward."""
         if self._stage.draws is not None:
             self._stage.draws.go_back_to(stashed.minibatch, stashed.microbatch)
         if not self._around_backward:
@@ -180,12 +184,12 @@ class StagePasses:
         outputs, stashed.outputs = stashed.outputs, []
         specs = self._boundary_out.tensors
         crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
-        if crossing:  # else what was received is the word that the backward downstream is done
+        if crossing:  # otherwise the received tensor only says that the backward downstream is done
             backward(crossing, self._boundary_out.received(received, gradients=True))
 
 
 def _history_of(given: Any) -> list[tuple[int, Any]]:
-    """Another one after something has worked on a tensor in place."""
+    """Returns a value that changes when something works on one of the tensors in place."""
     return [(tensor._version, tensor.grad_fn) for tensor in tensors_of(given)]
 
 
@@ -207,7 +211,7 @@ def _call_stage(calls: StageCalls, stage_index: int, stashed: Stashed, given: An
 
 
 def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: Any) -> Tensor:
-    if stashed.piece.weight == 0.0:  # weight_fn says so: a mean over nothing is NaN, and so are its gradients
+    if stashed.piece.weight == 0.0:  # a mean over nothing, and its gradients, are NaN
         return torch.zeros((), device=device, requires_grad=True)
     targets = to_device(stashed.piece.targets, device)
     if stashed.saved is not None:
@@ -216,29 +220,29 @@ def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: 
 
 
 class RecomputedPasses(StagePasses):
-    """The passes of a stage that keeps no graph from the forward to the backward."""
+    """The passes of a stage that recomputes: it keeps no graph from the forward to the backward."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._buffers = BufferMemory(self._stage)
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        """Keeps what the recompute needs."""
-        # The first layer may work in place, and the recompute needs its input as it was.
+        """Runs the forward without a graph, and keeps what the recompute needs."""
+        # If the first layer works in place it gets a copy, because the recompute needs the input unchanged.
         in_place = self._works_in_place is not False
         given = map_tensors(
             lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), stashed.value
         )
         counts = [tensor._version for tensor in tensors_of(given)]
         with torch.no_grad(), self._buffers.forward() as stashed.buffers:
-            if self._stage.draws is None:  # else it is seeded for each forward
+            if self._stage.draws is None:  # with draws each forward is seeded
                 stashed.generators = GeneratorState.capture(self._device)
             output = self._run_layers(stashed, given)
             self._learn_works_in_place(stashed.minibatch, given, counts)
             return output
 
     def recompute(self, stashed: Stashed) -> Any:
-        """The output or the loss again, now with its graph."""
+        """Returns the output or the loss again, now with its graph."""
         replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
@@ -261,21 +265,21 @@ class Stashed:
 
     minibatch: int
     leaves: list[Tensor]
-    """Received tensors: their gradients go upstream."""
+    """The received tensors. Their gradients go upstream."""
     value: Any
-    """The stage's input, until the forward has it; under recompute until the second one has."""
+    """The stage's input. None after the forward, or with recompute after the second forward."""
     piece: Microbatch
     read_slot: int
     """The slot of the version that the forward read."""
     scale: float
-    """The loss scale of float16, if there is one."""
+    """The factor by which the loss is multiplied in float16; 1 otherwise."""
     outputs: list[Tensor] = field(default_factory=list)
-    """The outputs of the forward that the backward goes through, or the loss; empty before a recompute."""
+    """The outputs at which the backward begins, or the loss. Empty before a recompute."""
     generators: GeneratorState | None = None
     buffers: Buffers = field(default_factory=list)
-    """Recompute: what the forward read and changed."""
+    """With recompute: the buffers that the forward read and changed."""
     saved: SavedTensors | None = None
-    """Offloading: what the graph holds."""
+    """With offloading: the tensors that the graph saved."""
     microbatch: int = 0
 
 
@@ -290,22 +294,23 @@ class OffloadedStash:
     def saving(
         self, stashed: Stashed, given: Any, *, is_next: bool
     ) -> contextlib.AbstractContextManager[Any]:
-        """Around what makes the microbatch's graph. is_next: its backward is the stage's next."""
+        """Returns the context in which the microbatch's graph is made. is_next: whether its backward is the
+        stage's next."""
         kept = [*stashed.leaves, *tensors_of(given)]
         kept += [buffer for _, buffer in self._stage.stage_buffers()]
         stashed.saved = self._offload.forward(kept, is_next=is_next)
         return contextlib.nullcontext() if stashed.saved is None else stashed.saved
 
     def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors at which the backward begins. A stash that leaves the device keeps no outputs,
-        which are sent."""
+        """Returns the tensors at which the backward begins. A stash that leaves the device keeps no
+        outputs: it keeps the roots of their graph instead."""
         if stashed.saved is None or not stashed.saved.leaves_device:
             return outputs
         return [graph_root(output) for output in outputs]
 
     def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
-        """Waits for a stash to be back before its backward. following: the next backward's stash, which comes
-        back while this one runs."""
+        """Waits until the stash is back on the device, before its backward. following: the stash of the
+        next backward, which is fetched meanwhile."""
         if stashed.saved is not None:
             stashed.saved.arrive()
         if following is None:

@@ -1,6 +1,5 @@
-"""The position of a worker's compute thread in its work, for errors, and the parts that reports of a
-replica and of a spare share. Owned by that thread.
-"""
+"""The position of a worker's compute thread in its work, for errors; and the parts of a report that
+replicas and spares share. Owned by that thread."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ __all__ = ["LEAVE_TIMEOUT_S", "Position", "located", "memory_rows", "num_receive
 
 @dataclass
 class Position:
-    """The item that is being worked on, for errors."""
+    """The work item at which the worker is; called, it describes it for an error."""
 
     plan: Plan
     rank: int
@@ -32,17 +31,18 @@ class Position:
 
 @contextlib.contextmanager
 def located(position: Position) -> Iterator[None]:
-    """An error of the device comes out of whatever call is the next that waits for it, also of ours."""
+    """Adds the position to errors of the device. Such an error comes out of the next call that waits for
+    the device, which may be one of ours."""
     try:
         yield
     except (PipelineError, _core.RunFailure):
-        raise  # they say where
+        raise  # these say where they happened
     except RuntimeError as error:
         raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 
 
 LEAVE_TIMEOUT_S = 5.0
-"""For what was sent to leave before a worker reports."""
+"""Seconds that a worker waits for its last sends before it reports."""
 
 
 def memory_rows(

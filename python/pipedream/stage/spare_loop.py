@@ -1,13 +1,13 @@
-"""The loop of a spare: a worker beside the replicas of a stage, which owns a shard of its parameters and has
-no minibatches.
+"""The loop of a spare. A spare is a worker beside the replicas of a stage: it owns a shard of the stage's
+parameters and has no minibatches.
 
     round t                      who                    what travels, chunk by chunk
     RECV push                    all with a minibatch   their gradients of its shard
-    UPDATE                       this                   the mean, and its version t + 1 of the optimizer
-    SEND pull, with the update   to all replicas        that
+    UPDATE                       the spare              makes the mean, and version t + 1 of its shard
+    SEND pull, with the update   to all replicas        version t + 1 of its shard
 
-The program says so (transfers.h), and what becomes of gradients is param_server.py's, as at a replica. Owned
-by the worker's compute thread.
+The core's program gives the order (transfers.h). A ParameterServer makes the means and the versions, as at
+a replica. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from pipedream.update.stage_optimizer import StageOptimizer
 __all__ = ["SpareLoop"]
 
 _NO_FIELDS = _core.ItemFields()
-# Updates: the first makes the optimizer's state. Measuring costs time per operator.
+# The number of updates that are measured; the first one makes the optimizer's state. Measuring costs time
+# per operator.
 _NUM_MEASURED = 8
 
 
 class SpareLoop:
-    """The work items of one spare."""
+    """Does the work items of one spare."""
 
     def __init__(
         self,
@@ -53,8 +54,9 @@ class SpareLoop:
         predicted: Mapping[str, int],
         newest_slot: int = 0,
     ) -> None:
-        """optimizer: the server's. predicted: bytes of each memory term. newest_slot: of the version that it
-        begins with."""
+        """optimizer: the optimizer of the server. predicted: bytes of each memory term. newest_slot: the
+        slot of the version that the spare begins with.
+        """
         self._core = core
         self._place = place
         self._replica = options.plan.replica_of(place.rank)
@@ -65,7 +67,7 @@ class SpareLoop:
         self._predicted = predicted
         stage = options.plan.spare_stage_of(place.rank)
         assert stage is not None
-        # Not a method: what the loop makes must not hold the loop, and with it the pool, in a circle.
+        # This is no method of the loop: it would hold the loop and its pool in a reference cycle.
         self._position = Position(options.plan, place.rank, stage)
         self._user = UserCode(self._position)
         self._step_meter = StepMeter(make_meter(torch.device("cpu")))
@@ -78,7 +80,7 @@ class SpareLoop:
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
         newest_slot = self._newest_slot
         work = core.next_work()
-        while work.kind != "DONE":  # what travels the core does
+        while work.kind != "DONE":  # the core does the other items
             newest_slot = work.write_slot
             self._update(work)
             work = core.advance([], _NO_FIELDS, user.take_elapsed_ns(), None)
@@ -86,8 +88,8 @@ class SpareLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of the shard's optimizer; replicas have its weights. Raises ValueError for what
-        cannot be kept."""
+        """Copies the state of the shard's optimizer; the replicas save the weights. Raises ValueError for
+        state that cannot be kept."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         tensors, document = self._optimizer.state()

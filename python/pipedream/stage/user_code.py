@@ -1,11 +1,11 @@
-"""The user's own code inside a run: timed, and its errors told with stage and minibatch.
+"""The user's own code inside a run. It is timed, and its errors are told with stage and minibatch.
 
 Owned by the worker's compute thread.
 
-A NaN in a loss is traced to where it came from by running the last stage's forward once more. Every
-operation is looked at: its results have the origins of the NaN that it read. So a NaN that nobody needs, as
-code between modules computes it from stand-ins, does not count. It takes a forward's time and some 50 us
-per operation, after a run has failed.
+After a loss of NaN has failed a run, the last stage's forward runs once more to find where the NaN began.
+Every operation is examined: if an input had a NaN, the result has the same origins. A NaN that does not
+reach the loss is ignored, as one that code between modules computes from stand-ins. The search takes the
+time of a forward and about 50 us per operation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class UserCode:
     """Runs the user's own code: times it, and tells its errors with stage and minibatch."""
 
     def __init__(self, where: Callable[[str], str]) -> None:
-        """where: of what is being run, for errors."""
+        """where: describes what is being run, for errors."""
         self._where = where
         self.elapsed_ns = 0
-        """Since the last item was completed."""
+        """Nanoseconds of user code since the last item was completed."""
 
     def take_elapsed_ns(self) -> int:
         """Returns the time of an item that is being completed, and starts to count from 0 again."""
@@ -54,7 +54,7 @@ class UserCode:
         try:
             return function(*arguments)
         except (PipelineError, _core.RunFailure):
-            raise  # forwarded data come from the core: its failures are the world's
+            raise  # forwarded data come from the core, so this is no error of the user
         except Exception as error:
             raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
         finally:
@@ -62,8 +62,8 @@ class UserCode:
 
 
 def origins_of_nan(stage: StageModule, received: Iterable[Tensor], run: Callable[[], Tensor]) -> list[str]:
-    """The origins of a NaN in words, each once; none where the loss is no NaN. received: from upstream. run:
-    the forward, which gives the loss and reads these very tensors."""
+    """Returns the origins of a NaN in words, each once; empty if the loss is no NaN. received: the tensors
+    that came from upstream. run: runs the forward on these very tensors, and returns the loss."""
     modules = [(name, module) for prefix, root in stage.roots() for name, module in _modules_of(prefix, root)]
     finder = _Finder({id(module): name for name, module in modules})
     for tensor in received:
@@ -84,7 +84,7 @@ def _modules_of(prefix: str, root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: dict[int, str]) -> None:
-        """names: of modules, by id()."""
+        """names: the modules' names by their id()."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._stack: list[str] = []
