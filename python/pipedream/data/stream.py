@@ -290,9 +290,7 @@ class DataStream:
 
     def position(self, minibatch: int) -> dict[str, Any]:
         """Returns the data's position before one of the most recent minibatches, for go_to()."""
-        if (
-            self._notes_positions and minibatch >= self._num_read
-        ):  # the run ends before it reads this minibatch
+        if self._notes_positions and minibatch >= self._num_read:  # the run ends before reading it
             self._note_position()
         start = next(s for s in reversed(self._epoch_starts) if s.first_minibatch <= minibatch)
         document = {

@@ -101,9 +101,7 @@ def is_of_the_users(value: Any) -> bool:
     """Whether the object's class belongs to no library."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)):
         return False
-    if isinstance(
-        value, (nn.Module, types.SimpleNamespace)
-    ):  # this module is not registered in any other one
+    if isinstance(value, (nn.Module, types.SimpleNamespace)):  # a module that is registered nowhere
         return True
     return (type(value).__module__ or "").partition(".")[0] not in _LIBRARIES
 

@@ -30,7 +30,7 @@ from pipedream.model.references import is_name_of_a_library, objects_carried_by
 
 __all__ = ["GlobalNames"]
 
-_LENGTH_MAX = 1024  # of lists and dicts under global names: a longer one is a table
+_LENGTH_MAX = 1024  # a longer list or dict is a table of data, not a counter
 _TENSOR_BYTES_MAX = 64 * 1024
 _CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, Counter}
 _NUMBERS = (bool, int, float, complex)

@@ -420,7 +420,7 @@ def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 def _has_storage(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of vmap and the like
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as under vmap
 
 
 def _constant(value: Any) -> Any:

@@ -122,9 +122,7 @@ class ItemCost:
         )
 
     def growing(self, factor: float) -> ItemCost:
-        """Returns the cost for items with `factor` times the samples: only the part that grows with them
-        grows.
-        """
+        """Returns the cost with the part that grows with the samples multiplied by `factor`."""
         more_ms = self.minibatch_ms * (factor - 1)
         return ItemCost(
             self.first_ms,

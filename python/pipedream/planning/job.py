@@ -24,7 +24,7 @@ __all__ = [
     "traits_where",
 ]
 
-_WIDTH, _INDENT = 100, " " * 6  # of the printed table
+_WIDTH, _INDENT = 100, " " * 6  # layout of the printed table
 
 Traits = dict[str, str | None]
 """The options of a job that exclude other options, by their names in exclusions.cc. The value is how an error

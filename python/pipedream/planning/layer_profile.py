@@ -475,6 +475,5 @@ def _checked_ms(name: str, value: object) -> float:
 
 
 def _set(target: object, name: str, value: object) -> None:
-    # # The dataclass is frozen for its users, but __post_init__ must still convert values to their final
-    # types.
+    # The dataclass is frozen for its users, but __post_init__ must convert values to their final types.
     object.__setattr__(target, name, value)

@@ -292,7 +292,7 @@ def _codec_shares(name: str) -> tuple[float, float]:
 def _host_bytes(profile: Profile, num_workers: int) -> int:
     if not profile.is_of_host:
         return 0
-    # # Stages have no ranks yet: this is the most that any rank may need.
+    # Stages have no ranks yet: this is the most that any rank may need.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
     return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 

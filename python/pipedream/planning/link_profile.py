@@ -185,6 +185,5 @@ def _link(link_index: int, value: object) -> MeasuredLink:
 
 
 def _set(target: object, name: str, value: object) -> None:
-    # # The dataclass is frozen for its users, but __post_init__ must still convert values to their final
-    # types.
+    # The dataclass is frozen for its users, but __post_init__ must convert values to their final types.
     object.__setattr__(target, name, value)

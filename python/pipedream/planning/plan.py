@@ -315,7 +315,7 @@ class Plan:
         first_layer = 0
         for stage_index, replicas in enumerate(counts):
             workers_before = sum(counts[: stage_index + 1])
-            num_after = len(counts) - 1 - stage_index  # stages, of which each needs a layer
+            num_after = len(counts) - 1 - stage_index  # later stages, which need a layer each
             wanted = round(num_layers * workers_before / sum(counts)) - 1
             last_layer = min(max(first_layer, wanted), num_layers - 1 - num_after)
             stages.append(Stage(first_layer, last_layer, replicas))

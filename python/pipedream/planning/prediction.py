@@ -237,7 +237,7 @@ def _times(
         update_ms, exchange["spare_update_ms"] = (
             _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
         )
-    elif not schedule.asynchronous and share.pushed == share.pulled:  # nor are factors pushed
+    elif not schedule.asynchronous and share.pushed == share.pulled:  # no factors are pushed
         exchange["num_chunks"] = cost.num_chunks
         exchange["updates_whole"] = schedule.exchanges_norms
         of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later
@@ -270,7 +270,7 @@ def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) 
 def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:
     one_way_ms = check_number("predicted.links.one_way_ms", row.get("one_way_ms")) / num_microbatches
     back_ms = one_way_ms
-    if "back_ms" in row:  # simulate's, of links whose directions differ
+    if "back_ms" in row:  # set by simulate, if the two directions differ
         back_ms = check_number("predicted.links.back_ms", row["back_ms"]) / num_microbatches
     latency_ms = check_number("predicted.links.latency_ms", row.get("latency_ms"))
     return TransferTimes(one_way_ms, back_ms, latency_ms)

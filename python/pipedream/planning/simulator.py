@@ -70,8 +70,8 @@ class Simulation:
 
     Shares are idle time divided by all time of the workers. Repeated computing (RECOMPUTE) counts as work.
 
-    The steady figures cover the minibatches between the last worker's warm-up and the first worker's
-    cool-down (csrc/planner/timeline.h). They are None if there is no whole minibatch between these.
+    The steady figures cover each worker's minibatches after its warm-up and before its cool-down
+    (csrc/planner/timeline.h). They are None if there is no whole minibatch in that time.
     """
 
     timeline: tuple[tuple[TimedInstruction, ...], ...]
@@ -83,7 +83,7 @@ class Simulation:
     """1 - (sum of all workers' work) / (number of workers * makespan)."""
     steady_bubble_share: float | None
     ms_per_minibatch: float | None
-    """Steady-state time between one minibatch's last update and the next one's, over all workers."""
+    """Mean time, in the steady state, from one minibatch's update at all workers to the next one's."""
 
     @property
     def num_workers(self) -> int:

@@ -180,9 +180,7 @@ class PlanSimulation:
             to_ms / 1e3 * self._bytes_per_s(worker, receiver) for receiver, to_ms in sent_ms.items()
         )
         served = self.plan.spare_stage_of(worker)
-        if (
-            served is not None
-        ):  # a spare's transfers overlap with what it receives: the simulation has the rest
+        if served is not None:  # the simulation has only the part that does not overlap with receiving
             link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
             sent_bytes = link_ms / 1e3 * self.bandwidth_bytes_per_s * num_minibatches
         return {

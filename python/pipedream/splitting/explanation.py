@@ -200,7 +200,7 @@ def _of_cut(cut: CutModel) -> Explanation:
 
 
 def _senders(crossing: Crossing | None) -> tuple[tuple[str, ...], int]:
-    assert crossing is not None  # of an offered place
+    assert crossing is not None  # an offered place has a crossing
     names = [
         str(call.key) for call in crossing.all_calls if any(leaf.crossing is not None for leaf in call.leaves)
     ]

@@ -222,9 +222,8 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             for layer, stage in zip(layers, stage_of_layer, strict=True)
             if stage == stage_index
         ]
-        fixed: dict[
-            tuple[int, Any], set[bool]
-        ] = {}  # by place of a tuple or partial: are its parameters tied
+        # By the place of a tuple or partial: whether its parameters are tied.
+        fixed: dict[tuple[int, Any], set[bool]] = {}
         for place in places_of(roots):
             key = id(place.tensor)
             if key in names and place.held is not place.tensor and place.container is not None:
@@ -237,8 +236,8 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             if key not in names:
                 _check_no_view(place, of_storage)
             elif (stage_index, key) not in own and not place.is_outside:
-                # A parameter that is held through a module may not be used. If it is, its gradient reveals
-                # it.
+                # A parameter that is held through a module is perhaps never used. Otherwise its gradient
+                # reveals the use.
                 other, name = names[key]
                 raise ValueError(
                     f"{place.path} of stage {stage_index} holds parameter {name!r} of stage {other} without"
