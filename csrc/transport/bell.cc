@@ -50,8 +50,8 @@ BellAddress Bell::address() const {
 
 std::unique_ptr<BellRope> BellRope::open(const BellAddress& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
-  // Nothing is opened that does not look like a pipe. For reading, too: whoever writes into a pipe that
-  // nobody reads gets a signal.
+  // Opens only what looks like a pipe. It is opened for reading, too, because writing to a pipe without a
+  // reader raises a signal.
   std::array<char, 64> target{};
   const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
   const std::string pipe = "pipe:[" + std::to_string(address.inode) + "]";
@@ -66,7 +66,7 @@ BellRope::~BellRope() { ::close(fd_); }
 
 void BellRope::ring() {
   const std::byte rung{1};
-  // Fails only when the pipe is full, and then it has been rung.
+  // A write fails only when the pipe is full, and then the bell has been rung.
   [[maybe_unused]] const ssize_t written = ::write(fd_, &rung, 1);
 }
 

@@ -1,6 +1,6 @@
-// A bell wakes a process of the same host: a pipe, one end watched (watch.h), the other opened by whoever may
-// ring, as /proc/<pid>/fd/<fd>, which the kernel allows to processes of the same user in the same pid
-// namespace.
+// A bell wakes another process of the same host. It is a pipe: its owner watches one end (watch.h), and a
+// ringer opens the other as /proc/<pid>/fd/<fd>. The kernel allows that to processes of the same user in the
+// same pid namespace.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace pipedream {
 struct BellAddress {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
-  std::uint64_t inode = 0;  // of the pipe: the numbers before it may be used again
+  std::uint64_t inode = 0;  // of the pipe; tells a process or descriptor whose number was reused
 
   friend bool operator==(const BellAddress&, const BellAddress&) = default;
 };
 
-// The one that is rung. Any thread.
+// The end that is rung. Any thread.
 class Bell {
  public:
   Bell();  // throws UserError
@@ -34,16 +34,17 @@ class Bell {
   int write_fd_ = -1;
 };
 
-// The way to another's. Any thread.
+// The end with which a process rings another one's bell. Any thread.
 class BellRope {
  public:
-  // Null where it cannot be opened: another host, user or namespace, or its process has ended.
+  // Null when the bell cannot be opened: it is on another host, of another user or namespace, or its process
+  // has ended.
   [[nodiscard]] static std::unique_ptr<BellRope> open(const BellAddress& address);
   ~BellRope();
   BellRope(const BellRope&) = delete;
   BellRope& operator=(const BellRope&) = delete;
 
-  // Never blocks. Nothing happens where the other has ended.
+  // Never blocks. Does nothing when the other process has ended.
   void ring();
 
  private:

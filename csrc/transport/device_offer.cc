@@ -10,7 +10,8 @@
 namespace pipedream {
 namespace {
 
-// The offer's own text, which has a secret in it, and as many bytes to write to.
+// The offered memory has the offer's own text, which contains a secret, and as many bytes for the sender to
+// write.
 constexpr std::size_t kTextBytes = 256;
 using Text = std::array<char, kTextBytes>;
 
@@ -53,8 +54,8 @@ std::string try_offer(Device& device, const std::string& offer, LinkIdentity run
 
 }  // namespace
 
-// An exception here, a DeviceError or the UserError of too little memory, is a reason to take another way and
-// not yet the end of the run.
+// An exception here, such as a DeviceError or a UserError about too little memory, does not end the run: the
+// two devices use another way.
 
 std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {
   try {

@@ -1,6 +1,6 @@
-// Whether one device can write into the memory of another, found by trying before any memory is planned: the
-// receiver offers a little of its device's memory, the sender maps it, reads what stands there and writes to
-// it. Any thread.
+// Finds out, before memory is planned, whether one device can write into another one's memory. The receiver
+// offers a little of its device's memory; the sender maps it, reads a text there, and writes to it. Any
+// thread.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@
 
 namespace pipedream {
 
-// Makes the offer of one run and incarnation: the channel_id is not looked at. The offer is the memory's
-// address() and ends with it. Null, with the reason, where the device shares none or fails at it.
+// Makes the offer of one run and incarnation; channel_id is ignored. The offer is the memory's address() and
+// ends with it. Null, with the reason, if the device cannot share memory or fails to.
 [[nodiscard]] std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run,
                                                               std::string* why = nullptr);
 

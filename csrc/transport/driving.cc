@@ -1,4 +1,4 @@
-// How work reaches those who drive, and the turns of posters and waiters. Threads as in transport_core.h.
+// The task queue, and the turns of posters and waiters. Threads as in transport_core.h.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -26,7 +26,8 @@ bool TransportCore::try_enqueue(Task& task) {
   return true;
 }
 
-// Under the mutex. Who is to take a turn now; null when both are awake and will.
+// The sleeping thread to wake for new work, the waiter first; null when both are awake. Called under the
+// mutex.
 Watch* TransportCore::take_sleeper() {
   if (std::exchange(waiter_sleeps_, false)) return &waiter_watch_;
   if (std::exchange(thread_sleeps_, false)) return &thread_watch_;
@@ -38,7 +39,7 @@ void TransportCore::post_and_drive(std::function<void()> function) {
   Task task(std::move(function));
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_) return;  // what is refused dies after the lock: its destructor is the user's
+    if (stopped_) return;  // a refused task is destroyed after the lock: its destructor is the user's
     tasks_.push_back(std::move(task));
     if (!begin_driving()) return;
   }
@@ -71,20 +72,21 @@ bool TransportCore::is_driven_here() const { return DrivingScope::here() == this
 
 bool TransportCore::is_any_driven_here() { return DrivingScope::here() != nullptr; }
 
-// Not in a child of fork() either: the sockets are its parent's.
+// False also in a child of fork(), where the sockets are the parent's.
 bool TransportCore::may_drive() const {
   return DrivingScope::here() == nullptr && !PassiveScope::is_passive() && home_.is_this();
 }
 
-// Under the mutex, for all but the transport thread, which comes first where it is needed: it is awake then.
+// Begins to drive if no thread drives and the transport thread is not needed; it is awake then and comes
+// first. Called under the mutex, by all threads but the transport thread.
 bool TransportCore::begin_driving() {
   if (driven_ || needs_thread_.load()) return false;
   driven_ = true;
   return true;
 }
 
-// Under the mutex, whenever it changes who sleeps: what that one is to be woken for. True: some of it is
-// there already.
+// Tells the board what is to ring the bell for the threads that sleep now. True: some such frame is there
+// already. Called under the mutex whenever a thread goes to sleep or wakes.
 bool TransportCore::listen_for_bells() {
   if (board_ == nullptr) return false;
   const bool somebody_sleeps = !driven_ && (waiter_sleeps_ || thread_sleeps_);
@@ -98,7 +100,8 @@ bool TransportCore::listen_for_bells() {
   return board_->has_wished();
 }
 
-// False when there is more to do, and this thread still drives. hands_over: unless another one can do it.
+// Stops driving. False: there is more work, and this thread still drives. hands_over: leave more work to a
+// sleeping thread.
 bool TransportCore::stop_driving(bool hands_over) {
   Watch* sleeper = nullptr;
   {
@@ -120,7 +123,8 @@ bool TransportCore::stop_driving(bool hands_over) {
   return true;
 }
 
-// After an error of a task or a handler, as a device's: it reaches who drives, and the thread goes on.
+// Stops driving after an exception of a task or a handler, such as a DeviceError. The exception reaches the
+// thread that drives, and the transport thread goes on.
 void TransportCore::drop_drive() {
   need_thread();
   static_cast<void>(stop_driving(/*hands_over=*/true));
@@ -151,14 +155,14 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
   }
   const ScopeExit no_longer_waits([this] { stop_waiting(); });
   if (done()) return true;
-  // At least once: what came may lie in a ring, where nobody has looked.
+  // Runs at least once, because frames may lie in a ring where no thread has looked.
   while (!sleep_and_drive(milliseconds_until(deadline), done) && Clock::now() < deadline) {
   }
   return true;
 }
 
 void TransportCore::want_all(bool wants) {
-  if (!home_.is_this()) return;  // the rings are the parent's
+  if (!home_.is_this()) return;  // in a child of fork() the rings are the parent's
   Watch* sleeper = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -185,7 +189,7 @@ void TransportCore::interrupt() {
   if (std::exchange(waiter_sleeps_, false)) waiter_watch_.wake();
 }
 
-// News of readable bytes may reach this thread alone, so it asks for all of it before it may leave.
+// Reports of readable descriptors may reach this thread alone. So it fetches all of them before it may leave.
 bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>& done) {
   bool is_done = false;
   std::span<const std::uint64_t> names;
@@ -202,12 +206,13 @@ bool TransportCore::may_waiter_sleep() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(interrupted_, false)) return false;
   waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
-  // If the transport's thread is needed, it delivers what is there, and nobody else begins to.
+  // If the transport thread is needed, it delivers the frames, and no other thread begins to drive.
   if (waiter_sleeps_ && listen_for_bells() && !needs_thread_.load()) waiter_sleeps_ = false;
   return waiter_sleeps_;
 }
 
-// True: it drives. Else another one does, and delivers what it was told of.
+// Hands in the names of readable descriptors and tries to drive. False: another thread drives and delivers
+// those.
 bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
   const std::lock_guard lock(mutex_);
   waiter_sleeps_ = false;
@@ -237,7 +242,7 @@ bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
 
 // ---- The tasks of a turn: who drives ----
 
-// The stop that was requested before the last of the tasks that ran.
+// Runs all queued tasks. Returns the stop that was requested before they were taken.
 TransportCore::Stop TransportCore::run_tasks() {
   Stop stop;
   {
@@ -263,7 +268,8 @@ TransportCore::Stop TransportCore::run_tasks() {
   return stop;
 }
 
-// After an error of the task before `next`: what follows it is other links', too, and stays the first to run.
+// Puts the tasks from `next` on back to the front of the queue after an exception of the task before. They
+// may belong to other links.
 void TransportCore::put_back(std::vector<Task>::iterator next) {
   {
     const std::lock_guard lock(mutex_);

@@ -1,4 +1,5 @@
-// The transport that this thread drives: one at a time, so a handler drives no other. Thread-local.
+// The transport that the calling thread drives. A thread drives at most one at a time, so a handler drives no
+// other. Thread-local.
 #pragma once
 
 #include "transport/transport_core.h"
@@ -12,9 +13,10 @@ class DrivingScope {
   DrivingScope(const DrivingScope&) = delete;
   DrivingScope& operator=(const DrivingScope&) = delete;
 
-  // Null when this thread drives none.
+  // The driven transport; null when this thread drives none.
   [[nodiscard]] static const TransportCore* here() { return here_; }
-  // For a thread that drives most of the time, around what it does not.
+  // For a thread that drives most of the time: it calls leave() before work that is not driving, and enter()
+  // after it.
   static void enter(const TransportCore& transport) { here_ = &transport; }
   static void leave() { here_ = nullptr; }
 

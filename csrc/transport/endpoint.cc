@@ -29,7 +29,7 @@ std::vector<std::string_view> split_at_blanks(std::string_view text) {
 
 bool is_printable(char symbol) { return symbol >= ' ' && symbol <= '~'; }
 
-// In one line, whatever it is.
+// The text on one line, with '?' for symbols that cannot be printed.
 std::string shown(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](char symbol) { return !is_printable(symbol); }, '?');
@@ -63,7 +63,7 @@ std::string to_string(const Endpoint& endpoint) {
 }
 
 Endpoint parse_endpoint(const std::string& text) {
-  // Says the address alone: tokens are for nobody else's eyes.
+  // The message quotes the address alone, because tokens are secret.
   const auto refuse = [&](const std::string& why) {
     throw UserError("endpoint '" + shown(text.substr(0, text.find(' '))) + "': " + why);
   };

@@ -1,11 +1,11 @@
-// An endpoint says where a link listens and what it wants to hear, as one line of text that travels through
-// the rendezvous:
+// An endpoint says where a link listens and what a connector needs to enter. It is one line of text that
+// travels through the rendezvous:
 //
 //   tcp://10.0.0.1:40001 curve=<Z85 public key> rings=<address of shared memory> memory=<another>
 //   tcp://127.0.0.1:40001 token=<32 hexadecimal digits>
 //
-// With keys there is a curve=, over tcp without them a token=, in one process neither; rings= and memory= are
-// optional and come last. None of them has blanks. Plain values; any thread.
+// With keys there is a curve=, over tcp without keys a token=, and within one process neither. rings= and
+// memory= are optional and come last. No part contains blanks. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct Endpoint {
   std::string server_key{};  // the listener's public key; empty without CURVE
   std::string token{};       // what a connector must say where there are no keys, see zmq/token.h
   std::string rings{};       // see frame_rings.h; empty when frames travel by the connection alone
-  std::string memory{};      // of the receive channel's slots, see shared_memory.h; empty when not shared
+  std::string memory{};      // memory of the receive channel's slots (shared_memory.h); empty when not shared
 
   friend bool operator==(const Endpoint&, const Endpoint&) = default;
 };

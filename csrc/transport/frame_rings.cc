@@ -13,21 +13,21 @@ namespace pipedream {
 namespace {
 
 constexpr std::size_t kCacheLineBytes = 64;
-constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};  // what the memory is for: no channel plans such slots
+constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};  // the memory's use; no channel plans such slots
 
 constexpr std::size_t kBoardAddressBytesMax = 128;
 
 struct alignas(kCacheLineBytes) Cell {
   FrameHeaderBytes header;
-  std::uint64_t num_carried;  // by the connection, before this one
+  std::uint64_t num_carried;  // frames that the connection carried before this one
 };
 
 }  // namespace
 
-// The place at which a side is told that there are frames for it.
+// The board and the link number at which one side is told of frames.
 struct RingEnd {
-  std::array<char, kBoardAddressBytesMax> board_address;  // text, filled up with zeros
-  std::uint32_t number;                                   // of the link, on that board
+  std::array<char, kBoardAddressBytesMax> board_address;  // text, padded with zeros
+  std::uint32_t number;                                   // the link's number on that board
 
   void set(const std::string& address, std::uint32_t own_number) {
     PD_CHECK(address.size() < board_address.size(), address);
@@ -40,7 +40,7 @@ struct RingEnd {
   }
 };
 
-// Who writes what has a cache line of its own.
+// Parts with different writers lie in different cache lines.
 struct RingWay {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;   // the receiver's
@@ -56,8 +56,8 @@ struct FrameRingsPlan {
 
 namespace {
 
-// Every memory begins at a page, and lines at the same place of their pages share few places in a cache: of
-// neighbouring channels the rings begin at different ones.
+// Shared memory always begins at a page, and cache lines at the same offset of their pages compete for a few
+// places in a cache. So the rings of neighbouring channels begin at different offsets.
 constexpr std::size_t kNumPlaces = 16;
 constexpr std::size_t kPlaceBytes = 4 * kCacheLineBytes;
 constexpr std::size_t kPlanBytes = sizeof(FrameRingsPlan) + (kNumPlaces - 1) * kPlaceBytes;
@@ -111,7 +111,8 @@ bool FrameRings::find_peer(RingBoard& board, const RingEnd& peer) {
   return board_of_peer_ != nullptr;
 }
 
-// A listener that cannot open the connector's board still takes what comes, and says all by the connection.
+// A listener that cannot open the connector's board still reads its ring, and sends all its frames on the
+// connection.
 bool FrameRings::begin(RingBoard& board) {
   if (!memory_->is_claimed()) return false;
   if (is_listener_) static_cast<void>(find_peer(board, plan_.connector));
@@ -133,10 +134,11 @@ bool FrameRings::push(const FrameHeaderBytes& header, bool is_urgent) {
   return true;
 }
 
-// The sender may write to the cell, as its memory is shared: each value is read once.
+// Reads each value once: the sender could change the cell at any time, because its memory is shared.
 bool FrameRings::take(FrameHeaderBytes& header) {
   const std::uint64_t num_there = in_.num_pushed.load(std::memory_order_acquire) - num_taken_;
-  if (num_there == 0 || num_there > kNumCells) return false;  // no sender of ours pushes more
+  // Reads each value once: the sender could change the cell at any time, because its memory is shared.
+  if (num_there == 0 || num_there > kNumCells) return false;
   const Cell cell = in_.cells[num_taken_ % kNumCells];
   if (cell.num_carried > num_brought_) return false;
   header = cell.header;

@@ -1,10 +1,11 @@
-// How frames without a payload travel between the two ends of a link on one host: a ring each way, in memory
-// that both map. The board of each side's transport (ring_board.h) says that a ring has frames, and wakes who
-// sleeps.
+// Frames without a payload travel between the two ends of a link on one host through a ring each way, in
+// memory that both map. The board of the receiver's transport (ring_board.h) says that a ring has frames and
+// wakes the receiver.
 //
-// The listener makes the memory, the connector opens it and claims it before it says HELLO. What finds no
-// free cell takes the connection: a frame says how many before it did, and waits for them.
-// Threads: what is not said to be on any is on who drives the transport of its side.
+// The listener makes the memory; the connector opens it and claims it before it says HELLO. A frame that
+// finds no free cell takes the connection instead. To keep the order, each frame in a ring says how many
+// frames took the connection before it, and waits for them. Threads: functions run on the thread that drives
+// the transport of their side, unless they say otherwise.
 #pragma once
 
 #include <cstddef>
@@ -19,19 +20,20 @@
 
 namespace pipedream {
 
-struct RingEnd;         // in the shared memory: where a side is told of frames
-struct RingWay;         // likewise: one way's ring
-struct FrameRingsPlan;  // what lies there
+struct RingEnd;         // in the shared memory: the board and link number of one side
+struct RingWay;         // in the shared memory: the ring of one direction
+struct FrameRingsPlan;  // the layout of the shared memory
 
 class FrameRings {
  public:
   static constexpr std::size_t kNumCells = 256;  // each way
 
-  // board: this side's. is_quick: LinkHandler::is_quick() of this side.
-  // The listener's. Throws UserError for want of memory; null where the board has no number left.
+  // board: this side's. is_quick: this side's LinkHandler::is_quick(). make() is the listener's. It throws
+  // UserError when memory is short, and returns null when the board has no number left.
   [[nodiscard]] static std::unique_ptr<FrameRings> make(const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
-  // The connector's. Null where the memory or the other board cannot be opened: the connection carries all.
+  // open() is the connector's. Null when the memory or the other board cannot be opened; then the connection
+  // carries all frames.
   [[nodiscard]] static std::unique_ptr<FrameRings> open(const std::string& address,
                                                         const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
@@ -41,17 +43,19 @@ class FrameRings {
 
   [[nodiscard]] std::string address() const { return memory_->address(); }  // the listener's
   [[nodiscard]] std::uint32_t number() const { return number_; }            // on this side's board
-  // From the peer's HELLO on: whether the rings are in use.
+  // Called at the peer's HELLO. Whether the rings are in use from now on.
   [[nodiscard]] bool begin(RingBoard& board);
 
-  // False: it must take the connection. is_urgent: the receiver does not let it wait.
+  // Puts a frame into the ring. False: the frame must take the connection. is_urgent: the receiver must not
+  // let it wait.
   [[nodiscard]] bool push(const FrameHeaderBytes& header, bool is_urgent);
-  // One that takes the connection: here, and there.
+  // Counts a frame that this side sends on the connection, and one that it receives there.
   void note_carried() { ++num_carried_; }
   void note_brought() { ++num_brought_; }
-  // Moves the oldest out. False when there is none, or when the connection has yet to bring one before it.
+  // Moves the oldest frame out. False when there is none, or when a frame that the connection carries comes
+  // before it.
   [[nodiscard]] bool take(FrameHeaderBytes& header);
-  // Whether there is one, be it that take() refuses it.
+  // Whether the ring has a frame, even one that take() does not give yet.
   [[nodiscard]] bool has_frames() const;
 
  private:
@@ -66,13 +70,13 @@ class FrameRings {
   RingWay& in_;
   RingWay& out_;
   const std::uint32_t number_;
-  std::shared_ptr<RingBoardOfPeer> board_of_peer_;  // null: not opened, or nobody can be told
+  std::shared_ptr<RingBoardOfPeer> board_of_peer_;  // null: not opened, or not reachable
   std::uint32_t number_at_peer_ = 0;
 
   // Counts of this side.
   std::uint64_t num_taken_ = 0;
   std::uint64_t num_pushed_ = 0;
-  std::uint64_t num_free_ = kNumCells;  // at least: the other side is asked only when there seem to be none
+  std::uint64_t num_free_ = kNumCells;  // a lower bound; the shared counter is read only when it is 0
   std::uint64_t num_carried_ = 0;
   std::uint64_t num_brought_ = 0;
 };

@@ -1,4 +1,5 @@
-// One link's protocol; the drawing is in link_core.h. On the thread that drives, but for the first part.
+// The protocol of one link, drawn in link_core.h. Everything but the first part runs on the thread that
+// drives.
 #include "transport/link_core.h"
 
 #include <chrono>
@@ -61,14 +62,15 @@ void LinkCore::send(OutgoingFrame frame) {
   }
   const std::optional<Failure> violation = find_violation(header);
   PD_CHECK(!violation, options_.name << ": " << violation->message);
-  // Tasks run in order, so what another thread sent before this one's cause was posted has been submitted.
+  // Sends at once on the driving thread. Tasks run in order, so earlier frames of other threads have been
+  // submitted already.
   if (transport_.is_driven_here()) return submit(HeldFrame(std::move(frame)));
   transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
 }
 
 void LinkCore::close() {
   const bool was_called = close_called_.exchange(true);
-  // A handler that waits here for another transport's could wait for one that waits for it.
+  // Within a handler close() must not wait for another handler: the two could wait for each other.
   if (!TransportCore::is_any_driven_here()) const std::lock_guard no_call_is_under_way(handler_mutex_);
   if (!was_called) transport_.enqueue([this] { begin_close(); });
 }
@@ -102,13 +104,14 @@ void LinkCore::begin_close() {
   if (state_ == State::kOpen) say_farewell();
   if (state_ != State::kConnecting) return;
   closing_ = true;
-  // A connector has said HELLO: its peer is owed a BYE. What was sent waits for the link to open.
+  // A connector has said HELLO, so its peer must get a BYE. Frames that wait for the link to open must be
+  // sent first.
   if (role_ == Role::kListener && waiting_.empty()) end();
 }
 
 void LinkCore::end() { end_quietly(State::kEnded); }
 
-// Lingering keeps the connection until the peer ends it.
+// In the lingering state the connection stays until the peer ends it.
 void LinkCore::end_quietly(State state) {
   if (ended()) return;
   state_ = state;
@@ -117,7 +120,7 @@ void LinkCore::end_quietly(State state) {
   transport_.note_ended();
 }
 
-// Not after close() was called, nor when it is at the same time: see there.
+// Calls the handler, unless close() has been called. The mutex lets close() wait for the call.
 template <class Call>
 void LinkCore::tell_handler(Call call) {
   const std::lock_guard lock(handler_mutex_);
@@ -138,7 +141,7 @@ std::optional<Deadline> LinkCore::hello_deadline() const {
 void LinkCore::check_hello(Deadline now) {
   const std::optional<Deadline> due = hello_deadline();
   if (!due || now < *due) return;
-  // This process may have been held up while it waited: what has arrived is read first.
+  // This process may have been held up until now, so arrived bytes are read before the HELLO counts as late.
   if (!std::exchange(looked_for_hello_, true)) {
     look_for_traffic();
   } else {
@@ -164,8 +167,8 @@ void LinkCore::peer_is_silent() {
        std::to_string(num_work_items_of_peer_) + " work items done)");
 }
 
-// Beats are counted, not the time between them: one may wait behind payloads for as long as a slow link
-// takes, and none comes while both processes are stopped, which tells nothing of the program.
+// Counts beats without a pulse, not seconds. A beat may wait behind payloads on a slow link, and no beat
+// comes while both processes are stopped; neither says anything about the program.
 void LinkCore::hear_beat(const FrameHeader& header) {
   num_work_items_of_peer_ = header.num_work_items;
   num_beats_without_pulse_ = header.has_pulse ? 0 : num_beats_without_pulse_ + 1;
@@ -184,7 +187,7 @@ void LinkCore::submit(HeldFrame frame) {
   } else if (state_ == State::kConnecting && !closing_) {
     waiting_.push_back(std::move(frame));
   }
-  // Otherwise it dies here: the link has closed or failed.
+  // In other states the link has closed or failed, and the frame is destroyed here.
 }
 
 void LinkCore::transmit(HeldFrame frame) {
@@ -228,7 +231,7 @@ void LinkCore::inject(const FrameHeaderBytes& header, std::vector<std::byte> pay
   auto bytes = std::make_shared<std::vector<std::byte>>(std::move(payload));
   OutgoingFrame frame;
   frame.payload = *bytes;
-  frame.on_sent = [bytes] {};  // keeps them
+  frame.on_sent = [bytes] {};  // keeps the bytes
   carry(header, HeldFrame(std::move(frame)));
 }
 
@@ -243,7 +246,7 @@ void LinkCore::receive(std::span<const std::byte> header_bytes, std::span<const 
     return;
   }
   const FrameHeader& header = decoded.value();
-  // Answered even when it is refused: then both sides name the mismatch.
+  // Answers even a HELLO that is refused, so that both sides report the mismatch.
   if (header.kind == FrameKind::kHello && !said_hello_) say_hello();
   if (const std::optional<Failure> failure = refusal(header, payload)) {
     refuse(*failure);

@@ -1,5 +1,5 @@
-// One link's protocol, the same for every transport: sequence numbers, identity, who may say what when.
-// Subclasses carry bytes and report what arrived or that the peer is gone.
+// The protocol of one link, the same for every transport: sequence numbers, identity, and which frames are
+// allowed when. Subclasses carry bytes, and report arrived bytes and a lost peer.
 //
 //              HELLO heard            close(): BYE said             BYE heard, or the peer is gone
 //   connecting ------------> open ----------------------> farewell ------------------------------> ended
@@ -8,11 +8,11 @@
 //       |                    | frame refused, peer gone: on_failed                                    |
 //       +--------------------+------------------------------------------------------------------------+
 //
-// A connector says HELLO first; a listener answers it, so it never speaks to a silent stranger. After BYE
-// the connection is kept until the other side has answered: closing a TCP socket while the peer still
-// sends would reset it and destroy what is on the way. A listener that refuses a HELLO lingers too, so
-// that its own HELLO arrives and the other side names the same mismatch. Handlers see neither HELLO nor BYE
-// nor BEAT.
+// A connector says HELLO first and a listener answers it, so a listener never speaks to a silent stranger.
+// After BYE a side keeps the connection until the other has answered: closing a TCP socket while the peer
+// still sends would reset it and destroy frames on the way. A listener that refuses a HELLO lingers, too, so
+// that its own HELLO arrives and the other side reports the same mismatch. Handlers never see HELLO, BYE or
+// BEAT.
 //
 // Threads: send(), close(), counters() and options() on any; the rest on the thread that drives.
 #pragma once
@@ -34,7 +34,8 @@
 
 namespace pipedream {
 
-// A frame on its way. on_sent runs when it dies, wherever that is: so it runs exactly once in every outcome.
+// A frame on its way. Its destructor runs on_sent, so on_sent runs exactly once whatever happens to the
+// frame.
 class HeldFrame {
  public:
   explicit HeldFrame(OutgoingFrame frame) : frame_(std::move(frame)) {}
@@ -67,44 +68,44 @@ class LinkCore : public Link {
   // For TransportCore.
   void start();
   void begin_close();
-  void end();  // without a farewell; idempotent
+  void end();  // without BYE; idempotent
   // Ends the link as end() does, and tells the handler.
   void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
-  // When the peer's HELLO is due at the latest; empty when it is not awaited.
+  // The deadline for the peer's HELLO; empty when no HELLO is awaited.
   [[nodiscard]] std::optional<Deadline> hello_deadline() const;
   void check_hello(Deadline now);
-  // The process at the other end, which other links may share.
+  // The PeerLife of the process at the other end. Other links may share it.
   [[nodiscard]] PeerLife& peer_life() const { return peer_life_; }
-  // A peer that lives says something before long.
+  // Whether a living peer would soon send something on this link.
   [[nodiscard]] bool awaits_frames() const { return state_ == State::kOpen || state_ == State::kFarewell; }
-  // When bytes last came from the peer, be they of a frame that has not come whole; empty when unknown.
+  // When bytes last came from the peer, even bytes of an incomplete frame; empty when unknown.
   [[nodiscard]] virtual std::optional<Deadline> last_arrival() const { return std::nullopt; }
-  // There may be traffic of which nobody was told.
+  // Makes the next turn look for traffic that was not reported.
   virtual void look_for_traffic() {}
   void peer_is_silent();
   void say_beat(std::uint64_t num_work_items, bool has_pulse);  // if the link is open
 
-  // Carries bytes as they are, past every rule. For tests.
+  // Sends the bytes as they are, without any check. For tests.
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
 
  protected:
-  // First of all: from now on traffic is to be noticed.
+  // The first call: traffic must be noticed from now on.
   virtual void watch_traffic() {}
-  // HELLOs were exchanged and accepted.
+  // Called after HELLOs were exchanged and accepted.
   virtual void opened() {}
-  // Connectors, before HELLO. A failure ends the link.
+  // Opens a connector's connection, before HELLO. A returned message ends the link.
   [[nodiscard]] virtual std::optional<std::string> open_connection() { return std::nullopt; }
-  // Takes the frame: it dies when its payload is no longer read.
+  // Sends the header and takes the frame over. The frame is destroyed when its payload is no longer read.
   virtual void carry(const FrameHeaderBytes& header, HeldFrame frame) = 0;
-  // No more bytes either way. Idempotent. What is still on its way may be dropped.
+  // Ends the connection. Bytes on the way may be lost. Idempotent.
   virtual void disconnect() = 0;
 
-  // Reports of the subclass. receive() may end the link.
+  // Subclasses report through these. receive() may end the link.
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
   void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
-  void lost(const std::string& how);  // after everything that had arrived was given to receive()
-  // Bytes that are not even a header and a payload.
+  void lost(const std::string& how);  // called after receive() got everything that had arrived
+  // The peer sent bytes that are not even a header and a payload.
   void receive_malformed(const std::string& what);
   void count_refusal() { num_refused_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -145,11 +146,11 @@ class LinkCore : public Link {
   TransportCore& transport_;
   PeerLife& peer_life_;
   LinkHandler& handler_;
-  const bool is_quick_;  // as the handler said: after close() it may be gone
+  const bool is_quick_;  // the handler's answer, kept because after close() the handler may be gone
   const Role role_;
 
-  std::mutex handler_mutex_;               // held in every call of the handler, for close()
-  std::atomic<bool> close_called_{false};  // the handler hears nothing more
+  std::mutex handler_mutex_;               // held during every handler call; close() waits for it
+  std::atomic<bool> close_called_{false};  // the handler gets no more calls
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> bytes_received_{0};
   std::atomic<std::uint64_t> frames_sent_{0};
@@ -158,15 +159,15 @@ class LinkCore : public Link {
 
   // Who drives.
   State state_ = State::kConnecting;
-  bool closing_ = false;  // BYE as soon as the link is open
+  bool closing_ = false;  // say BYE as soon as the link is open
   bool said_hello_ = false;
   std::deque<HeldFrame> waiting_;  // sent before the link was open
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
-  std::optional<Deadline> hello_deadline_;    // from when the peer is known to be there
+  std::optional<Deadline> hello_deadline_;    // set once the peer is known to be there
   int num_beats_without_pulse_ = 0;           // in a row, up to the last
-  std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
-  bool looked_for_hello_ = false;             // what may have come was read at the deadline
+  std::uint64_t num_work_items_of_peer_ = 0;  // by its last BEAT
+  bool looked_for_hello_ = false;             // arrived bytes were read once more at the deadline
 };
 
 }  // namespace pipedream

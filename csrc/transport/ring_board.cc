@@ -7,7 +7,7 @@
 
 namespace pipedream {
 
-// Who writes what has a cache line of its own.
+// Parts with different writers lie in different cache lines.
 struct RingBoardPlan {
   BellAddress bell;
   alignas(64) std::atomic<std::uint32_t> wish;  // 0: nothing; else 1 + the Patience
@@ -17,7 +17,7 @@ struct RingBoardPlan {
 namespace {
 
 constexpr std::uint32_t kNoWish = 0;
-// The memory is for no channel: no channel plans such slots.
+// This memory belongs to no channel. No channel plans slots of such a size, so it cannot be mixed up.
 constexpr SharedMemoryUse kUse{.identity = {.channel_id = kPostedChannelId - 1},
                                .slot_bytes = ~std::uint64_t{0}};
 
@@ -29,7 +29,7 @@ MarkedLinks& links_with(RingBoardPlan& plan, std::uint32_t number) {
   return plan.links[number / MarkedLinks::kNumLinks];
 }
 
-// The links that a wish is not for unless a frame is urgent.
+// The links whose frames satisfy the wish only if they are urgent.
 std::uint64_t too_patient_for(const MarkedLinks& links, std::uint32_t wish) {
   if (wish <= wish_for(Patience::kNone)) return links.until_one_waits.load();
   if (wish <= wish_for(Patience::kUntilOneWaits)) return links.until_one_drives.load();
@@ -119,7 +119,7 @@ std::uint64_t RingBoard::marks_of(std::uint32_t first) const {
   return links.urgent.load(std::memory_order_relaxed) | links.patient.load(std::memory_order_relaxed);
 }
 
-// Read-modify-writes, also where a peer is about to mark it: see the header.
+// Atomic read-modify-writes, because a peer may mark the link at the same time: see the header.
 void RingBoard::unmark(std::uint32_t number) {
   MarkedLinks& links = links_with(number);
   for (std::atomic<std::uint64_t>* word : {&links.urgent, &links.patient}) {

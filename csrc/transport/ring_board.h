@@ -1,6 +1,6 @@
-// The board says which rings of a process (frame_rings.h) have frames, and what its receiver is to be woken
-// for. It lies in memory that its peers on the host map, too. So a turn looks at the links on which something
-// came, and at no others.
+// A process's board says which of its rings (frame_rings.h) have frames, and for which of them its receiver
+// wants to be woken. It lies in memory that the process's peers on the host map, too. So a turn looks only at
+// links with new frames.
 //
 //   sender                              receiver, who drives        receiver, who goes to sleep
 //
@@ -9,23 +9,23 @@
 //   3 reads the wish, and rings the       until it is empty         c looks at the marks once more:
 //     bell if it is wished for                                        has_wished()
 //
-// No frame is lost, whoever is faster:
+// No frame is lost, whichever side is faster:
 //
-//   2 and A   They change one word atomically. Either A takes the mark that 2 has set, and then B finds the
-//             frame, or 2 comes after A, and then the mark stays for the next turn. A receiver that leaves
-//             frames in a ring marks the link itself. A ring that has to wait for the connection is read by
-//             whoever reads that next (ZmqLink::receive_one).
-//   3 and a   Between 2 and 3, and between a and c, there is a full barrier. So the sender sees the wish, or
-//             the receiver sees the mark. The patience of a link works like a part of the wish: let_wait()
-//             comes before a.
-//   no 3      The sender leaves 3 out where the link was marked already: whoever marked it has done 3, and
-//             until A the receiver sees the mark in c.
-//   the bell  Whoever rings takes the wish back, so the others do not ring. Whoever is woken looks at all
-//             marks before anybody sleeps with a new wish. A sender that is stopped between the two leaves
-//             the board without a wish until it goes on or the next beat comes.
+//   2 and A   change one word atomically. If A takes the mark of 2, B finds the frame. If 2 comes after A,
+//             the mark stays for the next turn. A receiver that leaves frames in a ring marks the link
+//             itself. A ring whose next frame must wait for the connection is read by the thread that reads
+//             the connection next (ZmqLink::receive_one).
+//   3 and a   There is a full barrier between 2 and 3, and between a and c. So the sender sees the wish, or
+//             the receiver sees the mark. A link's patience works like a part of the wish: let_wait() comes
+//             before a.
+//   no 3      The sender skips 3 when the link was marked already: whoever marked it has done 3, and until A
+//             the receiver sees the mark in c.
+//   the bell  Whoever rings takes the wish back, so the others do not ring. The woken thread looks at all
+//             marks before any thread sleeps with a new wish. A sender that is stopped between the two steps
+//             leaves the board without a wish until it goes on or the next beat comes.
 //
-// All peers are processes of the same user. One that writes nonsense here may delay frames of others or cost
-// this process time; what is read is checked before it is used.
+// All peers are processes of the same user. A peer that writes nonsense here may delay other peers' frames or
+// waste this process's time. Everything read from the board is checked before use.
 #pragma once
 
 #include <array>
@@ -45,13 +45,13 @@
 
 namespace pipedream {
 
-// The links with neighbouring numbers, a bit each, in one line of the cache.
+// Marks of links with neighbouring numbers, one bit per link, in one cache line.
 struct alignas(64) MarkedLinks {
   static constexpr std::uint32_t kNumLinks = 64;
 
-  std::atomic<std::uint64_t> urgent;   // an urgent frame has come
-  std::atomic<std::uint64_t> patient;  // another one has
-  // The receiver's: the links whose frames wake nobody before one waits, and nobody at all.
+  std::atomic<std::uint64_t> urgent;   // links with an urgent frame
+  std::atomic<std::uint64_t> patient;  // links with another frame
+  // Written by the receiver: links with Patience::kUntilOneWaits or more, and links with kUntilOneDrives.
   std::atomic<std::uint64_t> until_one_waits;
   std::atomic<std::uint64_t> until_one_drives;
 };
@@ -61,10 +61,11 @@ struct RingBoardPlan;
 // A peer's board, as a sender sees it. Any thread.
 class RingBoardOfPeer {
  public:
-  // Null where it cannot be opened: another host, user or namespace, or its process has ended.
+  // Null when the board cannot be opened: it is on another host, of another user or namespace, or its process
+  // has ended.
   [[nodiscard]] static std::shared_ptr<RingBoardOfPeer> open(const std::string& address);
 
-  // A frame has come into the ring of the peer's link of this number, which is below kNumLinksMax.
+  // Tells the peer that the ring of its link `number` has a frame. number is below kNumLinksMax.
   void tell(std::uint32_t number, bool is_urgent);
 
  private:
@@ -78,7 +79,7 @@ class RingBoardOfPeer {
 // A transport's own board. Calls without a note are on the thread that drives the transport.
 class RingBoard {
  public:
-  // Counts all links that a transport ever has, half of them quick ones (LinkHandler::is_quick()).
+  // The most links that a transport may ever have, half of them quick ones (LinkHandler::is_quick()).
   static constexpr std::uint32_t kNumLinksMax = 4096;
 
   RingBoard();  // throws UserError
@@ -129,7 +130,7 @@ class RingBoard {
   // The numbers of the quick links, or of the others.
   struct Half {
     std::uint32_t first;
-    std::atomic<std::uint32_t> end;  // of those that were taken
+    std::atomic<std::uint32_t> end;  // one past the last number taken
   };
 
   [[nodiscard]] MarkedLinks& links_with(std::uint32_t number) const;
@@ -140,7 +141,7 @@ class RingBoard {
   const std::unique_ptr<SharedMemory> memory_;
   RingBoardPlan& plan_;
   std::array<Half, 2> halves_;
-  std::optional<Patience> wished_;  // the last time; since then the bell may have been rung
+  std::optional<Patience> wished_;  // by the last wish(); the bell may have been rung since
 
   std::mutex mutex_;  // guards peers_
   std::map<std::string, std::weak_ptr<RingBoardOfPeer>> peers_;

@@ -1,4 +1,4 @@
-// memfd, mmap, and the checks before another process's memory is believed to be what was meant.
+// memfd and mmap, and the checks that another process's memory is the right one.
 #include "transport/shared_memory.h"
 
 #include <fcntl.h>
@@ -35,19 +35,19 @@ namespace {
 constexpr std::size_t kPageBytesMin = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
-constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
+constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // the target of /proc/<pid>/fd/<fd>
 constexpr std::uint64_t kMagic = 0x344D454D53445250;          // "PRDSMEM4" in memory
-constexpr std::size_t kNumClaimsMax = 512;                    // of channels
+constexpr std::size_t kNumClaimsMax = 512;                    // claims by channels
 constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
 using Secret = std::array<std::uint8_t, 16>;
 
 enum class Kind : std::uint64_t {
-  kHost = 1,    // the bytes behind the first page are the memory
-  kDevice = 2,  // they are a DeviceNote, which says where it is
+  kHost = 1,    // the memory follows the first page
+  kDevice = 2,  // a DeviceNote follows, which says where the memory is
 };
 
-// The first page.
+// The content of the first page.
 struct FirstPage {
   std::uint64_t magic;
   Kind kind;
@@ -55,7 +55,7 @@ struct FirstPage {
   Secret secret;
   SharedMemoryUse use;
   std::atomic<std::uint32_t> claimed;
-  std::array<std::atomic<std::uint32_t>, kNumClaimsMax> claims;  // channel_id + 1; 0: of none
+  std::array<std::atomic<std::uint32_t>, kNumClaimsMax> claims;  // channel_id + 1; 0: unused
 };
 static_assert(sizeof(FirstPage) <= kPageBytesMin);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
@@ -73,7 +73,7 @@ struct Address {
   Secret secret{};
 };
 
-// The world's: no reason to end, the wire is there.
+// The reason why memory cannot be shared. It is no error: the network connection is there.
 struct Refusal {
   std::string why;
 };
@@ -108,7 +108,7 @@ std::string hex(const Secret& secret) {
   return text;
 }
 
-// False unless all of the text is one number of this base.
+// Reads the text as one number in this base. False if anything else is in it.
 template <class Number>
 bool read_number(std::string_view text, Number& number, int base = 10) {
   const char* const end = text.data() + text.size();
@@ -148,8 +148,8 @@ std::size_t mapped_bytes_of(std::size_t num_bytes) {
   return page + (num_bytes + page - 1) / page * page;
 }
 
-// The whole file, from a huge page's boundary where it has room for one, so that the kernel can use them.
-// Null when there is no room.
+// Maps the whole file. A file of at least one huge page is mapped at a huge page's boundary, so that the
+// kernel can use huge pages. Null when there is no room.
 std::byte* map_aligned(int fd, std::size_t mapped_bytes) {
   if (mapped_bytes < kHugePageBytes) {
     void* const mapping = ::mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -175,7 +175,7 @@ std::byte* map_aligned(int fd, std::size_t mapped_bytes) {
 
 class MappedFile final : public SharedMemory {
  public:
-  // mapping: of mapped_bytes_of(num_bytes), taken over.
+  // mapping: mapped_bytes_of(num_bytes) long; this object takes it over.
   MappedFile(FileDescriptor fd, std::byte* mapping, std::size_t num_bytes)
       : fd_(std::move(fd)), mapping_(mapping), data_(mapping + page_bytes()), num_bytes_(num_bytes) {}
   ~MappedFile() override {
@@ -211,7 +211,7 @@ class MappedFile final : public SharedMemory {
   [[nodiscard]] int fd() const { return fd_.get(); }
 
  private:
-  const FileDescriptor fd_;  // the maker's: what others open; none when it was opened
+  const FileDescriptor fd_;  // the maker's descriptor, which others open; none in an opener
   std::byte* const mapping_;
   std::byte* const data_;  // behind the first page
   const std::size_t num_bytes_;
@@ -219,8 +219,8 @@ class MappedFile final : public SharedMemory {
 
 // ---- Opening ----
 
-// A number of a process may be used again, and its descriptors are anything: nothing is opened that is not
-// one of ours by its looks.
+// Opens only what looks like one of our files: a process number may be reused, and then its descriptors are
+// something else.
 std::variant<FileDescriptor, Refusal> open_file(const Address& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   std::array<char, 64> link{};
@@ -236,7 +236,7 @@ std::variant<FileDescriptor, Refusal> open_file(const Address& address) {
   if (status.st_size < 0 || static_cast<std::size_t>(status.st_size) != mapped_bytes_of(address.num_bytes)) {
     return Refusal{path + " has " + std::to_string(status.st_size) + " bytes, not what the address says"};
   }
-  // A mapping of a file that shrinks would end this process.
+  // The file must be sealed against shrinking: access to a mapping beyond its end would kill this process.
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return Refusal{path + " is not sealed"};
   return fd;
@@ -284,7 +284,7 @@ std::variant<OpenedFile, Refusal> open_mapped(const std::string& text, Kind kind
 
 Secret random_secret() {
   Secret secret;
-  // So few bytes come whole (getrandom(2)).
+  // So few bytes are always returned in full (getrandom(2)).
   const ssize_t num_read = ::getrandom(secret.data(), secret.size(), 0);
   PD_CHECK(num_read == static_cast<ssize_t>(secret.size()), "getrandom: " << text_of_error());
   return secret;
@@ -293,7 +293,8 @@ Secret random_secret() {
 std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const SharedMemoryUse& use) {
   PD_CHECK(num_bytes > 0, "0 bytes of shared memory");
   const std::string what = "memory to share with other workers of this host";
-  // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
+  // Checked first: an overcommitting kernel would grant the memory now and kill the process when it touches
+  // the pages.
   if (num_bytes > host_memory_available_bytes()) {
     throw_not_enough_memory(num_bytes, what, "there is less available");
   }
@@ -320,8 +321,8 @@ std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const 
 
 // ---- Device memory ----
 
-// Whoever has opened it holds a shared lock of its process on the file: the kernel lets go of it when the
-// process ends, however it does. A process does not see its own: there is none to wait for.
+// An opener holds a shared lock on the file. The lock belongs to its process, and the kernel drops it when
+// the process ends in any way. A process does not see its own locks, and need not wait for itself.
 struct flock lock_of(short type) {
   struct flock whole {};
   whole.l_type = type;
@@ -358,7 +359,8 @@ class DeviceSharedMemory : public SharedMemory {
   const std::unique_ptr<MappedFile> file_;
 };
 
-// A mapping of it is still there, and to free it under that is undefined. For good, and known to be.
+// Keeps the memory until the process ends, on purpose: another process still maps it, and freeing it then is
+// undefined.
 void leave_to_the_end_of_the_process(std::unique_ptr<ExportedMemory> memory) {
   static std::mutex mutex;
   static auto* const left = new std::vector<std::unique_ptr<ExportedMemory>>;  // NOLINT(*-owning-memory)
@@ -408,7 +410,8 @@ class OpenedDeviceMemory final : public DeviceSharedMemory {
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
 
  private:
-  const FileDescriptor locked_;  // to be closed, which unlocks it, after the memory
+  // declared first, so that it is closed, and so unlocked, after the memory is unmapped
+  const FileDescriptor locked_;
   const std::unique_ptr<Memory> memory_;
 };
 

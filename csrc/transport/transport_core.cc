@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kLingerMaxS = 24 * 3600;
 constexpr double kPeerTimeoutMaxS = 1e6;
-constexpr int kBeatPeriodsOfPulse = 2;  // how long a pulse is felt
+constexpr int kBeatPeriodsOfPulse = 2;  // a pulse counts for so many beat periods
 
 TransportOptions checked(TransportOptions options) {
   if (!(options.peer_timeout_s > 0 && options.peer_timeout_s <= kPeerTimeoutMaxS)) {
@@ -51,7 +51,7 @@ TransportCore::~TransportCore() {
 }
 
 void TransportCore::start() {
-  // Signals are for the threads that know what to do with them.
+  // Blocks all signals in the new thread, so that other threads handle them.
   sigset_t all_signals;
   sigset_t signals_before;
   sigfillset(&all_signals);
@@ -138,7 +138,7 @@ void TransportCore::run() {
   if (!drives) wait_for_traffic(std::nullopt);
   const DrivingScope driving(*this);
   for (bool closing = false;;) {
-    needs_thread_.store(false);  // before looking: whoever needs it from now on is heard anew
+    needs_thread_.store(false);  // before looking: later calls of need_thread() set it again
     Stop stop;
     try {
       stop = take_turn(closing);
@@ -174,13 +174,13 @@ TransportCore::Stop TransportCore::take_turn(bool& closing) {
   return stop;
 }
 
-// A check may end its link.
+// Loops by index, because a check may end its link.
 void TransportCore::check_hellos(Deadline now) {
   std::erase_if(greeted_links_, [](const LinkCore* link) { return !link->hello_deadline(); });
   for (std::size_t index = 0; index < greeted_links_.size(); ++index) greeted_links_[index]->check_hello(now);
 }
 
-// After an error that nobody else is there to be thrown to.
+// Fails all links after an exception that no caller can catch.
 void TransportCore::fail_links(const Failure& failure) {
   for (LinkCore* link : active_links_) {
     try {
@@ -191,7 +191,7 @@ void TransportCore::fail_links(const Failure& failure) {
   }
 }
 
-// True: this thread no longer drives.
+// Stops driving if there is nothing to do. True: this thread no longer drives and may sleep.
 bool TransportCore::may_thread_sleep() {
   if (has_traffic()) return false;
   const std::lock_guard lock(mutex_);
@@ -204,7 +204,7 @@ bool TransportCore::may_thread_sleep() {
   return false;
 }
 
-// Until it drives again.
+// Sleeps until this thread drives again.
 void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::leave();
   std::span<const std::uint64_t> names;
@@ -216,7 +216,8 @@ void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::enter(*this);
 }
 
-// True: it drives. Else another one does, delivers what it was told of, and wakes it where it is needed.
+// Hands in the names of readable descriptors and tries to drive. False: another thread drives; it delivers
+// those, and wakes this thread when needed.
 bool TransportCore::wake_thread(std::span<const std::uint64_t> names) {
   const std::lock_guard lock(mutex_);
   told_.insert(told_.end(), names.begin(), names.end());
@@ -231,7 +232,7 @@ void TransportCore::close_links() {
   for (LinkCore* link : active_links_) link->begin_close();
 }
 
-// A tick while there are links, whether or not there is a pulse: so pulse() need not wake this thread.
+// Beats are sent while there are links, with or without a pulse. So pulse() need not wake this thread.
 void TransportCore::say_beats(Deadline now) {
   if (!options_.beats || now < next_beat_) return;
   next_beat_ = now + beat_period_;
@@ -242,11 +243,11 @@ void TransportCore::say_beats(Deadline now) {
   for (LinkCore* link : active_links_) link->say_beat(num_work_items, has_pulse);
 }
 
-// At every beat of this side at least.
+// Runs at least at every beat of this side.
 void TransportCore::check_peers(Deadline now) {
   if (!options_.beats || now < next_check_) return;
-  // A check that comes late itself was held up with its process, and perhaps the whole run, as by Ctrl-Z:
-  // what did not come while it could not look tells nothing.
+  // If this check comes late, its process was held up, and perhaps the whole run, as by Ctrl-Z. The silence
+  // of that time means nothing.
   const bool was_held_up = now - std::exchange(last_check_, now) > 2 * beat_period_;
   for (PeerLife* peer : active_peers_) {
     if (was_held_up) peer->hear_at(now);
@@ -256,10 +257,11 @@ void TransportCore::check_peers(Deadline now) {
   for (const PeerLife* peer : active_peers_) next_check_ = std::min(next_check_, peer->deadline());
 }
 
-// No frame has come whole. Bytes of one may have, and what has may lie unread.
+// Checks a peer from which no whole frame has come. Bytes of a frame may have arrived, or whole frames may
+// lie unread.
 void TransportCore::check_silent_peer(PeerLife& peer, Deadline now) {
   const std::vector<LinkCore*> links = links_that_await(peer);
-  if (links.empty()) return peer.hear_at(now);  // nobody waits for it
+  if (links.empty()) return peer.hear_at(now);  // no link waits for this peer
   for (const LinkCore* link : links) {
     if (const std::optional<Deadline> arrival = link->last_arrival()) peer.hear_at(*arrival);
   }
@@ -299,10 +301,10 @@ std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
 void TransportCore::finish() {
   {
     const std::lock_guard lock(mutex_);
-    stopped_ = true;  // and driven_ stays
+    stopped_ = true;  // driven_ stays true
     running_tasks_.swap(tasks_);
   }
-  for (const std::unique_ptr<LinkCore>& link : links_) link->end();  // links_ no longer changes
+  for (const std::unique_ptr<LinkCore>& link : links_) link->end();  // links_ changes no more
   active_links_.clear();
   running_tasks_.clear();
   teardown();

@@ -1,29 +1,31 @@
-// The core of every transport: who drives it, its task queue, and the life of its links. zmq/ and inproc/ add
-// how bytes are carried.
+// The core of every transport: it decides which thread drives, queues tasks, and manages the links. zmq/ and
+// inproc/ add the way in which bytes travel.
 //
-//   any thread   send, close, post, listen ---> task queue ---> whoever drives
-//   poster       post_and_drive(): 1 run tasks  2 deliver what is quick; wake the thread for what is left.
-//                post_for_later() leaves that to its drive_posted(), or to whoever drives before
-//   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until it has what it waits for
+//   any thread   send, close, post, listen ---> task queue ---> the thread that drives
+//   poster       post_and_drive(): 1 run tasks  2 deliver quick frames; wake the thread for the rest.
+//                post_for_later() leaves that to its drive_posted(), or to a thread that drives earlier
+//   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until done() is true
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
 //
-// Who drives has set driven_, under the mutex. Nobody waits for that; what one has for another driver lies
-// under the same mutex, where the one who drives looks once more as it stops driving. Nothing is lost:
+// The thread that drives has set driven_, under the mutex. No thread waits to drive. A thread that has work
+// for the driving one leaves it under the same mutex, and the driving thread looks there once more as it
+// stops driving. So nothing is lost:
 //
-//   a task      is queued. Where nobody drives a sleeper is woken, the waiter before the thread
-//   traffic     is told of once, to one sleeper (watch.h), which drives or queues it for the one who does. A
-//               link that was read or written is read until it is empty, or it stays marked and the thread is
-//               woken for it: reading and writing may both use up what would tell of more traffic
-//   a frame     in rings (ring_board.h) rings the bell, which is traffic, only for a sleeper who wants that;
-//               who goes to sleep, or stops driving, says for what and then looks once more
-//   a deadline  is the thread's. Whoever makes a new one, or ends a link, calls need_thread(): from then on
-//               nobody else begins to drive until the thread has had its turn
+//   a task      is queued. If no thread drives, a sleeper is woken, the waiter before the transport thread
+//   traffic     is reported once, to one sleeper (watch.h). It drives, or queues the report for the thread
+//               that does. A link that was read or written is read until it is empty; otherwise it stays
+//               marked and the transport thread is woken for it. Both reading and writing may consume the
+//               report of further traffic
+//   a frame     in rings (ring_board.h) rings the bell, which is traffic, only for a sleeper that wants it.
+//               A thread that goes to sleep or stops driving says what it wants and then looks once more
+//   a deadline  is the transport thread's. A thread that makes a new one or ends a link calls need_thread().
+//               Then no other thread begins to drive until the transport thread has had its turn
 //
-// driving.cc has the poster's and the waiter's turns, transport_core.cc the thread's and the life of the
-// links.
+// driving.cc has the turns of posters and waiters, transport_core.cc the transport thread's turn and the life
+// of the links.
 //
-// Ownership: owns its thread and its links. Bound of the queue: what channels have credits for. Tasks lie in
-// the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
+// Ownership: a transport owns its thread and its links. Bound: the channels' credits bound the queue. Tasks
+// are stored in the queue itself, which never shrinks; so in the steady state nothing is allocated.
 #pragma once
 
 #include <atomic>
@@ -52,16 +54,16 @@ namespace pipedream {
 
 class LinkCore;
 
-inline constexpr int kBeatsPerTimeout = 8;  // so that a few may be late
+inline constexpr int kBeatsPerTimeout = 8;  // so that a few beats may be late
 
-// Room for the largest: a frame with its encoded header.
+// The size of the largest task: a frame with its encoded header.
 inline constexpr std::size_t kTaskBytesMax = 496;
 using Task = InlineFunction<kTaskBytesMax>;
 
-// Why a thread drives, and so what it has time for.
+// Why a thread drives. The reason limits what it does.
 enum class Driver {
-  kPoster,  // it has posted something and goes back to its work: nothing that takes long
-  kWaiter,  // it waits for what a handler does: everything until that has come
+  kPoster,  // it has posted something and must get back to its work: nothing slow
+  kWaiter,  // it waits for a handler's result: everything until that has come
   kThread,  // the transport thread: everything
 };
 
@@ -81,63 +83,65 @@ class TransportCore : public Transport {
   void want_all(bool wants) final;
   void shutdown(double linger_s) final;
 
-  // Ends without a farewell, as a killed process does. For tests.
+  // Ends without BYE, like a killed process. For tests.
   void abandon();
-  // Runs what was posted where start() was not called, so that no thread comes that is needed. For tests.
+  // Runs the posted functions when start() was not called, so that tests need no thread. For tests.
   void drive_without_thread();
 
-  // Runs `function` on the thread that drives, or destroys it, here, when the transport has ended. May be
-  // move-only. Any thread.
+  // Runs `function` on the thread that drives. If the transport has ended, destroys it on this thread. It may
+  // be move-only. Any thread.
   template <class Function>
   void enqueue(Function function) {
-    // A refused task dies here, outside the lock: its destructor may run the user's on_sent.
+    // A refused task is destroyed here, outside the lock, because its destructor may run the user's on_sent.
     Task task(std::move(function));
     static_cast<void>(try_enqueue(task));
   }
   // False when the transport has ended: the task was not taken.
   [[nodiscard]] bool try_enqueue(Task& task);
 
-  // This thread drives this transport; any transport.
+  // Whether this thread drives this transport, or any transport.
   [[nodiscard]] bool is_driven_here() const;
   [[nodiscard]] static bool is_any_driven_here();
 
-  // Who drives. The transport thread takes a turn soon: there is something that it alone does, or has time
-  // for.
+  // Makes the transport thread take a turn soon, for work that it alone does or has time for. Who drives.
   void need_thread() { needs_thread_.store(true); }
-  // The same. A link awaits its peer's HELLO until a deadline, or has ended.
+  // These also call need_thread(): the link now waits for HELLO until a deadline, or a link has ended.
   void await_hello(LinkCore& link);
   void note_ended();
-  // Who drives, or nobody yet. `name` comes with note_ready() when it becomes readable; see watch.h.
+  // From now on note_ready(name) is called when fd becomes readable; see watch.h. Who drives, or before any
+  // thread does.
   void watch(int fd, std::uint64_t name);
   void unwatch(int fd);
 
-  // The one that all links with this LinkOptions::peer share.
+  // The PeerLife that all links with this LinkOptions::peer share.
   [[nodiscard]] PeerLife& peer_named(const std::string& name);
 
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
  protected:
-  // A subclass calls start() at the end of its constructor and shutdown(0) at the start of its destructor:
-  // between them the thread may call what is virtual.
+  // A subclass calls start() at the end of its constructor and shutdown(0) at the start of its destructor.
+  // Between the two calls the thread may call virtual functions.
   void start();
 
-  // Before start(): deliver() reads the rings that are marked there; who sleeps is woken for them.
+  // Sets the board of the rings, before start(). deliver() reads the rings that are marked on it, and
+  // sleepers are woken for them.
   void listen_to(RingBoard& board) { board_ = &board; }
 
   // Takes the link over and starts it. Throws UserError after shutdown.
   Link& add(std::unique_ptr<LinkCore> link);
 
-  // The rest: who drives. What has this name is readable.
+  // The functions below run on the thread that drives. note_ready: the descriptor with this name is readable.
   virtual void note_ready(std::uint64_t name) = 0;
-  // A bounded turn for each link that may have traffic.
+  // Gives each link that may have traffic one bounded turn.
   virtual void deliver(Driver driver) = 0;
-  [[nodiscard]] virtual bool has_traffic() const = 0;  // left by deliver(), or noted since
-  // Transport thread, last of all: every link has ended.
+  [[nodiscard]] virtual bool has_traffic() const = 0;  // that deliver() left, or that came since
+  // The last call, on the transport thread, after every link has ended.
   virtual void teardown() = 0;
 
  private:
-  static constexpr std::size_t kNumTasksAtFirst = 64;  // room for more is made when it is needed
-  // Posts of others and arrivals may keep a thread that has other things to do for no more rounds than this.
+  static constexpr std::size_t kNumTasksAtFirst = 64;  // grows when needed
+  // Other threads' posts and arriving frames may keep a poster or a waiter driving for at most so many
+  // rounds.
   static constexpr int kNumPosterRoundsMax = 4;
   static constexpr int kNumWaiterRoundsMax = 64;
   static constexpr std::int64_t kNoPulse = -1;
@@ -180,38 +184,38 @@ class TransportCore : public Transport {
 
   const TransportOptions options_;
   const Clock::duration beat_period_;
-  const HomeProcess home_;  // of the sockets
-  Watch waiter_watch_;      // descriptors are added here first: who waits is woken before the thread
+  const HomeProcess home_;  // the process that owns the sockets
+  Watch waiter_watch_;      // descriptors are added here first, so that the waiter is woken first
   Watch thread_watch_;
   std::mutex join_mutex_;  // guards thread_'s join
   std::thread thread_;
 
   std::mutex mutex_;  // guards the members below
   std::vector<Task> tasks_;
-  std::vector<std::uint64_t> told_;        // names of what became readable, for who drives
+  std::vector<std::uint64_t> told_;        // names of readable descriptors, for the thread that drives
   std::map<std::string, PeerLife> peers_;  // by name; outlive the links
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
-  bool driven_ = false;                    // and after the end: nobody drives then
-  bool thread_sleeps_ = false;             // and nobody has woken it
+  bool driven_ = false;                    // stays true after the end, so that no thread drives then
+  bool thread_sleeps_ = false;             // and has not been woken
   bool waiter_sleeps_ = false;             // likewise
   std::optional<std::thread::id> waiter_;  // in drive_until()
-  bool interrupted_ = false;               // since it last slept
+  bool interrupted_ = false;               // interrupt() was called since the waiter last slept
   bool stopped_ = false;                   // no more tasks
   int num_wanting_all_ = 0;
-  RingBoard* board_ = nullptr;  // its wish; null: there are no rings
+  RingBoard* board_ = nullptr;  // guards its wish, not the pointer; null: there are no rings
 
   std::atomic<bool> needs_thread_{false};
-  std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // when it was last felt
+  std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // time of the last pulse()
   std::atomic<std::uint64_t> num_work_items_{0};
 
   // Who drives.
-  std::vector<LinkCore*> active_links_;   // started and not ended, but for some that ended in this turn
-  bool some_ended_ = false;               // of these, since the thread's last turn
-  std::vector<LinkCore*> greeted_links_;  // those that await HELLO, and some that no longer do
-  std::vector<PeerLife*> active_peers_;   // theirs, and some whose links have all ended
-  Deadline last_check_;                   // of these
-  Deadline next_check_;  // the first of them may be silent by then; not when there are no beats
+  std::vector<LinkCore*> active_links_;
+  bool some_ended_ = false;               // an active link ended since the thread's last turn
+  std::vector<LinkCore*> greeted_links_;  // links that wait for HELLO, and some that no longer do
+  std::vector<PeerLife*> active_peers_;   // peers of the active links, and some whose links have all ended
+  Deadline last_check_;                   // the last check of active_peers_
+  Deadline next_check_;                   // when a peer may first be silent; not set without beats
   std::vector<Task> running_tasks_;
   std::vector<std::uint64_t> noted_;
   Deadline next_beat_;

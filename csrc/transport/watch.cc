@@ -36,7 +36,7 @@ WakeFd::~WakeFd() { ::close(fd_); }
 
 void WakeFd::set() {
   const std::uint64_t one = 1;
-  // Fails only when the counter is full, and then the thread wakes anyway.
+  // A write fails only when the counter is full, and then the thread wakes anyway.
   [[maybe_unused]] const ssize_t written = ::write(fd_, &one, sizeof(one));
 }
 
@@ -69,8 +69,8 @@ void Watch::remove(int fd) {
   PD_CHECK(removed == 0, "fd " << fd << ": " << std::strerror(errno));
 }
 
-// A wait that ends by its time or a signal may end at the moment in which a descriptor wakes this thread, and
-// that wakes nobody else: so it is asked again before this thread stays awake.
+// Asks once more after a timeout or a signal. A descriptor may have woken this thread at that very moment,
+// and then it wakes no other thread.
 std::span<const std::uint64_t> Watch::sleep(int timeout_ms) {
   num_names_ = 0;
   if (collect(timeout_ms) == 0) static_cast<void>(collect(0));

@@ -1,12 +1,13 @@
-// A thread that drives a transport sleeps on a Watch: a wake-up of its own, and descriptors that it shares
-// with the watches of other threads. Owned by the transport.
+// A thread that drives a transport sleeps on its Watch. Its own wake() ends the sleep, and so do descriptors,
+// which several watches share. Owned by the transport.
 //
-// A descriptor that becomes readable wakes one thread, not all: of the watches on which somebody sleeps, the
-// one to which it was added first (EPOLLEXCLUSIVE). While nobody sleeps the next one of each watch finds it.
-// It is said once (EPOLLET), and to whoever was woken perhaps alone: that thread must read what there is, or
-// remember that it has not.
+// A descriptor that becomes readable wakes one thread, not all of them (EPOLLEXCLUSIVE): among the watches on
+// which a thread sleeps, the one to which the descriptor was added first. While no thread sleeps, the next
+// sleep on each watch reports it. It is reported once (EPOLLET), perhaps to the woken thread alone. So that
+// thread must read all there is, or remember that it has not.
 //
-// Threads: wake() on any; add() and remove() on one at a time; sleep() on one at a time, beside them.
+// Threads: any thread may call wake(); one at a time add() and remove(); one at a time sleep(), concurrently
+// with those.
 #pragma once
 
 #include <array>
@@ -18,7 +19,7 @@
 
 namespace pipedream {
 
-// One thread's wake-up: a counter in the kernel. Any thread.
+// The wake-up of one thread: an eventfd, a counter in the kernel. Any thread.
 class WakeFd {
  public:
   WakeFd();  // throws UserError
@@ -34,7 +35,7 @@ class WakeFd {
   const int fd_;
 };
 
-// A timeout for Watch::sleep(). Rounded up: a thread that wakes early would sleep again.
+// A timeout for Watch::sleep(), rounded up, because a thread that wakes early would have to sleep again.
 [[nodiscard]] int milliseconds_until(Deadline deadline);
 
 class Watch {
@@ -47,14 +48,15 @@ class Watch {
   // The most names that sleep() returns at a time.
   static constexpr std::size_t kNumNamesMax = 64;
 
-  // name: what sleep() says when it is readable; not 0.
+  // name: sleep() returns it when fd is readable; not 0.
   void add(int fd, std::uint64_t name);
   void remove(int fd);  // before it is closed
 
   void wake() { wake_fd_.set(); }
-  // Until wake(), which is used up by that, until a descriptor is readable or timeout_ms have passed (-1: no
-  // bound); or a signal came. The names of what is readable, valid until the next call. Where there are
-  // kNumNamesMax, or one fewer and a wake-up, there may be more, which this thread must ask for.
+  // Sleeps until wake(), until a descriptor is readable, until timeout_ms have passed (-1: no limit), or
+  // until a signal arrives. One wake() ends one sleep. Returns the names of the readable descriptors, valid
+  // until the next call. If there are kNumNamesMax of them, or one fewer together with a wake-up, more may be
+  // readable, and this thread must call again.
   [[nodiscard]] std::span<const std::uint64_t> sleep(int timeout_ms);
 
  private:

@@ -1,14 +1,14 @@
-// Links between transports of one process: a frame itself is handed to the receiver's task queue, without a
+// Links between transports of one process. A frame itself is moved to the receiver's task queue, without a
 // copy or an allocation. Endpoints are numbers in a registry of the process.
 //
 // The receiver reads the sender's memory, and on_sent runs on the thread that drives the receiver. So a
-// transport that ends waits until the others have given back what they read of it; one that ends gives back
-// first, so two that end at once do not wait for each other.
+// transport that ends waits until the others have released its payloads. Before that it releases theirs, so
+// that two transports that end at once do not wait for each other.
 //
-// Keys and beats: a process need not hide from itself, so keys are ignored; beats are as everywhere.
+// Keys are ignored, because a process need not hide from itself. Beats work as in every transport.
 //
-// The registry's mutex guards which links listen and who is whose peer, for all inproc links. A link that
-// has a peer is alive: links leave under that mutex before they are destroyed.
+// The registry's mutex guards the set of listening links and the pairing of all inproc links. A link's peer
+// is always alive, because a link leaves under that mutex before it is destroyed.
 #include <charconv>
 #include <condition_variable>
 #include <map>
@@ -29,7 +29,7 @@ constexpr std::string_view kScheme = "inproc://";
 
 class InprocLink;
 
-// How many payloads of a transport its peers still read. Any thread.
+// The number of a transport's payloads that its peers still read. Any thread.
 class DeliveryCount {
  public:
   void begin() {
@@ -56,7 +56,7 @@ struct EndDelivery {
 };
 using CountedDelivery = std::unique_ptr<DeliveryCount, EndDelivery>;
 
-// A frame in the receiver's task queue. The frame dies before it counts as delivered.
+// A frame in the receiver's task queue. It is destroyed before `counted` counts it as delivered.
 struct Delivery {
   void operator()();
 
@@ -71,9 +71,9 @@ class InprocRegistry {
   static InprocRegistry& instance();
 
   std::uint64_t listen(InprocLink& link);
-  // False when nothing listens there, or no longer.
+  // False when no link listens there, or no longer.
   [[nodiscard]] bool connect(InprocLink& link, std::uint64_t number);
-  // Dropped when `from` has no peer, or no longer.
+  // Drops the frame when `from` has no peer, or no longer.
   void deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame);
   void leave(InprocLink& link);
 
@@ -142,7 +142,7 @@ bool InprocRegistry::connect(InprocLink& link, std::uint64_t number) {
 }
 
 void InprocRegistry::deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame) {
-  Task refused;  // dies after the lock: on_sent is the user's
+  Task refused;  // destroyed after the lock: on_sent is the user's
   const std::lock_guard lock(mutex_);
   InprocLink* const to = from.peer_;
   if (to == nullptr) return;

@@ -1,5 +1,5 @@
-// Rules of where a listener may bind and a connector may connect to: loopback freely, elsewhere with keys or
-// with insecure=true. Any thread; pure.
+// The rules for where a listener may bind and a connector may connect: freely on loopback; elsewhere only
+// with keys or insecure=true. Any thread; pure.
 #pragma once
 
 #include <string>
@@ -15,9 +15,9 @@ namespace pipedream {
 // for an address that nobody could connect to, and for one that others reach where links are not encrypted.
 [[nodiscard]] std::string bind_address(const TransportOptions& options);
 
-// address: "tcp://127.0.0.1:40001", as a listener's endpoint has it. It comes from a store in which others
-// may write: without keys or insecure=true it must be a loopback address and nothing else, no name that a
-// resolver is asked for and none of libzmq's further forms (a source address before a ';'). Throws UserError.
+// Checks the address of a listener's endpoint, such as "tcp://127.0.0.1:40001". Others may write to the store
+// that it comes from. So without keys or insecure=true it must be a plain loopback address: no name for a
+// resolver, and none of libzmq's further forms (a source address before a ';'). Throws UserError.
 void check_connect_address(const TransportOptions& options, const std::string& address);
 
 }  // namespace pipedream

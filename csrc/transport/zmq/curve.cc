@@ -33,7 +33,7 @@ std::optional<std::uint32_t> decode_word(std::string_view chars) {
   return static_cast<std::uint32_t>(word);
 }
 
-// Says no more of a key than its length: it may be the secret one.
+// The message gives only the key's length, because the key may be secret.
 void check_key(const std::string& text, const std::string& which) {
   if (decode_curve_key(text)) return;
   throw UserError(which + " is not a CURVE key: it must be Z85 text of " + std::to_string(kCurveKeyChars) +

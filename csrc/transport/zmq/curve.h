@@ -1,8 +1,9 @@
-// The keys of CURVE (CurveZMQ, ZeroMQ RFC 26): checked, decoded, given to sockets. Any thread; plain values.
+// Checks and decodes the keys of CURVE (CurveZMQ, ZeroMQ RFC 26), and gives them to sockets. Any thread;
+// plain values.
 //
-// Who proves what: a connector knows the listener's key from its endpoint and talks to nobody else; libzmq
-// sees to that. A listener learns the connector's key in the handshake; the ZAP handler (zap_handler.h) lets
-// in the allowed ones. Secret keys never appear in a message.
+// Both ends prove who they are. A connector knows the listener's key from its endpoint, and libzmq talks to
+// no one else. A listener learns the connector's key in the handshake, and the ZAP handler (zap_handler.h)
+// lets in the allowed ones. Secret keys never appear in a message.
 #pragma once
 
 #include <array>
@@ -21,7 +22,7 @@ inline constexpr std::size_t kCurveKeyBytes = 32;
 inline constexpr std::size_t kCurveKeyChars = 40;  // as Z85 text
 // Bytes that encryption adds to a part: its name, nonce, authenticator and flags.
 inline constexpr std::size_t kCurveBytesPerPart = 33;
-// The longest command of the handshake is below.
+// No command of the handshake is longer.
 inline constexpr std::size_t kCurveHandshakeBytesMax = 1024;
 
 using CurveKey = std::array<unsigned char, kCurveKeyBytes>;
@@ -32,14 +33,14 @@ using CurveKey = std::array<unsigned char, kCurveKeyBytes>;
 // Throws UserError naming the key that is malformed, a pair that does not match, or a libzmq without CURVE.
 void check_curve_keys(const CurveKeys& keys, const LibZmq& zmq);
 
-// The allowed keys, which were checked.
+// The allowed keys, which check_curve_keys() has checked.
 [[nodiscard]] std::vector<CurveKey> allowed_curve_keys(const CurveKeys& keys);
 
-// Throws UserError when the two ends do not both have keys, or these may not talk to each other.
+// Throws UserError unless both ends have keys that may talk to each other, or neither has keys.
 void check_server_key(const std::optional<CurveKeys>& keys, const std::string& server_key,
                       const std::string& address);
 
-// Makes a socket that is neither bound nor connected yet the listening or connecting side.
+// Makes a socket the listening or the connecting side. It must not be bound or connected yet.
 void set_curve_server(const LibZmq& zmq, void* socket, const CurveKeys& keys);
 void set_curve_client(const LibZmq& zmq, void* socket, const CurveKeys& keys, const std::string& server_key);
 

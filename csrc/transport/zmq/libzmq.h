@@ -1,7 +1,7 @@
-// libzmq's C interface, loaded at run time: no header and no link-time dependency. Names and values are
-// those of zmq.h 4.3, whose interface is stable; only what is used here is declared.
+// libzmq's C interface, loaded at run time, so that no header and no link-time dependency is needed. Names
+// and values are those of zmq.h 4.3, whose interface is stable. Only the parts used here are declared.
 //
-// Loaded once per path and never unloaded. Any thread; sockets belong to one thread at a time.
+// Each path is loaded once and never unloaded. Any thread; a socket belongs to one thread at a time.
 #pragma once
 
 #include <cerrno>
@@ -100,8 +100,8 @@ struct LibZmq {
   int (*msg_more)(const ZmqMessage* message) = nullptr;
   const char* (*msg_gets)(const ZmqMessage* message, const char* property) = nullptr;
 
-  // The result of a call that does nothing when a signal interrupts it: it is made again then. Who drives may
-  // be any thread, also one on which signals are handled.
+  // The result of a call that is repeated when a signal interrupts it. A driving thread may be one on which
+  // signals are handled.
   template <class Call>
   [[nodiscard]] int uninterrupted(Call call) const {
     for (;;) {

@@ -17,11 +17,11 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kUsername =
-    "pipedream";  // PLAIN wants one; the ZAP handler looks at the token alone
+    "pipedream";  // PLAIN needs a name; the ZAP handler checks only the token
 constexpr std::size_t kTokenBytes = kTokenChars / 2;
 
-// HELLO of PLAIN: its name, and the length and text of both strings. The smallest limit of a part that a link
-// sets is a frame's header.
+// PLAIN's HELLO: its name, then the length and the text of both strings. It must fit the smallest part limit
+// of any link, which is a frame's header.
 constexpr std::size_t kPlainHelloBytes = 6 + 1 + kUsername.size() + 1 + kTokenChars;
 static_assert(kPlainHelloBytes <= kFrameHeaderBytes);
 
@@ -38,7 +38,7 @@ std::string make_token() {
   do {
     num_bytes = ::getrandom(bytes.data(), bytes.size(), 0);
   } while (num_bytes < 0 && errno == EINTR);
-  // So few bytes come in one piece.
+  // So few bytes are always returned in full.
   PD_CHECK(num_bytes == static_cast<ssize_t>(bytes.size()), "getrandom: " << std::strerror(errno));
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string token;

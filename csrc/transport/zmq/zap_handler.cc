@@ -1,4 +1,4 @@
-// Answers libzmq's questions whether a connection may enter. On the thread that drives.
+// Answers libzmq's requests to let a connection in. On the thread that drives.
 #include "transport/zmq/zap_handler.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@ constexpr const char* kZapEndpoint = "inproc://zeromq.zap.01";
 constexpr std::size_t kRequestIdPart = 1;
 constexpr std::size_t kDomainPart = 2;
 constexpr std::size_t kMechanismPart = 5;
-constexpr std::size_t kKeyPart = 6;       // of CURVE
-constexpr std::size_t kPasswordPart = 7;  // of PLAIN, after the user's name
+constexpr std::size_t kKeyPart = 6;       // CURVE only
+constexpr std::size_t kPasswordPart = 7;  // PLAIN only, after the user's name
 constexpr int kWelcome = 200;
 
 void* make_socket(const LibZmq& zmq, void* context) {
@@ -49,7 +49,7 @@ bool ZapDomains::knows(const std::string& domain, std::string_view token) const 
 }
 
 bool ZapDomains::enter(const std::string& domain) {
-  std::function<void()> on_enter;  // runs after the lock: it may take others
+  std::function<void()> on_enter;  // called after the lock, because it may take other locks
   {
     const std::lock_guard lock(mutex_);
     const auto found = domains_.find(domain);
@@ -73,13 +73,13 @@ void ZapHandler::answer() {
     while (more) {
       if (!receive_part(request.emplace_back(), more)) return;
     }
-    // libzmq itself asks, so the request is well formed.
+    // The request comes from libzmq itself, so it is well formed.
     PD_CHECK(request.size() > kMechanismPart, "ZAP request of " << request.size() << " parts");
     reply(request[0], request[kRequestIdPart], verdict(request));
   }
 }
 
-// Key or token come first: a stranger does not take the peer's place.
+// Checks the key or token first, so that a stranger does not take the peer's place.
 int ZapHandler::verdict(const std::vector<std::string>& request) {
   if (!may_talk(request)) return kIsStranger;
   return domains_.enter(request[kDomainPart]) ? kWelcome : kHasItsPeer;

@@ -1,11 +1,11 @@
-// Who may connect: the context's ZAP handler (ZeroMQ RFC 27). With keys only the allowed ones enter; without,
-// who says the link's token. Each listening link is a ZAP domain and lets one connection through its
-// handshake, so a second connector is refused at once.
+// The context's ZAP handler (ZeroMQ RFC 27) decides who may connect. With keys it lets in the allowed keys;
+// without keys it lets in connectors that say the link's token. Each listening link is a ZAP domain and lets
+// one connection through its handshake, so a second connector is refused at once.
 //
-// Why not unbind after the first: zmq_unbind also ends the connections that the endpoint has accepted. Why
-// not leave it to PAIR: it keeps a second connection open, silently, for ever.
+// Two simpler ways fail. zmq_unbind after the first connection also ends that connection. PAIR by itself
+// keeps a second connection open, silently, for ever.
 //
-// On the thread that drives, but for the constructor and the domains.
+// Runs on the thread that drives, except the constructor and the domains.
 #pragma once
 
 #include <functional>
@@ -21,17 +21,17 @@
 
 namespace pipedream {
 
-// The listening links by domain: a connection may ask before its link has started. Any thread.
+// The listening links by domain. A connection may ask to enter before its link has started. Any thread.
 class ZapDomains {
  public:
   // token: empty where there are keys. on_enter: called by the handler when a connection is let in.
   void add(const std::string& domain, std::string token, std::function<void()> on_enter);
-  // On the handler's thread, so that on_enter does not run any more, or when there is none. Idempotent.
+  // Called on the handler's thread, or when there is none, so that on_enter is not running. Idempotent.
   void remove(const std::string& domain);
 
   [[nodiscard]] bool knows(const std::string& domain, std::string_view token) const;
-  // False when the link has its peer. The domain lets nobody else in, for good: who enters is the peer,
-  // and there is no reconnect.
+  // Lets a connection in and closes the domain for good, because there is no reconnect. False when the link
+  // has its peer already.
   [[nodiscard]] bool enter(const std::string& domain);
 
  private:
@@ -47,8 +47,8 @@ class ZapDomains {
 
 class ZapHandler {
  public:
-  // The answer to a connector that is refused: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
-  // a fixed set of codes.
+  // The status sent to a refused connector. Its monitor gets it as the value of kEventHandshakeFailedAuth.
+  // ZAP has a fixed set of codes.
   static constexpr int kIsStranger = 400;  // its key is not allowed, or it does not know the token
   static constexpr int kHasItsPeer = 500;
 

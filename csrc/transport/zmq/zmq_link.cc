@@ -42,7 +42,7 @@ class ZmqReceived {
     return {static_cast<const std::byte*>(zmq_.msg_data(&message_)), zmq_.msg_size(&message_)};
   }
   [[nodiscard]] bool more() const { return zmq_.msg_more(&message_) != 0; }
-  // The file descriptor of the connection that it came over; -1 when unknown.
+  // The file descriptor of the connection that the message came over; -1 when unknown.
   [[nodiscard]] int connection_fd() const {
     const char* const text = zmq_.msg_gets(&message_, "__fd");
     int fd = -1;
@@ -60,17 +60,17 @@ namespace {
 constexpr std::string_view kScheme = "tcp://";
 constexpr const char* kEndpointLooks = "an endpoint looks like tcp://127.0.0.1:40001";
 constexpr std::chrono::milliseconds kTakenPortsPeriod{20};
-constexpr int kNumMessagesPerRound = 16;  // of one link, before the others have their turn
+constexpr int kNumMessagesPerRound = 16;  // of one link, before the next link's turn
 
 bool is_ipv6(const std::string& address) { return address.find('[') != std::string::npos; }
 
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 1e3, 1.0, 6'553'500.0)); }
 
-// Whether a receiver is woken although its handler lets frames wait: for all frames but a training's steady
+// Whether the frame wakes a receiver that lets frames wait. True for all frames but a training's steady
 // traffic.
 bool is_urgent(FrameKind kind) { return kind != FrameKind::kTensor && kind != FrameKind::kCredit; }
 
-// libzmq's I/O thread, or who drives when the message never left it.
+// Called on libzmq's I/O thread, or on the thread that drives if the message was never sent.
 void release_payload(void* /*data*/, void* hint) {
   const PassiveScope on_a_thread_of_libzmq;
   auto* const sent = static_cast<SentPayloads::Payload*>(hint);
@@ -102,14 +102,14 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kRcvHwm, 0);
   set_option(zmq::kReconnectIvl, -1);
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
-  // A connector's own deadline for HELLO comes first: it says what happened.
+  // For a connector this is later than its own deadline for HELLO, which gives the better message.
   set_option(zmq::kHandshakeIvl,
              milliseconds(role == Role::kConnector ? 2 * peer_timeout_s : peer_timeout_s));
   set_part_bytes_max();
   open_monitor();
 }
 
-// A longer part ends the connection before memory is allocated for it.
+// libzmq ends the connection at a longer part, before it allocates memory for it.
 void ZmqLink::set_part_bytes_max() {
   std::size_t num_bytes = std::max<std::size_t>(options().payload_bytes_max, kFrameHeaderBytes);
   if (shared_.options.keys) num_bytes = std::max(num_bytes + kCurveBytesPerPart, kCurveHandshakeBytesMax);
@@ -130,7 +130,7 @@ void ZmqLink::open_monitor() {
                      zmq::kEventHandshakeFailedAuth;
   monitor_ = zmq_.socket(shared_.context, zmq::kPair);
   const int linger = 0;
-  // A full monitor would hold up libzmq's I/O thread, and with it all links, until somebody drives.
+  // No limit: a full monitor would block libzmq's I/O thread, and with it all links, until a thread drives.
   const int unbounded = 0;
   if (monitor_ == nullptr || zmq_.socket_monitor(socket_, address.c_str(), events) != 0 ||
       zmq_.setsockopt(monitor_, zmq::kLinger, &linger, sizeof(linger)) != 0 ||
@@ -159,12 +159,12 @@ void ZmqLink::bind() {
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
-  // Not before: nobody else knows the endpoint yet.
+  // Early enough: no one else knows the endpoint yet.
   shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
 }
 
-// A range is shared by all workers of a machine, and by links that open while older ones close: so it is
-// asked again until one of its ports is free.
+// Tries the ports again and again until one is free. All workers of a machine share a range, also while some
+// links close and others open.
 void ZmqLink::bind_to(const std::string& host) {
   if (!shared_.options.ports) {
     if (try_bind(host + ":*")) return;
@@ -217,16 +217,16 @@ void ZmqLink::connect(const std::string& endpoint) {
   }
 }
 
-// Before libzmq closes the descriptors.
+// Stops watching the descriptors before libzmq closes them.
 void ZmqLink::disconnect() {
-  if (socket_ == nullptr) return;  // a second time: the transport may be half gone
+  if (socket_ == nullptr) return;  // second call: the transport may be partly destroyed
   if (std::exchange(uses_rings_, false)) shared_.ring_links.at(rings_->number()) = nullptr;
   shared_.zap_domains.remove(domain_);
   for (int* fd : {&socket_fd_, &monitor_fd_}) {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
   }
   if (monitor_ != nullptr) {
-    // Fails only when there is no monitor, as half way through the constructor.
+    // Fails only when there is no monitor, as after half of the constructor.
     [[maybe_unused]] const int stopped = zmq_.socket_monitor(socket_, nullptr, 0);
     PD_CHECK(zmq_.close(monitor_) == 0, zmq_.last_error());
     monitor_ = nullptr;
@@ -242,7 +242,7 @@ void ZmqLink::watch_traffic() {
   monitor_fd_ = descriptor_of(zmq_, monitor_);
   transport().watch(socket_fd_, name());
   transport().watch(monitor_fd_, name() + 1);
-  look_for_traffic();  // what came before may have been told already
+  look_for_traffic();  // earlier traffic may have been reported already
 }
 
 void ZmqLink::look_for_traffic() {
@@ -250,8 +250,8 @@ void ZmqLink::look_for_traffic() {
   mark();
 }
 
-// By the kernel's count: libzmq tells of whole messages alone. The descriptor is libzmq's. Where it has just
-// been closed this says nothing, or something of another connection, and the monitor tells of the end.
+// Asks the kernel, because libzmq reports only whole messages. The descriptor belongs to libzmq. If libzmq
+// has just closed it, the answer is empty or another connection's; then the monitor reports the end.
 std::optional<Deadline> ZmqLink::last_arrival() const {
   tcp_info info{};
   socklen_t num_bytes = sizeof(info);
@@ -273,7 +273,7 @@ void ZmqLink::note_ready(std::uint64_t name) {
   link->mark();
 }
 
-// Events first: what was received before a connection ended is then in the socket.
+// Reads events first: all that was received before a connection ended is then in the socket.
 bool ZmqLink::deliver(Driver driver) {
   if (socket_ != nullptr) {
     const bool is_quick_turn = is_quick() && !has_events_ && !connection_ended_;
@@ -299,7 +299,7 @@ bool ZmqLink::has_traffic() {
 
 // ---- Sending ----
 
-// From both sides' HELLO on frames take either way.
+// After both HELLOs frames may take the rings or the connection.
 void ZmqLink::opened() {
   if (!rings_ || !rings_->begin(*shared_.board)) return;
   uses_rings_ = true;
@@ -337,7 +337,7 @@ void ZmqLink::carry_payload(HeldFrame frame) {
 
 bool ZmqLink::handed_over(int send_result) {
   if (send_result >= 0) return true;
-  // Without a high-water mark a socket refuses only when it has no connection.
+  // Without a high-water mark a socket refuses a message only when it has no connection.
   PD_CHECK(zmq_.errno_of_thread() == EAGAIN, zmq_.last_error());
   connection_ended_ = true;
   return false;
@@ -375,7 +375,7 @@ void ZmqLink::handle_connector_event(int event, int value) {
   }
 }
 
-// The reason as far as this side can know it: a listener with another key just ends the connection.
+// The reason as far as this side can know it: a listener with another key only ends the connection.
 std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
@@ -399,7 +399,7 @@ void ZmqLink::handle_listener_event(int event, int value) {
   }
   if (event != zmq::kEventDisconnected) return;
   if (value == peer_fd_) {
-    connection_ended_ = true;  // now: a stranger's connection may have the same descriptor next
+    connection_ended_ = true;  // at once: a stranger's connection may get the same descriptor next
   } else {
     ended_fds_.insert(value);
     count_refusal();
@@ -414,7 +414,7 @@ bool ZmqLink::receive_some() {
       receive_one(header);
       continue;
     }
-    // Only now is everything delivered that came before the end.
+    // After this everything that came before the end is delivered.
     drain_rings();
     if (peer_fd_ != kAnyFd && ended_fds_.contains(peer_fd_)) connection_ended_ = true;
     if (connection_ended_) lost(how_it_ended_);
@@ -437,17 +437,17 @@ bool ZmqLink::receive_from_rings() {
   return true;
 }
 
-// Delivers the frames that were there before the connection brought something, or ended: no more than there
-// are cells.
+// Delivers the frames that were in the ring before the connection brought something or ended: at most one per
+// cell.
 void ZmqLink::drain_rings() {
   for (std::size_t count = 0; count < FrameRings::kNumCells && receive_from_rings(); ++count) {
   }
 }
 
-// A frame takes the connection only after those before it that took the rings.
+// Delivers the ring's frames first: the sender put them there before it used the connection.
 void ZmqLink::receive_one(ZmqReceived& header) {
   drain_rings();
-  if (socket_ == nullptr) return;  // one of those has ended the link
+  if (socket_ == nullptr) return;  // one of those frames has ended the link
   if (uses_rings_) rings_->note_brought();
   if (connecting()) peer_fd_ = header.connection_fd();
   if (!header.more()) {

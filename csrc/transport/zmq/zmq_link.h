@@ -1,21 +1,22 @@
-// One link over ZeroMQ and TCP: a PAIR socket and its monitor. All sockets belong to who drives once the link
-// is added: libzmq wants a fence between two threads that use a socket, and the mutex under which they take
-// turns is one.
+// One link over ZeroMQ and TCP: a PAIR socket and its monitor. Once the link is added, only the thread that
+// drives uses the sockets. libzmq needs a fence between two threads that use a socket; the mutex under which
+// threads take turns is one.
 //
 //   send      caller -> task queue -> who drives: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
 //   receive   TCP -> I/O thread -> message (libzmq's memory) -> who drives -> handler, no copy
-//   loss      the monitor tells at once that a connection ended; that a peer is silent, LinkCore finds
+//   loss      the monitor reports at once when a connection ends; LinkCore notices a silent peer
 //
-// Where both ends are on one host and share memory, frames without a payload take rings in it instead
-// (frame_rings.h), and the connection is there to find each other, for the rest, and to tell of a loss.
+// If both ends are on one host and share memory, frames without a payload take rings in that memory instead
+// (frame_rings.h). The connection then serves to find the peer, to carry the other frames, and to report a
+// loss.
 //
-// A socket's descriptor (ZMQ_FD) tells once that something happened, and whatever is done with the socket, a
-// send as well, may use that up. So a link that was touched is marked until it was found empty: by reading it
-// until libzmq says EAGAIN, or by asking for ZMQ_EVENTS.
+// A socket's descriptor (ZMQ_FD) reports activity once, and any use of the socket, even a send, may consume
+// the report. So a used link stays marked until it was found empty: by reading until libzmq says EAGAIN, or
+// by reading ZMQ_EVENTS.
 //
-// What bounds the queues: the credits of the channels above. The high-water marks are off, because they
-// count messages and a full socket would block who drives.
+// The credits of the channels bound the queues. High-water marks are off: they count messages, and a full
+// socket would block the thread that drives.
 #pragma once
 
 #include <atomic>
@@ -39,10 +40,10 @@ namespace pipedream {
 
 class ZmqReceived;
 
-// The descriptor that becomes readable when something happens to the socket; see the top.
+// The descriptor that becomes readable on activity of the socket; see the top.
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
-// Payloads that libzmq still reads. Their places are used again, so only a new peak allocates. Any thread.
+// Payloads that libzmq still reads. Places are reused, so only a new peak allocates. Any thread.
 class SentPayloads {
  public:
   struct Payload {
@@ -54,7 +55,7 @@ class SentPayloads {
     const std::lock_guard lock(mutex_);
     if (free_.empty()) {
       free_.push_back(payloads_.emplace_back(std::make_unique<Payload>(Payload{this, std::nullopt})).get());
-      free_.reserve(payloads_.size());  // to release allocates nothing
+      free_.reserve(payloads_.size());  // so that release() allocates nothing
     }
     Payload* const payload = free_.back();
     free_.pop_back();
@@ -79,7 +80,7 @@ class SentPayloads {
 
 class ZmqLink;
 
-// Things of the transport that its links need.
+// The parts of the transport that its links use.
 struct ZmqShared {
   const LibZmq& zmq;
   void* context;
@@ -87,9 +88,9 @@ struct ZmqShared {
   ZapDomains zap_domains{};
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
-  std::unique_ptr<RingBoard> board{};    // for the rings of all links; null: no memory is shared
+  std::unique_ptr<RingBoard> board{};    // serves the rings of all links; null: no memory is shared
   std::vector<ZmqLink*> marked_links{};  // who drives
-  std::vector<ZmqLink*> ring_links{};    // likewise: by number on the board; null where no rings are in use
+  std::vector<ZmqLink*> ring_links{};    // who drives; by number on the board; null: no rings
 };
 
 class ZmqLink final : public LinkCore {
@@ -97,7 +98,7 @@ class ZmqLink final : public LinkCore {
   ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role, ZmqShared& shared);
   ~ZmqLink() override { disconnect(); }
 
-  // Throw UserError. Where all ports of a range are taken bind() waits until one is free.
+  // Both throw UserError. If all ports of a range are taken, bind() waits until one is free.
   void bind();
   void connect(const std::string& endpoint);
 
@@ -113,15 +114,17 @@ class ZmqLink final : public LinkCore {
     if (uses_rings_) shared_.board->let_wait(rings_->number(), patience);
   }
 
-  // Who drives. A link's names (watch.h) are its address, even, and the next number for its monitor.
+  // On the thread that drives. A link has two names (watch.h): its address, which is even, and the next
+  // number for its monitor.
   static void note_ready(std::uint64_t name);
-  // Unmarks the link and returns false once there is nothing more to read.
+  // Delivers arrived frames. Returns false and unmarks the link once there is nothing more to read.
   [[nodiscard]] bool deliver(Driver driver);
-  // Delivers frames that have come by the rings. True if some of them are left.
+  // Delivers frames from the rings. True if some are left.
   [[nodiscard]] bool deliver_rings();
 
  private:
-  // Connections of this link's socket, by file descriptor. A listener may see strangers' connections end.
+  // No connection. Connections are named by file descriptor, because a listener may see strangers'
+  // connections end.
   static constexpr int kAnyFd = -1;
 
   void watch_traffic() override;
@@ -147,13 +150,13 @@ class ZmqLink final : public LinkCore {
   [[nodiscard]] std::string how_handshake_failed(int event, int value) const;
   void receive_one(ZmqReceived& header);
   void carry_payload(HeldFrame frame);
-  // True when it was handed over; false when the connection has ended.
+  // True when libzmq took the message; false when the connection has ended.
   [[nodiscard]] bool handed_over(int send_result);
 
   ZmqShared& shared_;
   const LibZmq& zmq_;
   const Role role_;
-  const std::string domain_;  // of the ZAP handler; unique in the transport
+  const std::string domain_;  // its ZAP domain; unique in the transport
   void* socket_ = nullptr;
   void* monitor_ = nullptr;
   std::string address_;
@@ -161,14 +164,14 @@ class ZmqLink final : public LinkCore {
   std::string token_;       // of the listener; empty with keys
 
   // Who drives.
-  int socket_fd_ = -1;  // what is watched; -1: nothing
+  int socket_fd_ = -1;  // watched descriptors; -1: none
   int monitor_fd_ = -1;
-  bool is_marked_ = false;   // it is in marked_links: there may be traffic
-  bool has_events_ = false;  // the monitor may have
-  int peer_fd_ = kAnyFd;     // the connection that HELLO came by
-  std::set<int> ended_fds_;  // a listener's connections that ended before that and were not opened anew
+  bool is_marked_ = false;   // in marked_links: there may be traffic
+  bool has_events_ = false;  // the monitor may have events
+  int peer_fd_ = kAnyFd;     // the connection on which HELLO came
+  std::set<int> ended_fds_;  // connections of a listener that ended before HELLO
   bool connection_ended_ = false;
-  std::unique_ptr<FrameRings> rings_;  // null: not shared; who drives, once the link is added
+  std::unique_ptr<FrameRings> rings_;  // null: not shared; used by who drives, once the link is added
   bool uses_rings_ = false;
   std::string how_it_ended_ = "the connection ended without a farewell";
 };

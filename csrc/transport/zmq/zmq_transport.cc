@@ -53,8 +53,8 @@ class ZmqTransport final : public TransportCore {
   }
 
  private:
-  static constexpr std::uint64_t kZapName = 1;   // no link's
-  static constexpr std::uint64_t kBellName = 3;  // likewise
+  static constexpr std::uint64_t kZapName = 1;   // not the name of a link
+  static constexpr std::uint64_t kBellName = 3;  // not the name of a link
 
   static std::optional<std::vector<CurveKey>> allowed_keys(const TransportOptions& options) {
     if (!options.keys) return std::nullopt;
@@ -84,7 +84,7 @@ class ZmqTransport final : public TransportCore {
     deliver_rings(driver);
   }
 
-  // A handler may end its link, or open it.
+  // A handler may end or open its link during the loop.
   void deliver_rings(Driver driver) {
     rings_have_more_ = false;
     if (!shared_.board) return;
@@ -117,7 +117,7 @@ class ZmqTransport final : public TransportCore {
   const int zap_fd_;
 
   // Who drives.
-  bool zap_is_ready_ = true;  // what came before it was watched may have been told already
+  bool zap_is_ready_ = true;  // earlier requests may have been reported already
   bool rings_have_more_ = false;
   std::vector<ZmqLink*> delivering_;
 };
