@@ -1,5 +1,5 @@
-// A way that items take from one replica of a stage to one of another, by its kind. Each end names the edge
-// alike; what it carries, and in which order, is what the programs say. Plain values; any thread.
+// A way for items from one replica of a stage to a replica of another, by its kind. Both ends use the same
+// name for it. The programs say which items it carries, and in which order. Plain values; any thread.
 #pragma once
 
 #include <array>
@@ -50,13 +50,14 @@ struct Edge {
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 
-// Microbatches that a channel of an edge between stages has room for. A receiver of gradients has slots for
-// the one that is used and the next; a receiver of activations has more, as it keeps them.
+// The number of microbatches that a channel of an edge between stages has room for. A receiver of gradients
+// has one slot for the gradient in use and one for the next. A receiver of activations has more, because it
+// keeps them.
 inline constexpr std::int64_t kNumGradientSlots = 2;
 // The most items that an edge of kind kEvaluation holds: its sender waits for room.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// At the sender, by how many the stage upstream may have in flight: never more are on their way, and what a
-// neighbour has released may come back a little late.
+// The most unsent items at a sender, from the number that the upstream stage may have in flight. No more are
+// ever on their way; the reserve covers slots that a neighbour gives back a little late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
   return 2 * in_flight_upstream + 4;
 }

@@ -1,20 +1,19 @@
 // The evaluations of one worker: forwards of validation minibatches at the weights of a boundary, and where
 // they stand in the worker's list. Pure; one thread.
 //
-// A boundary lies before a minibatch N, a multiple of what minibatches_between_drains() says, or at the end
-// of the run. Its version is what the updates of all minibatches before N have made, and is there from UPDATE
-// N - 1 to UPDATE N. Replica 0 of each stage evaluates it, in a block of EVALUATEs without any other work
-// between:
+// A boundary lies before a minibatch N that is a multiple of minibatches_between_drains(), or at the end of
+// the run. Its version is made by the updates of all minibatches before N, and is the newest from UPDATE N -
+// 1 to UPDATE N. Replica 0 of each stage evaluates it, in a block of EVALUATEs without other work in between:
 //
 //   pipedream, stage 0 of 3, boundary 2    F2 B0 U0 F3 B1 U1 | E2.0 E2.1 E2.2 | F4 B2 U2 ...
 //              stage 2                     F1 B1 U1 F2 B2 | E2.0 E2.1 E2.2 | U2 F3 B3 ...
 //
-// Nobody knows before how many validation minibatches there are. The last item of a block, E2.2 above, says
-// that there are no more: it computes nothing, and travels as the others do.
+// The number of validation minibatches is not known in advance. The last item of a block, E2.2 above, says
+// that there are no more. It computes nothing and travels like the others.
 //
-// Edges for evaluations hold kNumEvaluationSlots items (edge.h), so a stage may wait for the one downstream
-// of it to begin its block. That ends as long as nothing that stands before a block, at any worker, needs
-// anything that stands behind one. Two places do that:
+// Edges for evaluations hold kNumEvaluationSlots items (edge.h), so a stage may wait for the stage downstream
+// to begin its block. There is no deadlock as long as no instruction before a block, at any worker, needs one
+// after a block. Two places for the block guarantee that:
 //
 //   - right behind UPDATE N - 1 and the first forward of minibatch N, whichever is later: forwards in flight
 //     never grow downstream, so the stage upstream has made what the stage before its block has forwarded.
@@ -26,8 +25,8 @@
 // answer before N is admitted are then told of the evaluation. A stage downstream waits for either of the
 // two, and the one that comes first says which of the places it is.
 //
-// Where a worker has several stages, W workers take W validation minibatches of one stage, then the same
-// ones of its next.
+// Where a worker has several stages, W workers take W validation minibatches of one stage, then the same ones
+// of its next.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +49,8 @@ class Evaluations {
  public:
   Evaluations(const ScheduleOptions& options, Rank rank);
 
-  // Asks for an evaluation at the boundary: while the first forward of the minibatch is current, or when the
-  // program is over. Boundaries ascend.
+  // Requests an evaluation at the boundary. Called while the first forward of the boundary's minibatch is
+  // current, or when the program is over. Boundaries ascend.
   void begin(MinibatchId boundary);
   // Whether begin() may be called for the boundary right before this forward, while it is not done. newest:
   // as of is_due().
@@ -63,9 +62,9 @@ class Evaluations {
   // The EVALUATE to do next. The others need an evaluation that is_due().
   [[nodiscard]] Instruction current() const;
   void advance();
-  // Says that current() is the last of its stage. Allowed again where it is the same number.
+  // Says that current() is the last EVALUATE of its stage. May be called again with the same number.
   void end();
-  // Whether it may be the last, or another than the last: to be asked where another process says so.
+  // Whether current() may be the last, or may be another one. Ask before another process's word is believed.
   [[nodiscard]] bool may_be(bool is_last) const;
 
  private:

@@ -87,7 +87,7 @@ struct Exclusion {
 [[nodiscard]] std::span<const Exclusion> exclusions();
 [[nodiscard]] const TraitWords& words_of(Trait trait);
 [[nodiscard]] std::optional<Trait> find_trait(std::string_view key);
-// The first row that has two of these; nullptr: they go together.
+// The first row whose two traits are both set; null if there is none.
 [[nodiscard]] const Exclusion* first_exclusion(const Traits& traits);
 // "sync is 'asp', and staleness is 1: because; remedy". first, second: how the two traits are said.
 [[nodiscard]] std::string refusal(const Exclusion& exclusion, std::string_view first,

@@ -25,15 +25,15 @@ enum class Opcode {
   kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
   kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
   // Opcodes that travel. An item is made by the instruction before it, or needed by the one after it.
-  kSend,  // never waits: what the edge may hold is bounded (validator.h)
+  kSend,  // never waits: the validator bounds the items on an edge (validator.h)
   kRecv,  // waits for the edge's next item
 };
 
 struct OpcodeTraits {
   const char* name;
   bool travels = false;
-  bool is_of_microbatch = true;  // else of a minibatch, by which its round is named
-  bool writes_version = false;   // else, where it computes, it reads one
+  bool is_of_microbatch = true;  // otherwise of a minibatch, which names its round
+  bool writes_version = false;   // otherwise an instruction that computes reads one
 };
 
 inline constexpr std::array<OpcodeTraits, 7> kOpcodeTraits = {{
@@ -55,14 +55,14 @@ inline constexpr std::array<OpcodeTraits, 7> kOpcodeTraits = {{
 
 struct Instruction {
   Opcode opcode = Opcode::kForward;
-  StageIndex stage;            // of a SEND the edge's sender, of a RECV its receiver
-  MinibatchId minibatch;       // of an UPDATE, and of what travels once a round, the round's first
-  MicrobatchIndex microbatch;  // 0 for an update, and for what travels once a minibatch
-  // An EVALUATE, and what travels for it, has the minibatch before which the weights are evaluated, and as
-  // microbatch the number of its validation minibatch.
-  WeightVersion version;   // 0 where nothing is read or written
+  StageIndex stage;            // for SEND the edge's sender, for RECV its receiver
+  MinibatchId minibatch;       // for UPDATE and transfers once a round: the round's first
+  MicrobatchIndex microbatch;  // 0 for UPDATE and for transfers once a minibatch
+  // An EVALUATE and its transfers name the boundary's minibatch, before which the weights are evaluated.
+  // Their microbatch is the number of the validation minibatch.
+  WeightVersion version;   // 0 if no version is read or written
   Edge edge{};             // of SEND and RECV
-  ReplicaIndex replica{};  // of the stage; of SEND and RECV the edge's, at this end
+  ReplicaIndex replica{};  // of the stage; for SEND and RECV this end of the edge
 
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };

@@ -1,18 +1,5 @@
-// Who is where: the rank of every replica of every stage, and what a rank holds. The one place that computes
-// a rank from a stage. Plain value; any thread.
-//
-//   straight                2-1 replicas            interleaved, 2 workers
-//   stage    0  1  2        stage    0     1        stage    0  1  2  3
-//   rank     0  1  2        rank     0  1  2        rank     0  1  0  1
-//
-// Minibatch i goes to replica i mod r of a stage with r replicas (design.md, section 4).
-//
-// A spare is a worker beside a stage's replicas that has no minibatches and owns a shard of the stage's
-// parameters as they do (program.h). It counts on from them as a replica, so that replicas and spares
-// together are the stage's owners; spares have the last ranks.
-//
-//   2 replicas and a spare, then 1       stage 0 replica 0, 1     stage 1     stage 0 replica 2, the spare
-//                                        rank            0  1           2                     3
+// The rank of every replica of every stage, and the places of every rank. No other code computes a rank from
+// a stage. Plain value; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,15 +1,15 @@
-// Lists of what the workers of a plan compute: a schedule's order of work and its weight versions, as data.
-// transfers.h has what travels between them, and with it their whole programs.
+// The lists of the work that the workers of a plan compute: a schedule's order of work and its weight
+// versions, as data. transfers.h adds the transfers between workers.
 //
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
 //                                                  warm-up  steady: the repeating body    cool-down
 //   flush, stage 0 of 2, 3 microbatches            F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U0 | F1.0 ...
 //   gpipe, the same                                F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 | F1.0 ...
 //
-// Every schedule without chunks is 1F1B over microbatches with a window: at most W_s of them are forwarded
-// and not yet backwarded at stage s, a forward goes first when the window has room, and the update of a
-// minibatch follows the backward of its last microbatch. Microbatches are counted through the run: k is
-// number i m + q for microbatch q of minibatch i.
+// Every schedule without chunks is 1F1B over microbatches with a window. At stage s at most W_s microbatches
+// are forwarded and not yet backwarded. A forward goes first when the window has room. The update of a
+// minibatch follows the backward of its last microbatch. Microbatches are counted through the run: microbatch
+// q of minibatch i has number k = i m + q.
 //
 //   schedule                  W_s             microbatch k reads                 versions kept
 //   pipedream                 n_s             max(0, floor((k - n_s + 1) / m))   1 + ceil((n_s - 1) / m)
@@ -23,17 +23,17 @@
 //   interleaved               as Megatron-LM  i                                  1
 //
 // So with m >= n_s only the first n_s - 1 microbatches of a minibatch are one update late. flush, gpipe,
-// model_parallel, data_parallel and interleaved drain: they forward no minibatch before the one before it was
-// updated. `interleaved` is the only one whose workers hold several stages: stage s lies at worker s mod W.
+// model_parallel, data_parallel and interleaved drain: they forward a minibatch only after the update of the
+// one before. Only with `interleaved` does a worker hold several stages: stage s lies at worker s mod W.
 // Inside a worker the backwards of one stage go in the order of its forwards.
 //
-// Replicas. Microbatch k goes to replica k mod r_s of a stage with r_s replicas, which has a program of its
-// own over its own microbatches, in their order. A round is R_s minibatches in a row, and the mean of their
-// gradients is one update: R_s = lcm(m, r_s) / m, so that each replica has as many microbatches of it, c_s =
-// R_s m / r_s. Where the schedule drains, all stages have the same rounds, R = lcm(m, all r_s) / m, and what
-// drains is a round; with m a multiple of every r_s it is a minibatch. The last round of a run may be short,
-// a mean over those minibatches that there are. A version counts rounds; j = floor(i / R_s) is the round of
-// minibatch i. k' counts a replica's own microbatches, k' = floor(k / r_s).
+// Replicas. In a stage with r_s replicas, microbatch k goes to replica k mod r_s. Each replica has a program
+// over its own microbatches, in their order. A round is R_s = lcm(m, r_s) / m minibatches in a row, and the
+// mean of their gradients makes one update. So each replica has c_s = R_s m / r_s microbatches of a round. A
+// schedule that drains has the same rounds at all stages, R = lcm(m, all r_s) / m, and drains after every
+// round. With m a multiple of every r_s a round is one minibatch. The last round of a run may be short; its
+// mean is over its minibatches. A version counts rounds; j = floor(i / R_s) is the round of minibatch i. k'
+// counts a replica's own microbatches, k' = floor(k / r_s).
 //
 //   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
 //                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
@@ -50,28 +50,28 @@
 //   flush, gpipe,            j = floor(i / R)                         1
 //   model_parallel, data_parallel
 //
-// With replicas W_s is min(c_s, n_s) of flush, and c_s of gpipe.
+// With replicas W_s is min(c_s, n_s) for flush and c_s for gpipe.
 //
-// Every replica owns a shard of the stage's parameters, which it alone updates: it needs the gradients of all
-// members of the round there, and the others its new version (PUSH and PULL, transfers.h). So the UPDATE of a
-// round stands at every replica, in the short last round also at those without a minibatch in it. It stands
-// after the backward of the replica's last microbatch of the round; with a staleness of k rounds it waits at
-// replicated stages until ceil(k / 2) more of the replica's rounds went backward: as long as it may wait for
-// the others' gradients, so long may they wait for what it writes. So with k = 2 no replica waits for one
-// that is up to a round behind. What is kept is what may be there at once when a version is written as soon
-// as it comes: version j + 1 may come when the replica has pushed for round j.
+// Every replica owns a shard of the stage's parameters, which it alone updates. For that it needs the
+// gradients of all members of the round, and the others need its new version (PUSH and PULL, transfers.h). So
+// every replica has the UPDATE of every round, even of a short last round in which it has no minibatch. The
+// UPDATE follows the backward of the replica's last microbatch of the round. With a staleness of k rounds, at
+// replicated stages, it comes ceil(k / 2) of the replica's rounds later. That divides the slack: half of it
+// waits for the others' gradients, and half lets the others wait for the new version. So with k = 2 no
+// replica waits for one that is up to a round behind. The stage keeps as many versions as can exist at once.
+// Version j + 1 may arrive, and is written at once, when the replica has pushed for round j.
 //
-// Workers beside the replicas may own shards, too: spares, which have no minibatches (BytePS, OSDI'20: CPU
-// machines that share the load of summing). A spare's program is the UPDATE of every round, from version 0
-// on, when all members have pushed; nobody reads another version because of it. As an owner it counts on from
-// the replicas.
+// Spares are workers that own shards, too, but have no minibatches (BytePS, OSDI'20: CPU machines that share
+// the load of summing). A spare's program is the UPDATE of every round, from version 0 on, after all members
+// have pushed. Spares do not change which versions are read. Their replica indices follow the replicas'.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
 //
-// Where shards are asynchronous (Downpour SGD, NIPS'12; Project Adam, OSDI'14) a replica's microbatches of a
-// round are a round of its own, and its version j + 1 of a shard what the owner had right after it had added
-// this replica's gradient of round j, with whatever others' had come by then. So every list is as static as
-// the others, and no replica waits for another's gradient; what is dynamic is the content alone.
+// With asynchronous shards (Downpour SGD, NIPS'12; Project Adam, OSDI'14) each replica's microbatches of a
+// round are a round of its own. The replica's version j + 1 of a shard is the owner's state right after it
+// added this replica's gradient of round j, with all other gradients that had come by then. So every list is
+// as static as in other schedules, and no replica waits for another's gradient. Only the content of a version
+// depends on time.
 //
 // interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
 // W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
@@ -79,12 +79,12 @@
 //
 //   f0.0 f0.1 F0.0 F0.1 | f0.2 B0.0 f0.3 B0.1 F0.2 b0.0 F0.3 b0.1 | B0.2 B0.3 b0.2 b0.3 u0 U0 | f1.0 ...
 //
-// Where recompute is asked for, a RECOMPUTE stands right before its BACKWARD and reads the same version: the
-// one its FORWARD read, or for unstashed the newest, which is then also what the gradient is computed with.
+// With recompute a RECOMPUTE stands right before its BACKWARD and reads the same version: the one that its
+// FORWARD read, or for unstashed the newest. The gradient is then computed with that version.
 //
-// Pure: position -> instruction. The number of minibatches need not be known at the start (an iterable
-// of unknown length): it is set once, at the latest when the first stage would forward a minibatch that does
-// not exist. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe
+// Pure: position -> instruction. The number of minibatches may be unknown at the start, as for an iterable of
+// unknown length. It is set once, at the latest when the first stage would forward a minibatch that does not
+// exist. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe
 // (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2; design.md section 4.
 #pragma once
 
@@ -117,7 +117,7 @@ class ListedProgram;
 // The `schedule` of options with a program of their own.
 inline constexpr const char* kListedSchedule = "program";
 
-// The schedule's options, by a plan and the arguments of a run; the same at every worker.
+// The schedule's options, made from a plan and the arguments of a run. They are the same at every worker.
 struct ScheduleOptions {
   std::string schedule = "pipedream";
   std::vector<std::int64_t> in_flight = {1};  // n_s of every replica of each stage
@@ -127,19 +127,19 @@ struct ScheduleOptions {
   std::vector<TiedStages> ties{};             // ascending, each pair once
   // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
   bool exchanges_norms = false;
-  // The run starts with this minibatch i0, a multiple of every R_s, with version i0 / R_s of the weights. A
-  // microbatch reads max(oldest, ...) where the table says max(0, ...): the version of the start, where
-  // nothing older is there, as after a drain.
+  // The run starts with this minibatch i0, a multiple of every R_s. The weights then have version i0 / R_s.
+  // Where the table says max(0, ...), a microbatch reads max(oldest, ...). `oldest` is the version of the
+  // start if there is no older one, as after a drain.
   MinibatchId first_minibatch{};
-  // The minibatch with which the pipeline began that the run goes on with, exactly as if it had never
-  // stopped; a multiple as i0 is. What is kept of the versions since then is there beside that of the start.
-  // A stage that does not stash keeps one; what its first n_s - 1 microbatches read before that the worker
-  // holds itself.
+  // For a run that continues an earlier pipeline exactly as if it had never stopped: the minibatch with which
+  // that pipeline began, a multiple like i0. Then the kept versions since that minibatch exist at the start.
+  // A stage that does not stash keeps one version; the worker itself holds the older ones that the first n_s
+  // - 1 microbatches have read.
   std::optional<MinibatchId> oldest_minibatch{};
   std::int64_t staleness = 0;  // k, in rounds: how much older a version may be
-  // Whether an update is a collective of all replicas: then nothing is pushed or pulled over edges.
+  // Whether the replicas make an update by a collective. Then nothing is pushed or pulled over edges.
   bool uses_allreduce = false;
-  // Whether a shard makes an update of every replica's gradient by itself, when it comes.
+  // Whether a shard is updated with each replica's gradient separately, as soon as it comes.
   bool asynchronous = false;
   // The lists of kListedSchedule (listed_program.h), which also say in_flight and num_microbatches.
   std::shared_ptr<const ListedProgram> program{};
@@ -157,7 +157,7 @@ struct ScheduleOptions {
 // own that is another size than the plan, or with a schedule's name; and for what excludes each other
 // (exclusions.h).
 void check_schedule_options(const ScheduleOptions& options);
-// The fewest microbatches with which the other options pass.
+// The smallest num_microbatches that the other options allow.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -175,13 +175,13 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
-// The placement of the stages: options.placement, or the one that its being empty stands for.
+// options.placement, or if that is empty the default: stage s at rank s.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
-// How the stage's microbatches fall on its replicas, and on updates.
+// The stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
-// Before every so many minibatches all rounds of all stages are over: lcm(m, all r_s) / m.
+// At multiples of this number of minibatches all rounds of all stages end: lcm(m, all r_s) / m.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
 // Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
@@ -201,20 +201,21 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] double mean_delay(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch, MicrobatchIndex microbatch = {});
-// The oldest that is kept when the run starts.
+// The oldest version that is kept when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
-// The version of a parameter tied across stages, at each of them, forward and backward. It counts the owner's
-// rounds, as the owner updates it: what vertical sync would read at the owner, less the staleness, where the
-// stages read different versions, else what the owner reads. Of a program of its own listed_program.h says
-// it.
+// The version that all stages read of a parameter that they share, forward and backward. It counts the
+// owner's rounds, because the owner updates it. If the stages of the schedule read different versions, it is
+// the version that vertical sync would read at the owner, less the staleness; otherwise it is the owner's.
+// listed_program.h says it for listed programs.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
                                          MinibatchId minibatch, MicrobatchIndex microbatch = {});
 [[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
-// By how many versions the owner may be ahead of what a replica of the user has asked for.
+// The most versions by which the owner may be ahead of those that a replica of the user has asked for.
 [[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
-// How many rounds' gradients a replica may hold at once: 1, and where there are others half of the staleness.
+// The number of rounds whose gradients a replica may hold at once: 1, plus half of the staleness at a
+// replicated stage.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
 
 // W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
@@ -227,9 +228,9 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
-// The phase that an instruction belongs to. Schedules that drain go through all three in every round; the
-// others, and listed programs, once in a run, and while the number of minibatches is unknown nothing cools
-// down. A spare's are all steady.
+// The phase of an instruction. Schedules that drain go through all three phases in every round; other
+// schedules and listed programs do so once in a run. While the number of minibatches is unknown, no
+// instruction is in the cool-down. All of a spare's are steady.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
@@ -245,7 +246,8 @@ class ComputeCursor {
 
   // Says how many minibatches there are. Allowed once, and not below what was already forwarded.
   void set_num_minibatches(std::int64_t num_minibatches);
-  // Whether that is so: to be asked where the number comes from another process.
+  // Whether set_num_minibatches() would accept the number. Ask first when the number comes from another
+  // process.
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const;
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
 
@@ -253,14 +255,14 @@ class ComputeCursor {
   [[nodiscard]] WeightVersion newest_version() const {
     return WeightVersion(rounds_.first_version().value() + num_updates_ / order_.num_chunks);
   }
-  // The replica's own microbatches that are forwarded, absent ones counted too.
+  // The number of the replica's forwarded microbatches, absent ones included.
   [[nodiscard]] std::int64_t num_forwarded() const { return num_forwarded_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
-  // Number of the replica's own positions; without a bound while it is unknown.
+  // The number of the replica's own positions; practically unbounded while num_minibatches is unknown.
   [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
@@ -291,11 +293,11 @@ class ComputeCursor {
   bool drains_ = false;
   std::int64_t num_delayed_ = 0;  // rounds by which an update stands later than the backward it needs
 
-  // The replica's own positions since the start, absent ones counted too.
+  // The replica's own positions done since the start, absent ones included.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here
-  bool recomputed_ = false;       // the next to go backward
+  bool recomputed_ = false;       // the next microbatch to go backward is recomputed
   std::int64_t position_ = 0;     // in a listed program
 };
 

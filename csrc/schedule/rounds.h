@@ -1,16 +1,18 @@
-// How the microbatches of a run fall on the replicas of one stage, and on the rounds of which each is one
-// update (program.h). Pure arithmetic; any thread.
+// Deals the microbatches of a run to the replicas of one stage, and groups them into rounds. Each round makes
+// one update (program.h). Pure arithmetic; any thread.
 //
 //   3 replicas, 3 minibatches of 2     minibatch    0     1     2
 //   3 minibatches a round              microbatch   0  1  0  1  0  1
 //                                      number       0  1  2  3  4  5
 //                                      replica      0  1  2  0  1  2
 //
-// A microbatch's number counts through the run: minibatch i has the numbers i m to i m + m - 1. Microbatches
-// are dealt to the replicas in turn. A round is as many minibatches as give each replica equally many
-// microbatches. Rounds are counted from minibatch 0: round j makes version j + 1 of j. A replica counts its
-// own microbatches from the start of the run. Where shards are asynchronous a replica's part of a round is a
-// round of its own, with versions of its own. Spares, which count on from the replicas, have no microbatches.
+// A microbatch's number counts through the run: with m microbatches per minibatch, minibatch i has the
+// numbers i m to i m + m - 1. Microbatches go to the replicas in turn. A round is the smallest number of
+// minibatches that gives each replica equally many microbatches; a schedule may need longer ones. Rounds are
+// counted from minibatch 0, and round j makes version j + 1 from version j. A replica counts its own
+// microbatches from the start of the run. With asynchronous shards each replica's part of a round is a round
+// of its own and makes a version of its own. Spares have no microbatches; their replica indices follow the
+// replicas'.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +26,7 @@
 namespace pipedream {
 
 struct Rounds {
-  std::int64_t first_minibatch = 0;        // of the run; begins a round
+  std::int64_t first_minibatch = 0;        // the run's first; it begins a round
   std::int64_t num_replicas = 1;           // r
   std::int64_t minibatches_per_round = 1;  // R; R m is a multiple of r
   bool asynchronous = false;
@@ -51,18 +53,19 @@ struct Rounds {
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
   }
-  // The minibatch after the round's last one; while their number is unknown, of a whole round.
+  // The minibatch after the round's last one. While num_minibatches is unknown, the round counts as a whole
+  // one.
   [[nodiscard]] MinibatchId end_of(std::int64_t round, std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = begin_of(round + 1).value();
     return MinibatchId(num_minibatches ? std::min(end, *num_minibatches) : end);
   }
-  // Whether the replica has a microbatch in the round, where the run ends before minibatch num_minibatches.
+  // Whether the replica has a microbatch in the round, in a run that ends before minibatch num_minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
     return !is_spare(replica) && first_number(replica, round) < num_minibatches * num_microbatches;
   }
   [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
-  // The version that is there at the start, and the one that the replica has at the end.
+  // The version at the start of the run, and the replica's version at its end.
   [[nodiscard]] WeightVersion first_version() const {
     return WeightVersion(first_minibatch / minibatches_per_round);
   }
@@ -70,7 +73,7 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // Microbatches of one replica, by their numbers.
+  // The microbatches of one replica. The numbers are those of the whole run.
   [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
   [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
     return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
@@ -82,31 +85,33 @@ struct Rounds {
     return count_from(replica, first_minibatch * num_microbatches + replica.value(),
                       num_minibatches * num_microbatches);
   }
-  // Whether it is the first, or the last, microbatch of its minibatch at the replica that has it.
+  // Whether the microbatch is the first, or the last, of its minibatch at its replica.
   [[nodiscard]] bool is_first_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() < num_replicas;
   }
   [[nodiscard]] bool is_last_of_minibatch(MicrobatchIndex microbatch) const {
     return microbatch.value() + num_replicas >= num_microbatches;
   }
-  // The minibatch of its first microbatch in the round, if there are so many.
+  // The minibatch of the replica's first microbatch in the round, in a run that is long enough.
   [[nodiscard]] MinibatchId first_of(ReplicaIndex replica, std::int64_t round) const {
     return minibatch_of(first_number(replica, round));
   }
-  // The rounds in which it has a microbatch, those before the run's first included.
+  // The number of rounds in which the replica has a microbatch, counted from minibatch 0 on.
   [[nodiscard]] std::int64_t num_begun(ReplicaIndex replica, std::int64_t num_minibatches) const {
     const std::int64_t after = num_minibatches * num_microbatches - replica.value();
     return after <= 0 || is_spare(replica)
                ? 0
                : (after + microbatches_per_round() - 1) / microbatches_per_round();
   }
-  // Its microbatches in the round. While the number of minibatches is unknown, all that a round may have.
+  // The number of the replica's microbatches in the round. While num_minibatches is unknown, the round counts
+  // as a whole one.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
     return count_from(replica, first_number(replica, round),
                       end_of(round, num_minibatches).value() * num_microbatches);
   }
-  // Whether the replica has no microbatch of the minibatch's round in a later minibatch. As above.
+  // Whether the replica has no microbatch of this round after the minibatch. Unknown num_minibatches: as
+  // above.
   [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
                                    std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
@@ -114,7 +119,7 @@ struct Rounds {
     const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
     return next >= end;
   }
-  // Whether the replica that has the microbatch has none of its round before it, or after it. As above.
+  // Whether the microbatch is its replica's first, or last, of the round. Unknown num_minibatches: as above.
   [[nodiscard]] bool is_first_own(std::int64_t number) const {
     return number % microbatches_per_round() < num_replicas;
   }
@@ -127,19 +132,19 @@ struct Rounds {
   [[nodiscard]] std::int64_t first_number(ReplicaIndex replica, std::int64_t round) const {
     return begin_of(round).value() * num_microbatches + replica.value();
   }
-  // Number of the replica's microbatches from this number on and before the end.
+  // The number of the replica's microbatches from `number` on and before `end`.
   [[nodiscard]] std::int64_t count_from(ReplicaIndex replica, std::int64_t number, std::int64_t end) const {
     return end <= number || is_spare(replica) ? 0 : (end - number + num_replicas - 1) / num_replicas;
   }
 };
 
-// The rule of the version that a microbatch reads at a stage whose rounds have M microbatches:
+// The rule for the version that a microbatch reads at a stage. Its rounds have M microbatches:
 //
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
-// r and c turn the delay, in microbatches of a replica, into versions: r replicas, each with c microbatches
-// of a round. They are the stage's own, so that r c = M; under vertical sync they are the input stage's. A
-// listed program states the version itself.
+// The delay counts microbatches of one replica. r and c convert it into versions: r replicas, each with c
+// microbatches of a round. They are the stage's own, so that r c = M; under vertical sync they are the input
+// stage's. A listed program gives each version itself.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
@@ -148,7 +153,8 @@ struct VersionRule {
   std::int64_t lowest = 0;
   std::int64_t staleness = 0;           // rounds
   const ListedReads* listed = nullptr;  // outlives the rule
-  std::int64_t first_number = 0;        // listed: of the run, which begins with version `lowest`
+  // listed programs only: the run's first number, which starts with version `lowest`
+  std::int64_t first_number = 0;
 
   [[nodiscard]] std::int64_t microbatches_counted() const { return num_replicas * own_per_round; }
   [[nodiscard]] WeightVersion version_of(std::int64_t number) const {
@@ -166,25 +172,25 @@ struct VersionRule {
     if (listed != nullptr) return WeightVersion(lowest + listed->newest_until(number - first_number));
     return version_of(number);
   }
-  // The most versions that are new to a microbatch after the one that is so many numbers before it.
+  // The most versions by which the version read can grow over num_numbers microbatch numbers.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const {
     if (listed != nullptr) return listed->num_new_max(num_numbers);
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
   }
-  // By formulas, from the version that the next backward reads to the one that its update writes.
-  // The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
+  // The number of versions kept: from the version that the next backward reads to the one that its update
+  // writes. The input stage's rounds begin up to r c - gcd(r c, M) microbatches after the stage's.
   [[nodiscard]] std::int64_t num_versions_kept() const {
     if (listed != nullptr) return listed->num_versions_kept;
     const std::int64_t num_between = delay * num_replicas + microbatches_counted() -
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
   }
-  // By how many updates the version is older than the one that the microbatch's round changes, in the mean
-  // over its microbatches, long after the start.
+  // The mean number of updates by which the version read is older than the one that the microbatch's round
+  // changes. It is a mean over microbatches, long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
-    // A version begins at a multiple of r c microbatches, which lies (M - gcd(r c, M)) / 2 behind the begin
-    // of its round of M in the mean.
+    // A version begins at a multiple of r c microbatches. On average that is (M - gcd(r c, M)) / 2
+    // microbatches after the begin of its round of M.
     const std::int64_t num_late_twice = 2 * delay * num_replicas + microbatches_counted() -
                                         std::gcd(microbatches_counted(), microbatches_per_round);
     return static_cast<double>(num_late_twice) / static_cast<double>(2 * microbatches_per_round) +

@@ -1,5 +1,5 @@
-// The schedules' differences, a row for each; program.h has the formulas, and pictures of the lists that come
-// of them. All other sources read a schedule's row, and none asks for its name. Pure; any thread.
+// The differences between the schedules, one row for each. program.h has the formulas and pictures of the
+// lists. All other sources read a schedule's row, and none tests its name. Pure; any thread.
 #pragma once
 
 #include <optional>
@@ -10,22 +10,22 @@ namespace pipedream {
 
 struct ScheduleOptions;
 
-// By how many microbatches a forward's version is older than the newest that there could be.
+// The number of microbatches by which a forward's version is older than the newest possible one.
 enum class ReadDelay {
   kNone,     // the schedule drains before every round
-  kOfStage,  // as many as are in flight beside it at the stage
-  kOfInput,  // at the input stage: all stages read what that has seen
+  kOfStage,  // the others in flight at the stage
+  kOfInput,  // those at the input stage, whose version all stages read
   kRound,    // a whole round
   kListed,   // the program says it
 };
 
-// How many microbatches may be forwarded and not yet backwarded.
+// The number of microbatches that may be forwarded and not yet backwarded.
 enum class InFlight {
   kAsPlanned,         // n_s
-  kAsPlannedOfRound,  // n_s, of a replica's microbatches of a round
-  kRound,             // all of these
+  kAsPlannedOfRound,  // n_s, but at most a replica's microbatches of one round
+  kRound,             // all of a replica's microbatches of one round
   kOne,
-  kOverChunks,  // of several stages at a worker together, as Megatron-LM counts them
+  kOverChunks,  // a worker's stages together, as Megatron-LM counts them
   kListed,      // the program says it
 };
 
@@ -36,10 +36,10 @@ struct ScheduleRules {
   bool stashes = true;  // a backward reads what its forward has read
   bool has_stage_per_worker = true;
   bool has_one_stage = false;
-  bool may_be_stale = false;         // read versions that are older by a given number of rounds
-  bool may_be_asynchronous = false;  // have shards that update with every gradient that comes
-  // For planning: the paper's cost model says how long the schedule takes, and whether its own planner gives
-  // all stages as many replicas.
+  bool may_be_stale = false;         // may read versions that are older by the staleness
+  bool may_be_asynchronous = false;  // its shards may update with every gradient that comes
+  // For planning: whether the paper's cost model covers the schedule, and whether the schedule's own planner
+  // gives all stages equally many replicas.
   bool has_cost_formulas = false;
   bool has_equal_replicas = false;
 
@@ -57,9 +57,9 @@ struct ScheduleRules {
   }
 };
 
-// Those that have a name, in the order of program.h's table.
+// The named schedules, in the order of program.h's table.
 [[nodiscard]] std::span<const ScheduleRules> named_schedules();
-// By a name, old ones included.
+// The rules of a name, old names included; null for an unknown one.
 [[nodiscard]] const ScheduleRules* find_rules(std::string_view schedule);
 // Expects options that check_schedule_options() has passed.
 [[nodiscard]] const ScheduleRules& rules_of(const ScheduleOptions& options);

@@ -1,5 +1,5 @@
-// How large the shards of a stage's parameters are, and the chunks in which they travel: what the planner
-// counts with and param_server/dealing.h deals. Pure; any thread.
+// The sizes of the shards of a stage's parameters, and of the chunks in which they travel. The planner counts
+// with them, and param_server/dealing.h deals by them. Pure; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,61 +1,67 @@
-// The traffic of a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
-// worker computes, and so its whole program. Pure; any thread.
+// The transfers of a schedule: the edges between its stages, and the SENDs and RECVs around the instructions
+// that a worker computes. Both together are the worker's whole program. A user is a stage that shares a
+// parameter with an upstream stage, its owner. A member of a round is a replica that has a microbatch in it;
+// all replicas are, except perhaps in the last round. Pure; any thread.
 //
-//   before FORWARD    RECV activation from upstream; of a user, RECV tied_version from every replica of the
-//                     owner: what the microbatch reads, when no microbatch of the replica's before it has
-//                     read it; of a replica, so too, RECV pull from every other one
+//   before FORWARD    RECV activation from upstream
+//                     at a user: RECV tied_version from every replica of the owner, and
+//                     at a replica: RECV pull from every other one,
+//                     if the microbatch is the replica's first to read that version
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
-//   after BACKWARD    SEND gradient upstream; after the replica's last microbatch of a minibatch, of a user,
-//                     SEND tied_gradient, of an owner, RECV tied_gradient from every user; after its last
-//                     microbatch of a whole round, where the schedule does not drain, SEND push to every
-//                     other replica
-//   before UPDATE     of a member of the round, where the schedule drains and where its part of the run's
-//                     last round is short, SEND push to every other replica; RECV push from every other
-//                     member of the round;
-//                     where norms are exchanged, before the first UPDATE of the worker's:
+//   after BACKWARD    SEND gradient upstream
+//                     after the replica's last microbatch of a minibatch:
+//                     at a user SEND tied_gradient, at an owner RECV tied_gradient from every user
+//                     after its last microbatch of a whole round, if the schedule does not drain:
+//                     SEND push to every other replica
+//   before UPDATE     at a member of the round, if the schedule drains or the replica's part of the run's
+//                     last round is short: SEND push to every other replica
+//                     RECV push from every other member of the round
+//                     if norms are exchanged, before the first of the worker's UPDATEs:
 //                     RECV norm from downstream    partial sums, upstream
 //                     SEND norm upstream
 //                     RECV norm from upstream      the total, downstream
 //                     SEND norm downstream
-//   before EVALUATE   RECV evaluation from upstream; before the first of its boundary, of a user RECV
-//                     tied_version, of a replica RECV pull: those up to the boundary's that have not come yet
+//   before EVALUATE   RECV evaluation from upstream
+//                     before the first EVALUATE of a boundary: the versions up to the boundary's that have
+//                     not come yet, at a user by RECV tied_version, at a replica by RECV pull
 //   after EVALUATE    SEND evaluation downstream
-//   after UPDATE      of an owner, SEND tied_version to every user's replicas; of a replica, SEND pull to
-//                     every other one, and for naive, whose only slot it is, RECV pull from every other one
-//   at the end        of a user, RECV tied_version, of a replica, RECV pull: those that no minibatch has read
+//   after UPDATE      at an owner: SEND tied_version to the replicas of every user
+//                     at a replica: SEND pull to every other one
+//                     for unstashed, which has one slot: RECV pull from every other one
+//   at the end        the versions that no minibatch has read: at a user RECV tied_version, at a replica
+//                     RECV pull
 //
-// Where shards are asynchronous no UPDATE waits for a push or sends a pull: the owner of a shard serves each
-// other replica besides its list, again and again RECV push, SEND pull (make_services()). What a replica is
-// answered it takes in before it pushes again, so that an owner has one answer for each at most:
+// With asynchronous shards no UPDATE waits for a push or sends a pull. Instead the owner of a shard serves
+// each other replica beside its own list: it repeats RECV push, SEND pull (make_services()). A replica
+// receives the answer to its push before it pushes again, so that an owner keeps at most one answer for each
+// replica:
 //
 //   before FORWARD    RECV pull from every other one, of the version that it is the first to read
-//   after BACKWARD    in the cool-down RECV pull from every other one of the version before; SEND push to
-//                     every other one (of data_parallel before UPDATE)
+//   after BACKWARD    in the cool-down: RECV pull from every other one, of the version before
+//                     SEND push to every other one (for data_parallel before UPDATE)
 //   at the end        RECV pull from every other one, of the replica's last version
 //
-// A spare owns a shard as the replicas do and has no minibatches (program.h): every replica pushes to it and
-// pulls from it as from the others, and its own list is
+// A spare owns a shard and has no minibatches (program.h). Every replica pushes to it and pulls from it as
+// with other replicas. The spare's own list is
 //
 //   before UPDATE     RECV push from every member of the round
 //   after UPDATE      SEND pull to every replica
 //
-// A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
-// made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
-// slots for. Norms go along the workers, between the first stages of each: along all of them where the
-// schedule drains, else along the replicas of a stage, and are named by the minibatch of the UPDATE. The edge
-// of two stages at one rank has no channel: its items go from hand to hand.
+// A SEND stands where its item is made, and a RECV where the item is needed. The item may arrive earlier, as
+// long as the receiver has free slots. Norms travel between the first stages of neighbouring workers: along
+// all workers if the schedule drains, else along the replicas of a stage. The minibatch of the UPDATE names
+// them. An edge between two stages at one rank has no channel: the worker hands the item over itself.
 //
 // The microbatch with number k (rounds.h) goes from replica k mod r_s of stage s to replica k mod r_{s+1} of
-// stage s + 1, so that two replicas have an edge when they have a microbatch in common. So do tied gradients:
-// what a replica of the user has of a minibatch goes to the owner's replica that has its last microbatch
-// there, which adds it to its own of the minibatch. Each replica of the owner sends every replica of a user
-// its shard of a tied version, named by the first minibatch of the owner's round; where replicas reduce
-// together, and each has all of it, replica q of the user has it from replica q mod r. Replicas of a stage
-// take each other's turns as owners of their shards and users of the others': what they push in round j is
-// named by the minibatch of the sender's first microbatch there, what they pull, version j + 1, by the
-// round's first, j R. A member of a round is a replica that has a microbatch in it: all of them but in the
-// last one.
+// stage s + 1. So two replicas have an edge if they have a microbatch in common. The same holds for tied
+// gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its last
+// microbatch of the minibatch. That replica adds it to its own gradient of the minibatch. Each replica of the
+// owner sends its shard of a tied version to every replica of a user. The first minibatch of the owner's
+// round names the item. If replicas update by a collective, each has the whole version, and replica q of the
+// user gets it from replica q mod r. For shards each replica of a stage is an owner and also a user of the
+// other shards. The minibatch of the sender's first microbatch of round j names its pushes of that round. The
+// first minibatch of the round, j R, names the pulls of version j + 1.
 #pragma once
 
 #include <cstddef>
@@ -74,8 +80,9 @@ namespace pipedream {
 
 // All edges, in the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
-// The names of an edge's items: a minibatch, or a microbatch by its number (rounds.h), first, first + stride,
-// ...; with a stride of 0, as for tied gradients of several microbatches, any number after first.
+// The names of an edge's items: minibatches, or microbatches by number (rounds.h). They are first, first +
+// stride, and so on. With a stride of 0, as for tied gradients of several microbatches, any ascending numbers
+// from first on.
 struct EdgeItems {
   std::int64_t first = 0;
   std::int64_t stride = 1;
