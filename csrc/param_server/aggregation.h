@@ -1,5 +1,5 @@
-// The mean of what the replicas of a stage have computed, added in their order: the same bits whoever is
-// late. Host memory, read where it was received. Any thread.
+// The mean of the gradients of a stage's replicas, added in the order of the replicas, so that the bits do
+// not depend on who is late. Host memory; gradients are read where they were received. Any thread.
 #pragma once
 
 #include <cstdint>

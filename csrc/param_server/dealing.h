@@ -10,11 +10,11 @@
 // that shards are equal; neighbours in the slot go to different shards, so that a backward, which makes
 // gradients from the slot's end to its beginning, keeps all shards busy.
 //
-// Spares, owners beside the replicas that have no gradients of their own, take larger shards, and replicas
-// smaller ones or none (shard_shares()), in chunks of 1 MiB at most.
+// Spares own shards but have no gradients of their own. They take larger shards, and replicas take smaller
+// ones or none (shard_shares()). Chunks are then at most 1 MiB.
 //
-// An optimizer that needs whole tensors (their norms, their rows) has them whole: then a chunk is a tensor,
-// or several neighbours of one shard, and shards are as equal as the tensors let them be.
+// Some optimizers need whole tensors, for their norms or rows. Then a chunk is one tensor, or several
+// neighbouring ones of a shard, and shards are as equal as the tensors allow.
 #pragma once
 
 #include <cstddef>
@@ -47,11 +47,12 @@ struct ShardChunk {
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };
 
-// In the order of the slot; each element of each parameter is in one of them. shares: of each shard,
-// relative; one of 0 gets nothing. Throws UserError for no shard, a negative share, and where all are 0.
+// The chunks in the order of the slot. Each element of each parameter is in exactly one. shares: the relative
+// size of each shard; a share of 0 gets nothing. Throws UserError for no shard, a negative share, and if all
+// shares are 0.
 [[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout,
                                            const std::vector<std::int64_t>& shares, bool whole_tensors);
-// Equal ones. Throws UserError for fewer than one shard.
+// Deals equal shards. Throws UserError for fewer than one shard.
 [[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout, std::int64_t num_shards,
                                            bool whole_tensors);
 

@@ -22,7 +22,7 @@ std::size_t size_bytes(const ExchangePiece& piece) {
   return static_cast<std::size_t>(piece.num_elements) * dtype_bytes(piece.dtype);
 }
 
-// A push has which of its pieces there are, then the chunk.
+// A push has two tensors: a flag for each piece that has a gradient, then the chunk.
 constexpr std::size_t kNumPushTensors = 2;
 
 }  // namespace
@@ -44,7 +44,7 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
 
 Result<bool> ShardExchange::begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                             Deadline deadline) {
-  // Others may be done with their update of it before this one begins.
+  // Other owners may finish their update of the round before this one begins its own.
   if (num_pushed_ > round && spec_.posts_early) post_places(write_slot);
   const ExchangePeer& from = peer(other);
   const bool has_factors = !from.factors_from.empty();
@@ -83,7 +83,7 @@ Result<bool> ShardExchange::tell_end(std::int64_t num_minibatches, std::uint8_t 
   return true;
 }
 
-// Empty where the item is what the plan says.
+// Why the item does not fit the plan; empty if it does.
 std::optional<std::string> ShardExchange::misfit(const CarriedItem& item, const ExchangeChunk& chunk) const {
   if (item.fields.is_end_of_data) return "the data ended within a round";
   if (item.tensors.size() != kNumPushTensors) return std::to_string(item.tensors.size()) + " tensors";
@@ -155,7 +155,8 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
     }
     std::byte* const data = pushed.chunk->tensors[1].data + piece.begin_bytes;
     const TensorView received = flat_view(piece.dtype, data, piece.num_elements);
-    // Never this owner's gradient, which may be memory of something else; but also where the other has none.
+    // The place is never this owner's own gradient, whose memory may be used otherwise. It may be a part
+    // without a gradient.
     if (!spec_.keeps_gradients) gradients.place = received;
     if (flags.at(other)[position] != std::byte{0}) gradients.parts.push_back(received);
   }
@@ -169,7 +170,7 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
   return gradients;
 }
 
-// Without data where there is none.
+// The piece of this owner's gradient; without data if there is none.
 TensorView ShardExchange::own_piece(const ExchangePiece& piece) const {
   if (!own_) return {};
   const TensorView& whole = own_->by_parameter.at(piece.parameter_index);
@@ -192,7 +193,7 @@ ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round,
     num_summed += pushed.num_summed;
     if (pushed.factors) gradients.factors.emplace_back(other, *std::exchange(pushed.factors, std::nullopt));
   }
-  // The pushes say how many minibatches they hold: the number in the run need not be known here yet.
+  // The pushes report their number of minibatches, because the run's number may be unknown here.
   num_minibatches_ = gradients.num_minibatches = num_summed / spec_.rounds.num_microbatches;
   return gradients;
 }
@@ -226,7 +227,7 @@ Result<bool> ShardExchange::begin_version(SlotIndex write_slot, Deadline deadlin
   return true;
 }
 
-// From now on the others' shards of the next version may land in the slot.
+// Lets the others' shards of the next version land in the slot from now on.
 void ShardExchange::post_places(SlotIndex write_slot) {
   if (posted_slot_ == write_slot) return;
   std::vector<std::span<std::byte>> places;
@@ -315,13 +316,13 @@ void ShardExchange::collect_pushed() {
 Result<bool> ShardExchange::pull_from(ReplicaIndex other, Deadline deadline) {
   const ExchangePeer& from = peer(other);
   const WeightVersion version = newest_pulled_.at(other).next();
-  const std::optional<SlotIndex> own_slot = slot_with(version);  // none: nobody reads it any more
+  const std::optional<SlotIndex> own_slot = slot_with(version);  // none: the version is no longer read
   for (; num_chunks_pulled_ < from.chunks.size(); ++num_chunks_pulled_) {
     const ExchangeChunk& chunk = from.chunks[num_chunks_pulled_];
     auto received = carrier_.receive(from.pull_from, deadline);
     if (!received) return received.failure();
     if (!received.value()) return false;
-    if (from.is_posted) continue;  // it is where it was to land
+    if (from.is_posted) continue;  // it has landed in its place
     const CarriedItem& item = *received.value();
     if (item.tensors.size() != 1 || item.tensors[0].size_bytes() != chunk.num_bytes) {
       return carrier_.located({FailureKind::kCorruptFrame, from.pull_from + ": no chunk of " +

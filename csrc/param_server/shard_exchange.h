@@ -41,28 +41,28 @@ struct ExchangePiece {
   std::size_t parameter_index = 0;
   std::int64_t first_element = 0;
   std::int64_t num_elements = 0;
-  std::size_t begin_bytes = 0;  // in its chunk
+  std::size_t begin_bytes = 0;  // offset in its chunk
   DType dtype = DType::kFloat32;
 };
 
 struct ExchangeChunk {
   std::size_t begin_bytes = 0;  // in the slot
   std::size_t num_bytes = 0;
-  bool is_tied = false;  // of the slots of parameters that other stages use, too
+  bool is_tied = false;  // lies in tied_slots: other stages use the parameters, too
   std::vector<ExchangePiece> pieces;
 };
 
-// Another owner, and the names of the channels to and from it; empty where there is none, as a spare pushes
-// nothing and reads no version.
+// Another owner, and the names of the channels to and from it. A name is empty if there is no such channel: a
+// spare pushes nothing and reads no version.
 struct ExchangePeer {
   std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
   std::string push_to;
   std::string push_from;
-  std::string factors_to;  // an item of each round that comes before its chunks
+  std::string factors_to;  // carries one item per round, before the chunks
   std::string factors_from;
   std::string pull_to;
   std::string pull_from;
-  bool is_posted = false;  // its versions land where they are for
+  bool is_posted = false;  // its versions land directly in the version's slot
 };
 
 struct ExchangeSpec {
@@ -70,27 +70,26 @@ struct ExchangeSpec {
   ReplicaIndex replica;               // this owner
   std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
   std::map<ReplicaIndex, ExchangePeer> peers;
-  std::vector<std::byte*> own_slots;             // of the stage's versions, by slot
-  std::map<WeightVersion, SlotIndex> slot_of{};  // what lies there; empty: the newest in the first
+  std::vector<std::byte*> own_slots;             // memory of the stage's version slots
+  std::map<WeightVersion, SlotIndex> slot_of{};  // the slots' versions; empty: the newest, in the first
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
-  bool keeps_gradients = false;  // the optimizer may, so that no mean lies in the memory of a received item
-  bool on_host = true;           // where means of float32 and float64 are made here
-  // A version leaves for a replica after what is pushed to it: a link's channels share it evenly, and the
-  // spares', for whose shards all wait last, would get less of it.
+  bool keeps_gradients = false;                  // the optimizer may keep them: no mean in a received item
+  bool on_host = true;                           // means of float32 and float64 are made here
+  // Sends a replica its version chunks only after the chunks that are pushed to it. A link's channels share
+  // it evenly, and pushes to spares, whose shards all wait for last, would otherwise get less of it.
   bool holds_versions = false;
-  bool posts_early = true;  // false: not before begin_version()
+  bool posts_early = true;  // false: posts places at begin_version()
 };
 
-// This owner's gradients of a round, by parameter, flat; one without data is none.
+// This owner's gradients of a round, one flat tensor per parameter. A tensor without data means no gradient.
 struct OwnGradients {
   std::vector<TensorView> by_parameter;
   std::int64_t num_summed = 0;  // microbatches
   std::shared_ptr<void> owner;
 };
 
-// The mean gradient of a piece, or the parts that it is to be made of, in the order of the replicas; nothing
-// if no replica has any. place: where it may lie, in the memory of a received item; without data there is
-// none.
+// The mean gradient of a piece, or the parts for the mean, in the order of the replicas. Empty if no replica
+// has a gradient. place: memory of a received item where the mean may lie; without data there is none.
 struct PieceGradients {
   std::vector<TensorView> parts;
   TensorView place;
@@ -105,64 +104,65 @@ class ShardExchange {
  public:
   ShardExchange(ExchangeSpec spec, ItemCarrier& carrier);
 
-  // The program's.
-  // The replica's gradient of the round has begun to come: true. write_slot: of the round's update, nobody
-  // reads it any more.
+  // Calls by the program. True once the replica's gradient of the round has begun to arrive. write_slot: the
+  // slot that the round's update will write; no one reads it any more.
   [[nodiscard]] Result<bool> begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                              Deadline deadline);
-  // In place of a gradient, as the last begin_push_from() has heard: how many minibatches there are, and what
-  // is due at their end.
+  // The end of the data, if the last begin_push_from() received it instead of a gradient: the number of
+  // minibatches and what is due at their end.
   [[nodiscard]] std::optional<ItemFields> take_end() { return std::exchange(told_end_, std::nullopt); }
-  // Says this on the way of the pushes, once all have been given to the channels: another may wait for one
-  // that does not exist. Called once it is known, before whatever else waits, again and again.
+  // Sends the end of the data to the other owners over the push channels, after all pushes, because another
+  // owner may wait for a push that does not exist. Call it again and again, before any other wait, once the
+  // end is known.
   [[nodiscard]] Result<bool> tell_end(std::int64_t num_minibatches, std::uint8_t boundary_events,
                                       Deadline deadline);
-  // The other's next version is in the slots, if it has one there still.
+  // True once the other owner's next version is in the slots, if its slot still has that version.
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
-  // Pushing, which who has the gradients does.
-  // All of the round has been given to the channels.
+  // Pushing. The owner of the gradients sends them itself. end_push(): all pushes of the round have been
+  // given to the channels.
   void end_push(std::int64_t round) { num_pushed_ = round + 1; }
-  // Until all but so many rounds have left.
+  // Waits until the pushes of all but num_rounds_left rounds are sent.
   [[nodiscard]] Result<bool> wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline);
 
-  // Lets go of gradients that have left.
+  // Releases gradients that are sent.
   void collect_pushed();
 
-  // An update, in this order.
+  // An update makes the following calls, in this order.
   struct RoundGradients {
-    std::int64_t num_minibatches = 0;                           // over which the mean is
+    std::int64_t num_minibatches = 0;                           // the mean's divisor
     std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // of the others
   };
   [[nodiscard]] RoundGradients begin_update(std::int64_t round, std::optional<OwnGradients> own);
-  // Until what is in the slot has left for the others. Who has read it in this round has had it; who has no
-  // minibatch in the last round need not.
+  // Waits until the version in the slot is sent to the replicas that may still need it. Replicas that have
+  // read it in this round already have it, and one without a minibatch in the last round does not need it.
   [[nodiscard]] Result<bool> wait_for_readers(SlotIndex write_slot, Deadline deadline);
-  // So, and then the next version is written there.
+  // Does wait_for_readers(), after which the next version is written into the slot.
   [[nodiscard]] Result<bool> begin_version(SlotIndex write_slot, Deadline deadline);
-  // Chunk after chunk, once each, once all have pushed it; before begin_version() or after.
+  // Returns a chunk's gradients once all members have pushed them. Called once for each chunk in turn, before
+  // or after begin_version().
   [[nodiscard]] Result<std::optional<ChunkGradients>> mean_of(std::int64_t chunk, int num_threads,
                                                               Deadline deadline);
-  // It is written. Sends it from where it lies.
+  // Sends the chunk of the new version, which is written, from its place in the slot.
   [[nodiscard]] Result<bool> publish(std::int64_t chunk, Deadline deadline);
   [[nodiscard]] Result<bool> end_version(Deadline deadline);
-  // In place of all these, where updates are not of rounds: the slot has the next version.
+  // Used instead of all these for updates without rounds: the slot now has the next version.
   void note_version(SlotIndex slot);
 
-  // The newest version of which all shards are here, and its slot where that has it still.
+  // The newest version of which this owner has all shards, and its slot if that still has the version.
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // By version, the fewest and the most gradients that the chunks of the others say are in them.
+  // For each version the fewest and the most gradients that it contains, as the others' chunks report them.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 
  private:
-  // Items that have come from a replica for the round that is updated next.
+  // The items that have come from a replica for the next round to be updated.
   struct Pushed {
     std::int64_t num_summed = 0;  // microbatches
     std::optional<CarriedItem> factors;
-    std::optional<CarriedItem> chunk;  // the next one
+    std::optional<CarriedItem> chunk;  // the chunk that comes next
   };
 
   [[nodiscard]] const ExchangePeer& peer(ReplicaIndex other) const { return spec_.peers.at(other); }
@@ -183,22 +183,22 @@ class ShardExchange {
   ItemCarrier& carrier_;
   const WeightVersion first_;
   ShardRounds arrivals_;
-  std::map<ReplicaIndex, Pushed> pushed_;  // of the round that is updated next
+  std::map<ReplicaIndex, Pushed> pushed_;  // for the round that is updated next
   std::optional<ItemFields> told_end_;
   std::int64_t num_pushed_;  // rounds
-  ReplicaIndex next_told_;   // of the others, who has not been told the end
+  ReplicaIndex next_told_;   // the first replica that tell_end() has not told
 
   // The update that is being made.
   std::int64_t round_ = 0;
   std::int64_t num_minibatches_ = 0;
   std::optional<OwnGradients> own_;
   SlotIndex write_slot_;
-  std::map<ReplicaIndex, std::vector<TensorView>> held_;  // chunks that are to leave, in their order
-  bool is_held_ = false;                                  // the chunk that is being published
+  std::map<ReplicaIndex, std::vector<TensorView>> held_;  // chunks still to be sent, in order
+  bool is_held_ = false;                                  // whether the chunk being published is in held_
 
   // Versions.
   WeightVersion newest_;
-  std::map<WeightVersion, SlotIndex> slot_of_;  // of those in the slots
+  std::map<WeightVersion, SlotIndex> slot_of_;  // versions in the slots
   std::optional<SlotIndex> posted_slot_;        // for the next version
   std::map<ReplicaIndex, WeightVersion> newest_pulled_;
   std::size_t num_chunks_pulled_ = 0;  // of the version that is being pulled

@@ -1,9 +1,9 @@
-// An asynchronous shard's record of what it has applied: every gradient of every replica by itself, part by
-// part, in the order in which they came. So that each is applied once, and that a reference can apply them
-// again in the same order. Bookkeeping only, no memory of tensors. Owned by who applies; not thread-safe.
+// An asynchronous shard's record of the gradients that it has applied: every gradient of every replica by
+// itself, part by part, in the order in which they came. So each is applied exactly once, and a reference run
+// can apply them in the same order. It holds no tensors. Owned by the thread that applies; not thread-safe.
 //
-// A part is what the optimizer updates at once: a chunk, or the whole shard. A replica's parts come in their
-// order, round after round; what is between those of different replicas, time says.
+// A part is the range that the optimizer updates at once: a chunk, or the whole shard. The parts of one
+// replica come in order, round after round. The order between replicas depends on time.
 //
 //   replica 0, round 0    part 0           part 1
 //   replica 1, round 0          part 0 part 1
@@ -22,22 +22,22 @@ namespace pipedream {
 
 class ShardUpdates {
  public:
-  // How many entries order() has at most.
+  // The most entries of order().
   static constexpr std::size_t kNumOrderedMax = std::size_t{1} << 20;
 
-  // first: the round with which each replica begins, of num_replicas minibatches each; those before have been
+  // first: each replica's first round here; earlier rounds, of num_replicas minibatches each, have been
   // applied.
   ShardUpdates(std::int64_t num_replicas, std::int64_t num_parts, WeightVersion first);
 
-  // Notes that the part of the replica's gradient of the round is applied now. The failure of one that must
-  // not be: of a replica that is not there, or any other than the replica's next.
+  // Notes that this part of the replica's gradient is applied now. Returns a failure if the replica does not
+  // exist or the part is not the replica's next.
   [[nodiscard]] std::optional<Failure> apply(ReplicaIndex replica, WeightVersion round, std::int64_t part);
 
-  // The round of which the next part of the replica's is to come.
+  // The round of the replica's next part.
   [[nodiscard]] WeightVersion round(ReplicaIndex replica) const;
-  // How many gradients the part has had, each of a minibatch.
+  // The number of gradients applied to the part, each of one minibatch.
   [[nodiscard]] std::int64_t num_updates(std::int64_t part) const;
-  // By replica, whose next part it was. Empty once there have been more than kNumOrderedMax.
+  // The replica of each applied part, in order of time. Empty once there are more than kNumOrderedMax.
   [[nodiscard]] const std::vector<std::uint32_t>& order() const { return order_; }
 
  private:
