@@ -25,7 +25,7 @@
 // answer before N is admitted are then told of the evaluation. A stage downstream waits for either of the
 // two, and the one that comes first says which of the places it is.
 //
-// Where a worker has several stages, W workers take W validation minibatches of one stage, then the same ones
+// If a worker has several stages, W workers take W validation minibatches of one stage, then the same ones
 // of its next.
 #pragma once
 

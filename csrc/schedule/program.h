@@ -128,7 +128,7 @@ struct ScheduleOptions {
   // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
   bool exchanges_norms = false;
   // The run starts with this minibatch i0, a multiple of every R_s. The weights then have version i0 / R_s.
-  // Where the table says max(0, ...), a microbatch reads max(oldest, ...). `oldest` is the version of the
+  // A microbatch reads max(oldest, ...) where the table says max(0, ...). `oldest` is the version of the
   // start if there is no older one, as after a drain.
   MinibatchId first_minibatch{};
   // For a run that continues an earlier pipeline exactly as if it had never stopped: the minibatch with which
