@@ -273,7 +273,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "lr_scheduler",
-        "called with a stage's optimizer",
+        "called with a stage's optimizer; steps at every update, not every epoch",
         None,
         _or_none(
             _check_factory(
