@@ -145,7 +145,7 @@ class JobOptions:
         default=None, metadata=compared(said=lambda value: value and value.said())
     )
     evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
-    """Where the eval-mode forward is cut. None if it is cut as the training's layers are."""
+    """Cuts of the eval-mode forward. None if it is cut as the training's layers are."""
     checkpoints: Checkpoints | None = field(default=None, metadata=compared(said=_said_of_checkpoints))
     continues: Continued | None = field(default=None, metadata=OWN)
     """The checkpoint from which the run continues. All workers take rank 0's."""

@@ -1,24 +1,24 @@
-"""One replica's end of a parameter server whose shards are asynchronous: every replica's gradient is an
-update of its own, made when it comes, and who has pushed it is answered with what the shard is then.
+"""One replica's side of a parameter server with asynchronous shards. Every replica's gradient is an update
+of its own, made when it comes. The replica that pushed it gets the shard as it is then.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
-    UPDATE       the same of its own shard         |
+    UPDATE       the same for its own shard        |
     RECV pull    its version j + 1 <-------------- SEND pull: the chunk as it is now, and how many gradients
-                                                   it has had: its own j + 1, and what others' have come
+                                                   are in it: its own j + 1, and those of others so far
 
-Nobody waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam, OSDI'14).
-A gradient is the mean over a replica's microbatches of a round by what they count. It is not divided by r: r
-replicas make r updates, with the learning rate as it is given. Before it
-pushes again a replica has taken in its answer, so that the owner keeps one for each.
+No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
+OSDI'14). A gradient is the mean over a replica's microbatches of a round by what they count. It is not
+divided by r: r replicas make r updates, each with the learning rate as it is given. A replica receives its
+answer before it pushes again, so an owner keeps one answer per replica.
 
     master     memory of its own: one version, which forwards do not read while it changes
     answers    one for each other replica, until it has left
     slots      the versions that forwards read, as everywhere
 
-Two threads. The worker's compute thread pushes, makes the replica's own updates and pulls; one more serves
-the others, whatever the compute thread does. A lock guards the master, the optimizer and the count of
-updates. At the end all replicas have the masters as they are when every gradient is in them.
+There are two threads. The worker's compute thread pushes, makes the replica's own updates and pulls. The
+other thread serves the other replicas, whatever the compute thread does. A lock guards the master, the
+optimizer and the count of updates. At the end all replicas get the masters with every gradient in them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pipedream.update.weights import view_like
 __all__ = ["AsynchronousServer"]
 
 
-_NUM_MEASURED_MAX = 8  # updates for others: the first makes the optimizer's state, some have several parts
+_NUM_MEASURED_MAX = 8  # updates for others; the first ones make the optimizer's state
 
 
 class AsynchronousServer(ShardClient):
@@ -62,8 +62,10 @@ class AsynchronousServer(ShardClient):
         where: str,
         **options: Any,
     ) -> None:
-        """master, answers, these by the other replica: flat memory for the shard, each. names: of the
-        parameters. where: the worker, for errors."""
+        """master: flat memory for the shard.
+        answers: the same, by the other replica.
+        names: the parameters' names.
+        where: describes the worker in errors."""
         super().__init__(*arguments, layout=layout, **options)
         own_chunks = self._chunks[self._replica]
         self._where = where
@@ -72,29 +74,29 @@ class AsynchronousServer(ShardClient):
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
         self._own_round: tuple[int, list[Tensor | None]] | None = None
-        """The replica's own gradient that is to be applied, and its round."""
+        """(round, gradients) of the replica's own update that is next."""
         first = self._newest = self._rounds.first_version
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
             place.copy_(self._place_of(chunk, self._slot_of[first]))
-        # The thread that serves the others.
+        # State of the thread that serves the others.
         self._awaiting = [*self._others]
-        """Replicas that have not told the end, the one that was served last behind the others."""
+        """Replicas that have not told their end. The one that was served last is at the end of the list."""
         self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
-        """By replica: chunks of the part that comes next."""
+        """The chunks that have come of each replica's next part."""
         self._next_part = dict.fromkeys(self._others, 0)
         self._failure: BaseException | None = None
         self._is_over = False
-        """That thread serves nobody any more."""
+        """Whether the serving thread has ended."""
         device = self._weights.own.slots[0].device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._step_meter = StepMeter(make_meter(device))
         # On the host measuring costs time per operator; a device's meter does not tell threads apart.
         self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
-        # Of both threads.
+        # State of both threads.
         self._lock = threading.Condition()
-        """Guards what follows, and what the master and the optimizer hold. Notified of each gradient of
-        another replica that is in the shard, and when there will be no more."""
+        """Guards the attributes below, and the contents of the master and the optimizer. It is notified
+        when a gradient of another replica is in the shard, and when no more will come."""
         self._pieces = self._pieces_of_master(layout)
         self._updates = _core.ShardUpdates(
             num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first
@@ -123,7 +125,7 @@ class AsynchronousServer(ShardClient):
     # The replica's own gradients: its compute thread.
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """The next update is of the replica's gradient of the minibatch's round."""
+        """Prepares the next update: that of the replica's gradient of the minibatch's round."""
         round_index = self._rounds.round_of(minibatch)
         self._own_round = round_index, self._own.pop(round_index)
 
@@ -150,7 +152,8 @@ class AsynchronousServer(ShardClient):
             self._contained[version] = min(counts), max(counts)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Waits until every gradient is in this shard, and gives it to all, and takes theirs."""
+        """Waits until every gradient is in this shard. Then sends the shard to all replicas, and takes
+        theirs."""
         self._thread.join()
         self._raise_failure()
         for content, chunk in zip(self._master, self._chunks[self._replica], strict=True):
@@ -163,7 +166,7 @@ class AsynchronousServer(ShardClient):
             self._exchange.pull_from(other)
 
     def wait_for_minibatches(self, end: int) -> None:
-        """Waits until the shard has every other replica's gradients of the minibatches before this one."""
+        """Waits until the shard has the other replicas' gradients of all minibatches before `end`."""
         wanted = {other: self._rounds.num_begun(other, end) for other in self._others if self._parts}
 
         def have_come() -> bool:
@@ -191,7 +194,7 @@ class AsynchronousServer(ShardClient):
         try:
             yield
         except _core.RunFailure:
-            self._raise_failure()  # by which the other thread has ended this one's wait
+            self._raise_failure()  # the failed thread has ended this one's wait
             raise
         finally:
             self._core.stop_serving()
@@ -202,14 +205,14 @@ class AsynchronousServer(ShardClient):
             raise self._failure
 
     def record(self) -> dict[str, Any]:
-        """When the run is over, what the shard has done and the replica has read: "parts" and "order" as of
-        report.result.UpdateOrder; "contained": by the replica's versions from the first, the fewest and the
-        most gradients that a part of it has."""
+        """Returns what the shard has done and the replica has read, after the run. "parts" and "order" are
+        as in report.result.UpdateOrder. "contained" has the fewest and the most gradients in a part, for
+        each of the replica's versions from the first on."""
         parts = [
             [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
             for part in self._parts
         ]
-        # Of a stage without anything to train no part has told.
+        # A stage that trains nothing has no parts, and so no counts.
         versions = range(self._rounds.first_version, self._newest + 1)
         for version, counts in self._exchange.contained().items():
             self._note_contained(version, counts)
@@ -237,12 +240,13 @@ class AsynchronousServer(ShardClient):
         while self._awaiting:
             found = self._core.receive_any([self._channels.push_from[other] for other in self._awaiting])
             if found is None:
-                return  # the run is over before its end
+                return  # the run has ended early
             index, item = found
             self.serve(self._awaiting[index], item)
 
     def serve(self, other: int, item: _core.ReceivedItem) -> None:
-        """Takes what that replica has pushed. A part is applied, and answered, when all of it is there."""
+        """Takes an item that a replica has pushed. A part is applied and answered when all its chunks are
+        there."""
         self._awaiting.remove(other)
         if item.fields.is_end_of_data:
             return
@@ -267,7 +271,7 @@ class AsynchronousServer(ShardClient):
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most that an update for another replica has made and dropped, of those that were measured."""
+        """The most bytes that a measured update for another replica has made and dropped."""
         return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
@@ -281,7 +285,8 @@ class AsynchronousServer(ShardClient):
 
     def _answer(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         channel, part = self._channels.pull_to[other], self._parts[index]
-        # It had the answers to all that it pushed before, and so they have left, of which this is to learn.
+        # The replica has had the answers to its earlier pushes, so they have left. This call lets the core
+        # know.
         num_answered = part.chunks[0][0]
         self._core.wait_until_sent(channel, num_answered)
         with self._lock:
@@ -306,14 +311,15 @@ class AsynchronousServer(ShardClient):
             ) from error
 
     def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
-        """The gradient of the piece, which is the one at this position of the chunk that the item is."""
+        """Returns the gradient of a piece in an item; None if there is none. position: the piece's in its
+        chunk."""
         flags, content = tensors
         if not flags[position]:
             return None
         part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return part.view(self._leaves(0, 0)[piece.parameter].dtype)
 
-    # Both.
+    # For both threads.
 
     def _to_keep(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Returns the gradients where they lie, or copies if the optimizer may keep or change them."""
@@ -322,7 +328,7 @@ class AsynchronousServer(ShardClient):
         return [None if gradient is None else gradient.clone() for gradient in gradients]
 
     def _step(self, replica: int, round_index: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        """Makes the part's next version of the replica's gradient of the round. With the lock."""
+        """Updates the part with the replica's gradient of the round. The caller holds the lock."""
         refused = self._updates.apply(replica, round_index, index)
         if refused is not None:
             raise PipelineError(refused)
@@ -344,6 +350,6 @@ def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | Non
 
 
 def _chunks_in(memory: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:
-    """One behind the other, as they leave."""
+    """Returns the chunks' places in the memory, one behind the other in the order in which they leave."""
     sizes = [chunk.num_bytes for chunk in chunks]
     return list(torch.split(memory[: sum(sizes)], sizes)) if sizes else []

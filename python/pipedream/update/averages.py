@@ -1,12 +1,12 @@
-"""Exponential moving averages of a stage's weights, which its updates keep (callbacks.EMA).
+"""Exponential moving averages of a stage's weights. The stage's updates keep them (callbacks.EMA).
 
     UPDATE v          the optimizer makes version v + 1, chunk by chunk
                       average = decay x average + (1 - decay) x version v + 1
-    RECV version      what another stage updates and this one uses: likewise, when it comes
+    RECV version      the same for a parameter that another stage updates and this one uses, when it comes
 
-The first update begins an average with its own weights, as torch.optim.swa_utils.AveragedModel does. Averages
-lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own pieces.
-Owned by the worker's compute thread.
+The first update begins an average with its own weights, as torch.optim.swa_utils.AveragedModel does.
+Averages lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own
+pieces. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _OWN = (-1, 0)
 
 
 class Averages:
-    """Averages of the parameters, or pieces of them, that a stage updates, and of those that it uses of other
-    stages."""
+    """Averages of the parameters that a stage updates, and of those that it uses from other stages. Either
+    may be pieces of parameters."""
 
     def __init__(
         self, decay: float, updated: NamedParameters, used: Mapping[int, NamedParameters] | None = None
     ) -> None:
-        """updated: in the order of the optimizer. used: by the stage that updates them."""
+        """updated: the parameters that the stage updates, in the optimizer's order. used: parameters of
+        other stages, by the stage that updates them.
+        """
         self.decay = decay
         self._named = list(updated)
         self._num_updated = len(self._named)
@@ -43,7 +45,7 @@ class Averages:
         for owner, named in (used or {}).items():
             self._begin_of[owner] = len(self._named)
             self._named += named
-        # Before they have a place these are the parameters themselves.
+        # Until they have a place the averages are the parameters themselves.
         self._tensors = [parameter.detach() for _, parameter in self._named]
         self._counts: dict[tuple[int, int], int] = {}
         """Versions averaged in this run, by (owner, replica) that makes them."""
@@ -70,15 +72,16 @@ class Averages:
         self._tensors = [on_host(tensor) for tensor in self._tensors]
 
     def add(self, first: int, leaves: Sequence[Tensor]) -> None:
-        """Takes these parameters of the next version, from `first` on in the optimizer's order."""
+        """Adds these parameters of the next version to the averages. The first is number `first` in the
+        optimizer's order."""
         self._add(self._tensors[first : first + len(leaves)], leaves, _OWN)
 
     def end_version(self) -> None:
-        """All of the next version has been added."""
+        """Ends a version: all of its parameters have been added."""
         self._counts[_OWN] = self._counts.get(_OWN, 0) + 1
 
     def add_used(self, owner: int, replica: int, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
-        """Takes the pieces of the next version that this replica of the owner has made."""
+        """Adds the pieces of the next version that this replica of the owner has made."""
         begin = self._begin_of[owner]
         targets = [piece_of(self._tensors[begin + piece.parameter], piece) for piece in pieces]
         self._add(targets, values, (owner, replica))
@@ -96,7 +99,7 @@ class Averages:
             torch._foreach_lerp_(targets, [*values], 1.0 - self.decay)
 
     def updated_values(self) -> list[Tensor]:
-        """The averages of what the stage updates, in the optimizer's order."""
+        """The averages of the parameters that the stage updates, in the optimizer's order."""
         return self._tensors[: self._num_updated]
 
     def used_values(self, owner: int) -> list[Tensor]:
@@ -115,8 +118,8 @@ class Averages:
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Takes over averages of so many versions, by name. They are of the parameters, or of the whole ones
-        that these are pieces of, laid out as these are. Without any, averages begin with the next version."""
+        """Goes on with averages over `count` versions. values: by the name of each parameter, or of the
+        whole parameter of which it is a piece. Unless all are given, averages begin with the next version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):
             self._tensors = found

@@ -1,17 +1,18 @@
-"""Sufficient factors: of a fully connected layer's weight replicas send each other not the gradient but its
-two factors, where these are smaller, and each makes the mean gradient, and the next version, for itself.
+"""Sufficient factors. The gradient of a fully connected layer's weight is the product of two matrices, its
+factors. If the factors are smaller than the gradient, replicas send each other the factors. Each replica
+then makes the mean gradient, and the next version, for itself.
 
     dense, per round and replica     2 (r - 1) / r  M N       gradients to the shards, and versions from them
     factors                          (r - 1)  K (M + N)       of K rows each, to each of the others
 
-r: replicas; W: M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section
-4.2). The rule is planning/factor_rule.py's. The mean is one product, of the factors of all members of the
-round, one below the other in the order of the replicas. Each replica makes it of the same values by the
-same call, and so of the same bits; that replicas multiply alike is tried before the run. Owned by the
-worker's compute thread.
+There are r replicas, and W is M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC
+2017, section 4.2). The rule is in planning/factor_rule.py. The mean is one product: the factors of all
+members of the round are stacked, in the order of the replicas. Each replica multiplies the same values by
+the same call, and so gets the same bits. A trial before the run shows whether replicas multiply alike.
+Owned by the worker's compute thread.
 
-FactorExchange sends one item with the factors of all such weights before the chunks of a round. Nothing of
-them is pulled: all replicas have the same ones, and make the same of them.
+FactorExchange sends one item with the factors of all such weights before the chunks of a round. No version
+of these weights is sent, because all replicas make the same one.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class FactorLayer:
 
     name: str
     parameter: int
-    """Its position among the stage's."""
+    """The weight's position among the stage's parameters."""
     num_rows_max: int
-    """The most rows of one replica in a round."""
+    """The most rows that one replica has in a round."""
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
@@ -64,13 +65,13 @@ class FactorLayer:
 
 
 def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None = None) -> bool:
-    """Whether factors are fewer bytes than what they stand for. pushed_bytes: of the whole gradient as it
-    would be pushed else; None: as it is."""
+    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the whole
+    gradient as it would be pushed otherwise; None: as it is."""
     return factor_rule.are_smaller(layer.factor_bytes, layer.weight_bytes, num_replicas, pushed_bytes)
 
 
 class RoundFactors:
-    """Factors that the backwards of one replica leave of a round."""
+    """The factors that one replica's backwards leave in a round."""
 
     def __init__(self, layers: Sequence[FactorLayer]) -> None:
         self._layers = layers
@@ -104,7 +105,8 @@ class RoundFactors:
 def item_of(
     layers: Sequence[FactorLayer], factors: Sequence[Factors | None], device: torch.device
 ) -> list[Tensor]:
-    """Returns the tensors that travel: which layers have factors, and the gradients and inputs of each."""
+    """Returns the tensors of an item: flags that say which layers have factors, then gradients and inputs
+    of each."""
     has_any = [of_layer is not None for of_layer in factors]
     tensors = [torch.tensor(has_any, device=device).to(torch.uint8)]
     for layer, of_layer in zip(layers, factors, strict=True):
@@ -120,7 +122,8 @@ def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
 
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
-    """The mean over a round's members of gradients that are given as factors, by replica: at least one."""
+    """Returns the mean gradient over a round. factors: by replica, at least one. num_members: the
+    minibatches of the round."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 
@@ -142,7 +145,7 @@ def _copy(factor: Tensor) -> Tensor:
 
 
 class FactorExchange:
-    """The exchange of factors for the weights of one stage that are pushed so, at least one."""
+    """Exchanges the factors of one stage's weights. At least one weight is pushed as factors."""
 
     def __init__(
         self,
@@ -155,8 +158,9 @@ class FactorExchange:
         replica: int,
         device: torch.device,
     ) -> None:
-        """weights: in the order of the stage's parameters. layers: by a weight's name, who has it; they leave
-        factors between begin() and release(). channels_to, channels_from: by the other replica."""
+        """weights: in the order of the stage's parameters.
+        layers: the layers that have a weight, by its name. They leave factors inside running().
+        channels_to, channels_from: by the other replica."""
         self._core = core
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
@@ -168,9 +172,9 @@ class FactorExchange:
         self._left = RoundFactors(weights)
         self._layers = FactoredLayers(layers, self._left.add)
         self.around_backward = self._layers.backward
-        self._pushed: list[Factors | None] | None = None  # of the round that is being pushed
+        self._pushed: list[Factors | None] | None = None  # factors of the round that is being pushed
         self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
-        """By round that is not over, and replica: those of each weight."""
+        """The factors of each weight, by round and replica. A round that is updated is dropped."""
 
     @property
     def parameters(self) -> list[int]:
@@ -179,11 +183,11 @@ class FactorExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that backwards have left and that are not pushed."""
+        """Bytes of factors that backwards have left and that are not pushed yet."""
         return self._left.num_bytes
 
     def counts(self, parameter: int) -> bool:
-        """Whether this replica counts a weight in the norm of all gradients, which only one does."""
+        """Whether this replica counts the weight in the norm of all gradients. Exactly one replica does."""
         return self._index_of[parameter] % self._num_replicas == self._replica
 
     def push(self, num_summed: int) -> list[Tensor]:
@@ -197,34 +201,34 @@ class FactorExchange:
 
     @property
     def has_pushed(self) -> bool:
-        """Whether that has been done of the round whose gradients are pushed now."""
+        """Whether the factors of the round that is being pushed have left."""
         return self._pushed is not None
 
     def end_push(self, round_index: int) -> None:
-        """All of the round is pushed."""
+        """Ends the push of a round, and keeps this replica's factors of it."""
         assert self._pushed is not None
         self._of_rounds.setdefault(round_index, {})[self._replica] = self._pushed
         self._pushed = None
 
     def take_in(self, other: int, round_index: int, item: Sequence[Tensor]) -> None:
-        """Takes the factors that this replica has pushed."""
+        """Takes the factors that another replica has pushed."""
         self._of_rounds.setdefault(round_index, {})[other] = factors_of(item)
 
     def mean_of(self, round_index: int, parameter: int, num_minibatches: int) -> Tensor | None:
-        """The mean gradient of a weight over the round's minibatches, once all have come; None where nobody
-        has one."""
+        """Returns the mean gradient of a weight over the round's minibatches; None if no replica has one.
+        All factors of the round must have come."""
         index = self._index_of[parameter]
         by_replica = {replica: found[index] for replica, found in self._of_rounds[round_index].items()}
         factors = {replica: found for replica, found in by_replica.items() if found is not None}
         return mean_product(factors, num_minibatches) if factors else None
 
     def end_round(self, round_index: int) -> None:
-        """It is updated."""
+        """Drops the factors of a round that has been updated."""
         del self._of_rounds[round_index]
 
     def check(self, gradients: Sequence[Tensor | None]) -> None:
-        """gradients: by parameter, that backwards have accumulated. Raises PipelineError for one that no
-        layer has left as factors, which would be lost."""
+        """Raises PipelineError if a weight has a gradient that no layer has left as factors. That gradient
+        would be lost. gradients: the accumulated ones, by parameter."""
         for weight in self._weights:
             if gradients[weight.parameter] is not None:
                 raise PipelineError(
@@ -234,7 +238,7 @@ class FactorExchange:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The layers leave factors inside, and are the user's again afterwards."""
+        """Makes the layers leave factors inside the context. Afterwards they are the user's again."""
         self._layers.install()
         try:
             yield

@@ -1,9 +1,9 @@
-"""A stage's gradients from the last backward of a minibatch to the next weight version: collected, measured,
-clipped or unscaled, and used or, after an overflow, left unused.
+"""The gradients of a stage, from the last backward of a minibatch to the next weight version. They are
+collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
 
-Norms are taken over all stages where the schedule drains every minibatch, else per stage: anything wider
-would make the stages wait for each other. They are of the mean of a round's gradients, of which each replica
-of a stage has the part that it updates. Owned by the worker's compute thread.
+If the schedule drains every minibatch, a norm is taken over all stages. Otherwise it is taken per stage,
+because a wider norm would make stages wait for each other. A norm is that of the mean over a round, of
+which each replica of a stage has the part that it updates. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 RunStep = Callable[[Callable[[], None]], None]
-"""Runs what an optimizer does: timed, measured and with its errors told."""
+"""Runs an optimizer's step: timed, measured, and with its errors told."""
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-_NORM_ELEMENTS_MAX = 1 << 20  # of a bfloat16 gradient that are widened at once
+_NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened at once
 
 
 class GradientFigures(NamedTuple):
-    """Figures of the gradients of one stage, of a part, or of several: they add up."""
+    """Figures of gradients: of one stage, of a part, or of several stages. They add up."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
@@ -82,8 +82,8 @@ def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of the gradients, or of their parts: the norm of a whole bfloat16 tensor would be rounded to
-    bfloat16, or take a float32 copy of it."""
+    """Norms of the gradients, or of their parts. For a whole bfloat16 tensor torch would round the norm to
+    bfloat16, or need a float32 copy of the tensor."""
     narrow = [
         part for g in gradients if has_master(g) for part in torch.split(flat_view(g), _NORM_ELEMENTS_MAX)
     ]
@@ -96,7 +96,7 @@ class StageGradients:
     """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
 
     takes_means = False
-    """Whether take() leaves the mean of a round's gradients, unscaled, and not their sum."""
+    """Whether take() leaves the unscaled mean of a round's gradients. Otherwise it leaves their sum."""
 
     def __init__(self, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters) -> None:
         self._weights = weights
@@ -117,28 +117,29 @@ class StageGradients:
         return None
 
     def whole_slot(self, newest_slot: int) -> int:
-        """Returns the slot of the newest version that this worker has all of. newest_slot: that of its own
-        part."""
+        """Returns the slot of the newest version that this worker has as a whole. newest_slot: the slot of
+        the newest version of its own part."""
         return newest_slot
 
     def begin_backward(self) -> None:
-        """A backward is next: there is room for what it makes."""
+        """Prepares a backward. It may wait until there is room for what the backward makes."""
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
-        """The last backward of the minibatch here is next, of a loss that was multiplied by loss_scale."""
+        """Prepares the last backward of the minibatch at this replica. loss_scale: the factor of its loss."""
 
     def move(self, from_slot: int, to_slot: int) -> None:
-        """The next backward of the round reads the version in another slot."""
+        """Moves the round's gradients to another slot, because the next backward reads the version there."""
         self._weights.own.move_gradients(from_slot, to_slot)
 
     def rescale(self, own_slot: int, factor: float) -> None:
-        """The next backward of the round is of a loss that was multiplied by so much more."""
+        """Multiplies the round's gradients, because the loss of the next backward has a scale larger by
+        this factor."""
         self._weights.own.scale_gradients(own_slot, factor)
         self._tied.rescale(factor)
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
-        parameters. own_slot: of the version that the last backward read."""
+        """Collects the gradients of the minibatch, at this stage and from the users of its tied parameters.
+        own_slot: the slot of the version that the last backward read."""
         self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
 
     def figures(self) -> GradientFigures:
@@ -160,11 +161,13 @@ class StageGradients:
         self._finish()
 
     def running(self) -> AbstractContextManager[None]:
-        """Around the run, finish() included; afterwards the user's modules are as they were."""
+        """Returns a context for the whole run, finish() included. Afterwards the user's modules are as they
+        were."""
         return nullcontext()
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
+        """Ends the run or a segment of it, after all updates. newest_slot: the slot of the last version.
+        is_over: whether it is the run that ends."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""
@@ -172,7 +175,7 @@ class StageGradients:
         return overflowed
 
     def poison(self, freed_slot: int) -> None:
-        """No backward reads the version in the slot any more."""
+        """Poisons a slot whose version no backward reads any more."""
         self._weights.own.poison(freed_slot)
 
     def _finish(self) -> None:
@@ -185,20 +188,23 @@ class StageGradients:
 
 
 class NormExchange:
-    """The figures of all workers, or where the schedule does not drain of one stage's, added up along the
-    ranks and back; each gets the sum.
+    """Adds up the figures of all workers along the ranks, and sends the sum back to each. If the schedule
+    does not drain, these are the workers of one stage.
 
-    rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
-    rank 0 --> rank 1 --> rank 2        the total, downstream
+        rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
+        rank 0 --> rank 1 --> rank 2        the total, downstream
     """
 
     def __init__(self, measure: Callable[[int], GradientFigures], *, is_first: bool) -> None:
-        """measure: this worker's own figures of an update, by its minibatch, asked for once. is_first: of the
-        workers that add up, whose sum is the total when what is downstream has come."""
+        """measure: returns this worker's own figures of an update, given its minibatch. It is called once
+            per update.
+        is_first: whether this is the first of these workers. Its sum is the total, when those downstream
+            have come.
+        """
         self._measure = measure
         self._is_first = is_first
         self._minibatch = -1
-        self._sum = GradientFigures()  # from here on downstream
+        self._sum = GradientFigures()  # of this worker and of those downstream
         self._total: GradientFigures | None = None
 
     def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
@@ -218,7 +224,7 @@ class NormExchange:
             self._total = figures
 
     def total(self, minibatch: int) -> GradientFigures:
-        """Returns the figures of all workers, once the program's exchange for the minibatch has come."""
+        """Returns the figures of all workers. The exchange for the minibatch must have come."""
         self._begin(minibatch)
         if self._is_first:
             return self._sum
@@ -235,7 +241,8 @@ def _goes_upstream(edge: _core.Edge) -> bool:
 
 
 def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Flat, as the leaf lies in memory, and unscaled, in place where it need not be copied."""
+    """Returns the gradient flat, in the leaf's order in memory, and unscaled. Works in place if no copy is
+    needed."""
     if gradient is None:
         return None
     if gradient.is_sparse:

@@ -1,16 +1,17 @@
-"""The scale of a float16 loss as it goes through the stages: taken at the last stage from what has overflowed
-anywhere so far, told upstream with the gradients. Owned by the worker's compute thread.
+"""The scale of a float16 loss on its way through the stages. The last stage chooses it, from the overflows
+anywhere so far, and tells it upstream with the gradients. Owned by the worker's compute thread.
 
     overflow   upstream --activations--> downstream, the last stage scales the loss
     scale      upstream <--gradients---- downstream
 
-The minibatches of a round of the last stage have one scale, taken with the first of its activations. Where
-rounds drain, an overflow skips the update of all stages, so every replica knows it. Elsewhere each replica of
-the last stage has other activations of the round, and what these tell goes to the others with its norms.
+The minibatches of a round of the last stage share one scale. It is chosen with the first of the round's
+activations. If rounds drain, an overflow skips the update of all stages, so every replica knows of it.
+Otherwise each replica of the last stage has other activations of the round, and passes on with its norms
+what they tell.
 
-Between two segments of a run (worker/segment.py) nothing is under way: what has overflowed before is told
-with the activation of the first minibatch after. A run that goes on from another's state tells each overflow
-when one run would have: an update stands behind the forwards that are in flight then.
+Nothing is in flight between two segments of a run (worker/segment.py). An overflow from before is told with
+the first activation after. A run that goes on from another's state tells each overflow when a single run
+would: an update comes after the forwards that are in flight at that time.
 """
 
 from __future__ import annotations
@@ -40,31 +41,32 @@ class LossScaling:
             self._scaler = LossScaler(1 if drains else num_in_flight)
         rounds = _core.rounds_of(schedule, stage_index)
         self._own_per_round = rounds.own_per_round
-        """Microbatches; all are counted through the run, as the replica has them."""
+        """Microbatches of a round at this replica. Microbatches are counted through the run, this replica's
+        alone."""
         self._next_own = schedule.first_minibatch * schedule.num_microbatches // rounds.num_replicas
         num_delayed = _core.num_gradients_kept(schedule, stage_index) - 1
         in_flight = 1 if drains else schedule.in_flight[stage_index]
         self._delay = in_flight - 1 + num_delayed * self._own_per_round
         self._skipped: list[int] = []
-        """Updates that overflowed, each by the microbatch that is the first to be forwarded after it."""
+        """Updates that overflowed. Each is given by the first microbatch that is forwarded after it."""
         self._late: list[int] = []
-        """The same, of the run before this one: what it has not told of."""
+        """The same for updates of the run before this one, of which that run has not told."""
         self._heard_at: list[int] = []
-        """Likewise updates that have told of an overflow since the last round began."""
+        """The same for updates that have told of an overflow, since the last round began."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
-        self._round = -1  # whose scale it is
+        self._round = -1  # the round that has this scale
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
         self._heard = False
-        """Whether an overflow has been told of since the last round began: by updates, or else by
-        activations."""
-        self._kept = False  # an overflow, of the segment before
+        """Whether an overflow was told of since the last round began: by updates if replicas exchange that,
+        or else by activations."""
+        self._kept = False  # whether the segment before left an overflow untold
         self.scale = 1.0
-        """It is that of the microbatch that is being forwarded, at the last stage."""
+        """At the last stage, the scale of the microbatch that is being forwarded."""
 
     def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
-        """A microbatch is next. overflowed: whether gradients did at this stage since the one before; told:
-        whether its activation says so of a stage upstream."""
+        """Begins the next microbatch. overflowed: whether gradients of this stage have overflowed since the
+        microbatch before. told: whether the microbatch's activation tells of an overflow upstream."""
         own = self._next_own
         self._next_own += 1
         if self._scaler is None:
@@ -77,16 +79,17 @@ class LossScaling:
             heard = self._heard or any(at <= own for at in self._heard_at)
             self._heard, self._heard_at = False, [at for at in self._heard_at if at > own]
             self.scale = self._scaler.next_scale(heard)
-        elif self._drains:  # every worker tells of the round before, of which the first has told
+        elif self._drains:  # others repeat what the round's first activation has told
             self._heard = False
 
     def note_told(self, minibatch: int) -> None:
-        """The activation of the minibatch has told of an overflow."""
+        """Notes that the activation of this minibatch has told of an overflow."""
         if self._exchanges:
             self._told.add(minibatch // self._minibatches_per_scale)
 
     def take_told(self, minibatch: int) -> bool:
-        """Whether one of the minibatch's round has, for the other replicas."""
+        """Returns whether an activation of the minibatch's round has told of an overflow, for the other
+        replicas. Forgets it."""
         round_index = minibatch // self._minibatches_per_scale
         told = round_index in self._told
         self._told.discard(round_index)
@@ -112,17 +115,18 @@ class LossScaling:
             self._heard_at.append(self._first_after(round_index))
 
     def note_skipped(self, round_index: int) -> None:
-        """An update overflowed here, or at a stage that it is made with."""
-        # Those too that a run has not told of which continues from a boundary before what is in flight.
+        """Notes that an update overflowed here, or at a stage that is updated with it."""
+        # A run may continue from a boundary before the microbatches in flight. So updates of which such a
+        # run has not told are kept, too.
         self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]
         self._skipped.append(self._first_after(round_index))
 
     def _first_after(self, round_index: int) -> int:
-        """The first microbatch that is forwarded after the update of a round."""
+        """Returns the first microbatch that is forwarded after the round's update."""
         return (round_index + 1) * self._own_per_round + self._delay
 
     def state(self, next_own: int) -> dict[str, Any]:
-        """Gives it as JSON, for a run that ends before the microbatch."""
+        """Returns the state as JSON, for a run that ends before this microbatch."""
         scaler = self._scaler
         return {
             "scaler": None if scaler is None else scaler.state(),

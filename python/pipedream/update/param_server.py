@@ -1,19 +1,20 @@
-"""One replica's end of its stage's parameter server: its shard of the parameters, which it alone updates.
+"""One replica's side of its stage's parameter server: its shard of the parameters, which it alone updates.
 
     round t, at each replica                       who                     what travels, chunk by chunk
     SEND push   by its last backward of t          with a microbatch in t  its gradient, to the shards' owners
     RECV push   before the update                  all                     the gradients of its own shard
-    UPDATE      chunk by chunk: its mean over the round's minibatches, its version t + 1 of the optimizer
-    SEND pull   with it                            all                     that, to the others
+    UPDATE      chunk by chunk: the mean over the round's minibatches, then version t + 1 of the shard
+    SEND pull   with the update                    all                     version t + 1, to the others
     RECV pull   before what reads version t + 1    all                     the others' shards of it
 
-A chunk is updated, and leaves for the others, as soon as the gradients of all replicas are there, while the
-next chunk's are on their way: both directions of a link are busy. Measuring norms waits for all of them.
+A chunk is updated and sent to the others as soon as the gradients of all replicas are there. The gradients
+of the next chunk are on their way meanwhile, so both directions of a link are busy. If norms are measured,
+the update waits for all gradients.
 
 The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
-optimizer's steps, and the products of gradients that are pushed as factors (factor_exchange.py): every
-replica makes the next version of their weights. A round that nobody knows to be the last has all replicas;
-who learns that it has not says so on the way of its pushes. Owned by the worker's compute thread.
+optimizer's steps. It also multiplies gradients that are pushed as factors (factors.py): every replica makes
+the next version of their weights. All replicas take part in a round that is not known to be the last. A
+replica that learns otherwise says so where it would push. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["ParameterServer"]
 
 
 class ParameterServer(ShardClient):
-    """A replica's shard."""
+    """One replica's shard, which it updates."""
 
     def __init__(self, *arguments: Any, layout: ShardLayout, **options: Any) -> None:
         super().__init__(*arguments, layout=layout, **options)
@@ -45,11 +46,11 @@ class ParameterServer(ShardClient):
         self._parts = parts_of(self._chunks[self._replica], own_pieces, at_once=layout.whole_tensors)
         self._shared = layout.shared
         self._round = self._rounds.first_version - 1
-        """Whose update is made, or was made last."""
+        """The round whose update is made, or was made last."""
         self._num_minibatches = 0
-        """Whose microbatches its gradients are of."""
+        """The number of minibatches in the mean of that round."""
         self.mean_peak_bytes = 0
-        """The most bytes of means in memory of their own at once."""
+        """The most bytes that means have taken at once in memory of their own."""
         self._mean_bytes = 0
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -61,7 +62,7 @@ class ParameterServer(ShardClient):
     # The shard's update.
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """The next update is of the minibatch's round, whose gradients need not all be there yet."""
+        """Begins the update of the minibatch's round. Its gradients need not all be there yet."""
         self._round = self._rounds.round_of(minibatch)
         own = self._own.pop(self._round, None)
         num_own = 0 if own is None else self._num_own(self._round)
@@ -79,14 +80,14 @@ class ParameterServer(ShardClient):
         return figures_of([mean for mean, is_counted in counted if is_counted])
 
     def _counts(self, piece: Piece) -> bool:
-        """Whether in norms, which are sums over all replicas, the piece is this one's."""
+        """Whether this replica counts the piece in norms, which are sums over all replicas."""
         if piece.parameter not in self._shared:
             return True
         assert self._factors is not None
         return self._factors.counts(piece.parameter)
 
     def poison(self, freed_slot: int) -> None:
-        """Not yet: another replica may still be reading this one's shard of the version."""
+        """Does nothing yet: another replica may still be reading this one's shard of the version."""
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         def step(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
@@ -99,11 +100,11 @@ class ParameterServer(ShardClient):
         run(self._optimizer.end_step)
 
     def keep_version(self, slot: int) -> None:
-        """The version in the slot becomes that of the parameters which the slots were made of."""
+        """Copies the version in the slot into the parameters from which the slots were made."""
         self._weights.own.restore(slot)
 
     def skip(self, read_slot: int, write_slot: int) -> None:
-        """All gradients have come, as they have been measured."""
+        """Copies the version unchanged. All gradients have come, because they were measured."""
 
         def copy(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
             if read_slot != write_slot and read:
@@ -119,8 +120,8 @@ class ParameterServer(ShardClient):
         write_slot: int,
         make: Callable[[ShardPart, slice, Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
-        """Each chunk of the next version leaves as soon as it is made, from where it lies. make: makes a
-        part, whose pieces are these of the shard's."""
+        """Makes a version part by part. Each chunk leaves as soon as it is made, from where it lies. make:
+        makes a part, given the positions of its pieces, and the tensors to read and to write."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.show(write_slot)
         if self._tied.owned is not None:
@@ -144,7 +145,8 @@ class ParameterServer(ShardClient):
     # Means.
 
     def _means_of(self, part: ShardPart, *, is_read: bool = False) -> list[Tensor | None]:
-        """is_read: by the optimizer's step, which scales none."""
+        """Returns the means of a part's pieces. is_read: whether only an optimizer's step reads them, which
+        does not scale them."""
         means: dict[Piece, Tensor | None] = {}
         for index, chunk in part.chunks:  # in the order in which they come
             found = self._exchange.mean_of(index, torch.get_num_threads())
@@ -159,15 +161,16 @@ class ParameterServer(ShardClient):
     def _mean(
         self, piece: Piece, found: Tensor | tuple[list[Tensor], Tensor | None], *, is_read: bool
     ) -> Tensor | None:
-        """The mean of what ShardExchange.mean_of() gives of the piece; None where nobody has a gradient.
-        Never in this replica's own, which may be memory of something else."""
+        """Returns the mean of a piece; None if no replica has a gradient. found: what
+        ShardExchange.mean_of() gave. The mean is never made in this replica's own gradient, whose memory
+        may have another use."""
         if isinstance(found, Tensor):
             return self._shaped(found, piece)
         parts, mean = found
         if not parts:
             return None
         if is_read and self._num_minibatches == 1 and len(parts) == 1 and self._steps_by_element:
-            return self._shaped(parts[0], piece)  # the run's last round has one
+            return self._shaped(parts[0], piece)  # the run's last round may have one minibatch
         if mean is None:
             mean = torch.empty_like(parts[0])
             self._mean_bytes += mean.nbytes

@@ -1,5 +1,5 @@
-"""Pushes of one replica: its gradients of a round, chunk by chunk, to the owners of the shards, and when they
-are complete those that are pushed as factors.
+"""The pushes of one replica. It sends its gradients of a round to the owners of the shards, chunk by chunk.
+Gradients that are pushed as factors leave once all of these are complete.
 
 Owned by the worker's compute thread.
 """
@@ -24,7 +24,7 @@ __all__ = ["ItemLinks", "RoundPushes", "bytes_of", "copied_bytes", "item_of"]
 
 
 class ItemLinks(Protocol):
-    """The part of the core that carries what replicas exchange."""
+    """The part of the core that carries items between replicas."""
 
     def make_exchange(self, **spec: Any) -> _core.ShardExchange: ...
     def send_items(self, items: Sequence[tuple[str, list[Any]]], fields: _core.ItemFields = ...) -> None: ...
@@ -36,12 +36,12 @@ class ItemLinks(Protocol):
 
 
 class RoundPushes:
-    """The pushes of one replica in a round: chunk by chunk in a fixed order, each as soon as the backward has
-    accumulated its gradients, or when it is over. It knows no leaves, which know it by their hooks.
+    """Pushes one replica's gradients of a round: chunk by chunk, in a fixed order. A chunk leaves as soon
+    as the backward has accumulated its gradients, or when the backward is over. Hooks of the leaves call
+    accumulated().
 
-    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. A
-    parameter that does so in the first backward waits for the end of every later one.
-    """
+    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. If
+    that happens in the first backward, the parameter waits for the end of every later one."""
 
     def __init__(
         self,
@@ -56,11 +56,16 @@ class RoundPushes:
         push_factors: Callable[[int], None] | None = None,
         before_sending: Callable[[Tensor | None], None] | None = None,
     ) -> None:
-        """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
-        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one.
-        factored: parameters whose gradients are pushed as factors. push_factors: pushes all of these, of so
-        many microbatches. before_sending: given what a chunk leaves from, where that is a copy of
-        gradients that share it; older ones may go while it is sent."""
+        """channels: by receiver.
+        chunks: by shard, in the order in which they leave.
+        dtypes: by shard, the dtype in which its chunks travel.
+        feeds_back: whether the codec adds to a gradient what it left out of those before.
+        factored: the parameters whose gradients are pushed as factors.
+        push_factors: pushes all of these, given the number of microbatches.
+        before_sending: called before a chunk leaves, with the memory from which it leaves if that is a
+            copy, otherwise
+            with None.
+        """
         self._core = core
         self._channels = channels
         self._chunks = chunks
@@ -69,32 +74,34 @@ class RoundPushes:
         self._factored = frozenset(factored)
         self._push_factors = push_factors
         self._before_sending = before_sending
-        self._complete: set[int] = set()  # of those, in this backward
+        self._complete: set[int] = set()  # factored parameters that are complete in this backward
         self._accumulated: dict[int, Tensor] = {}
-        """By parameter, of the others, the leaf that has its gradient of this backward."""
+        """The leaf of each other parameter whose gradient of this backward is complete, by parameter."""
         self.gradients: dict[int, Tensor] = {}
-        """By parameter, flat and unscaled: of what has left before the backward is over."""
+        """Gradients, flat and unscaled, of which chunks have left before the backward was over; by
+        parameter."""
         self._num_accumulated = [0] * num_parameters  # in this backward
-        self._once: list[bool] | None = None  # as the first backward has shown
+        self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
         self._awaited = {
             other: [frozenset(piece.parameter for piece in chunk.pieces) for chunk in chunks[other]]
             for other in channels
         }
-        """The parameters of each chunk that goes there."""
+        """The parameters of each chunk, by receiver."""
         self._is_open = False
         self._loss_scale = 1.0
         self._num_summed = 1
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
-        """The last backward of a round is next, of a loss that was multiplied by loss_scale. num_summed:
-        microbatches whose gradients it completes."""
+        """Begins the last backward of a round. loss_scale: the factor of its loss. num_summed: microbatches
+        whose gradients it completes."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed
 
     def accumulated(self, parameter: int, leaf: Tensor) -> None:
-        """A backward has added to the leaf's gradient."""
+        """Notes that a backward has added to the leaf's gradient, and sends the chunks that are complete
+        now."""
         if not self._is_open:
             return
         self._num_accumulated[parameter] += 1
@@ -109,18 +116,19 @@ class RoundPushes:
             self._complete.add(parameter)
             if len(self._complete) == len(self._factored):
                 assert self._push_factors is not None
-                with _disable_current_modes():  # a meter counts what the backward makes
+                with _disable_current_modes():  # a meter must not count this with the backward
                     self._push_factors(self._num_summed)
             return
-        if leaf.grad is None:  # the layer has not given any
+        if leaf.grad is None:  # the layer has made no gradient
             return
         self._accumulated[parameter] = leaf
         with _disable_current_modes():  # as above
             self._send(self._completed(), self._num_summed)
 
     def send_rest(self, gradients: Sequence[Tensor | None], num_summed: int) -> None:
-        """The backward is over, and so are the pushes of its round. gradients: all, by parameter, of so many
-        microbatches."""
+        """Sends the chunks that have not left, after the round's last backward. gradients: all of the
+        round, by parameter.
+        num_summed: their microbatches."""
         self._is_open = False
         rest = [
             self._item(other, chunk, [gradients[piece.parameter] for piece in chunk.pieces])
@@ -137,7 +145,7 @@ class RoundPushes:
         self._num_sent = dict.fromkeys(self._channels, 0)
 
     def _completed(self) -> list[tuple[str, list[Any]]]:
-        """The chunks of which all gradients are there now, for all owners."""
+        """Returns the chunks of which all gradients are there now, for all owners."""
         items = []
         for other, awaited in self._awaited.items():
             while self._num_sent[other] < len(awaited) and self._has(awaited[self._num_sent[other]]):
@@ -158,7 +166,7 @@ class RoundPushes:
         return self.gradients[parameter]
 
     def _item(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> tuple[str, list[Any]]:
-        # With feedback even a gradient that there is not has what was left out of those before it.
+        # With feedback even a missing gradient is sent: it carries what was left out of those before it.
         always = self._feeds_back and self._dtypes[other].is_floating_point
         flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
         content = _content(chunk, gradients).view(self._dtypes[other])
@@ -182,14 +190,15 @@ def is_filled(chunk: Chunk) -> bool:
 
 
 def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
-    """The bytes of a chunk, without a copy where one piece fills it. gradients: of its pieces' parameters."""
+    """Returns the bytes of a chunk, without a copy if one piece fills it. gradients: those of its pieces'
+    parameters."""
     first, gradient = chunk.pieces[0], gradients[0]
     if gradient is not None and is_filled(chunk):
         return bytes_of(gradient[first.first : first.first + first.count])
     device = next((gradient.device for gradient in gradients if gradient is not None), None)
     content = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
     places = content.split_with_sizes(chunk.split_bytes)
-    zeros = [gap for gap in places[::2] if gap.numel()]  # codecs read what lies between, too
+    zeros = [gap for gap in places[::2] if gap.numel()]  # codecs read the gaps between pieces, too
     targets, sources = [], []
     for piece, place, of_piece in zip(chunk.pieces, places[1::2], gradients, strict=True):
         if of_piece is None:

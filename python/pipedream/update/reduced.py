@@ -1,18 +1,20 @@
-"""Replicas of a stage that reduce together, in the place of a parameter server: each has the whole of the
+"""Replicas of a stage that reduce their gradients together, without a parameter server. Each has all of the
 stage's parameters and the whole state of the optimizer.
 
     round t, at each replica
     UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
 
-or, where replicas are kept alike once in n rounds
+With sync_every = n, replicas become alike only once in n rounds:
 
-    UPDATE      the mean of its own gradients by what they count, version t + 1 of its own; with every n-th
-                round, and at the end of the run, the mean of all replicas' weights. The optimizer's state
-                stays its own, and between two segments of a run (worker/segment.py) so do the weights
-                The tied parameters that it owns leave after that, for the user's replica of its microbatches
+    UPDATE      the mean of the replica's own gradients by what they count, version t + 1 of its own; after
+                every n-th round, and at the end of the run, the mean of all replicas' weights
 
-All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
-backward is over, in buckets. Owned by the worker's compute thread.
+Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) it
+also keeps weights of its own. Tied parameters that the stage owns are sent after that mean, to the user's
+replica that has the same microbatches.
+
+After the reduction or the mean all replicas have the same version, of the same bits. Gradients are reduced
+in buckets, after the round's last backward. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from pipedream.update.weights import StageWeights
 
 __all__ = ["LocalSteps", "ReducedGradients"]
 
-_BUCKET_BYTES = 4 << 20  # small tensors travel together
+_BUCKET_BYTES = 4 << 20  # small tensors travel together, up to this size
 
 
 class _GroupGradients(StageGradients):
-    """A replica's gradients, where a group of torch.distributed is what joins the replicas."""
+    """A replica's gradients, if a group of torch.distributed joins the replicas."""
 
     takes_means = True
 
@@ -52,7 +54,7 @@ class _GroupGradients(StageGradients):
         replica: int,
         num_minibatches: Callable[[], int | None],
     ) -> None:
-        """num_minibatches: of the run, None while that is not known here."""
+        """num_minibatches: returns the run's number of minibatches; None while it is not known here."""
         super().__init__(weights, optimizer, tied)
         self._group = group
         self._rounds = rounds
@@ -69,7 +71,8 @@ class ReducedGradients(_GroupGradients):
         self._loss_scale = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
+        """Takes the mean of the gradients of the minibatch's round. A parameter that has no gradient at any
+        replica gets None."""
         round_index = self._rounds.round_of(minibatch)
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
@@ -105,7 +108,7 @@ class LocalSteps(_GroupGradients):
     weights."""
 
     def __init__(self, *arguments: Any, sync_every: int, **options: Any) -> None:
-        """sync_every: rounds."""
+        """sync_every: rounds from one mean of the weights to the next."""
         super().__init__(*arguments, **options)
         self._sync_every = sync_every
         self._num_rounds = self._rounds.first_version
@@ -116,7 +119,7 @@ class LocalSteps(_GroupGradients):
         self._share = loss_scale
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """The mean of the replica's own gradients of the minibatch's round, if it has any."""
+        """Takes the mean of the replica's own gradients of the minibatch's round, if it has any."""
         round_index = self._rounds.round_of(minibatch)
         super().take(minibatch, own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
@@ -139,8 +142,9 @@ class LocalSteps(_GroupGradients):
         if not is_over or self._num_rounds % self._sync_every == 0:
             return
         self._average(newest_slot)
-        # Each replica has what it shares from the owner's that has its minibatches, as that was before it
-        # became their mean. One parameter at a time here and there, and so with the same bits.
+        # A tied parameter of another stage came from the owner's replica that has the same minibatches,
+        # from before the owner's replicas took their mean. So its users take the mean as well. Users and
+        # owner average one parameter at a time, which gives the same bits.
         for leaves in self._tied.newest_of_others(self._rounds.num_replicas):
             for leaf in leaves:
                 self._average_leaves([leaf])
@@ -158,12 +162,13 @@ class LocalSteps(_GroupGradients):
         for indices, bucket in buckets:
             mean = bucket.div_(self._group.num_replicas)
             parts = torch.split(mean, [flats[index].numel() for index in indices])
-            if len(parts) > 1:  # else it is the leaf's own memory
+            if len(parts) > 1:  # a single part is the leaf's own memory
                 torch._foreach_copy_([flats[index] for index in indices], list(parts))
 
 
 def _buckets_of(flats: Sequence[tuple[int, Tensor | None]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Consecutive ones of a dtype, up to _BUCKET_BYTES of them in one tensor; a larger one as it is."""
+    """Yields (indices, flat tensor) for consecutive tensors of one dtype that are joined, up to
+    _BUCKET_BYTES. A larger tensor stays as it is."""
     bucket: list[tuple[int, Tensor]] = []
 
     def made() -> tuple[list[int], Tensor]:

@@ -1,10 +1,10 @@
-"""One replica as a client of its stage's shards: it pushes its gradients to their owners, and pulls what
-these make of them.
+"""One replica as a client of its stage's shards. It pushes its gradients to the owners of the shards, and
+pulls the versions that they make.
 
-Gradients leave chunk by chunk, on the host during the backward that completes them (pushes.py). What is
-received is the core's: its ShardExchange takes in what others push and lands the versions that are pulled in
-the slots that they are for, as the program says (transfers.h). What an owner makes of gradients is
-param_server.py's. Owned by the worker's compute thread.
+Gradients leave chunk by chunk; on the host during the backward that completes them (pushes.py). The core
+receives: its ShardExchange takes in what other replicas push, and writes pulled versions into their slots,
+    as the program says (transfers.h). What an owner does with gradients is in param_server.py. Owned by the
+    worker's compute thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipedream.update.weights import StageWeights
 __all__ = ["ReplicaChannels", "ShardClient"]
 
 _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
-"""Gradients' storages that have been pushed, with their bytes, by the id of the reference."""
+"""Storages of pushed gradients with their bytes, by the id() of the weak reference."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReplicaChannels:
     pull_to: Mapping[int, str]
     pull_from: Mapping[int, str]
     posted_from: frozenset[int] = frozenset()
-    """Those of pull_from whose versions land where they are for."""
+    """The replicas whose versions are received directly into their slots."""
 
     @property
     def received(self) -> list[str]:
@@ -82,9 +82,11 @@ class ShardClient(StageGradients):
         num_rounds_kept: int = 1,
         slot_of: Mapping[int, int] | None = None,
     ) -> None:
-        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels. factors: of
-        what the layout has as shared. num_rounds_kept: of which there may be gradients at once. slot_of: by
-        version, what is in the slots; None: the newest alone."""
+        """optimizer: keeps the pieces of this replica's shard.
+        push_codec: the codec of the push channels.
+        factors: exchanges the gradients of the weights that the layout calls shared.
+        num_rounds_kept: the most rounds whose gradients may be there at once.
+        slot_of: the slot of each version that is there; None: the newest alone."""
         super().__init__(weights, optimizer, tied)
         self.layout = layout
         self._core = core
@@ -104,12 +106,13 @@ class ShardClient(StageGradients):
         tied.take_shards_by(self._exchange.whole_version)
         self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
         self._own: dict[int, list[Tensor | None]] = {}
-        """By round, this replica's gradients by parameter, flat: from its push to its update."""
-        self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
+        """This replica's gradients by round and parameter, flat. They are kept from the round's push to its
+        update."""
+        self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # storages of pushed gradients
         self._late: _Leaving = {}
-        """Those that were there when the round's last backward began: pushing also lets go of some."""
+        """Storages that were there when the round's last backward began. Pushing also releases some."""
         self._num_rounds_waiting = num_rounds_kept - 1
-        self._has_pushed = False  # since it was last known what has left
+        self._has_pushed = False  # whether it pushed since the last wait for older pushes
         self.before_sending: Callable[[Tensor | None], None] | None = None
         """The function of RoundPushes of the same name."""
         self._pushes = RoundPushes(
@@ -120,11 +123,11 @@ class ShardClient(StageGradients):
             len(self._leaves(0, 0)),
             feeds_back=push_codec.startswith("topk"),
             factored=() if factors is None else factors.parameters,
-            # Weakly: the leaves' hooks have the pushes, and this has the leaves.
+            # The references are weak: the leaves' hooks hold the pushes, and this object holds the leaves.
             push_factors=functools.partial(type(self)._push_factors, weakref.proxy(self)),
             before_sending=functools.partial(type(self)._before_chunk, weakref.proxy(self)),
         )
-        # On a device backwards run on other threads, and the core has one owner.
+        # On a device backwards run on other threads, and only the core's owner thread may call it.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
         if self._pushes_early:
             for slot in range(weights.own.num_slots):
@@ -185,8 +188,8 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until older rounds have left than may wait. Where links are as fast as they are at the others
-        they have, as those others have sent what the update before took."""
+        """Waits until at most _num_rounds_waiting rounds are left to send. Rarely does it wait: the update
+        before took what the others had sent, and a link of the same speed has sent as much by then."""
         if self._has_pushed:
             self._has_pushed = False
             self._exchange.wait_for_pushes(self._num_rounds_waiting)
@@ -199,8 +202,9 @@ class ShardClient(StageGradients):
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
     def push(self, minibatch: int, own_slot: int) -> None:
-        """Sends the others what their shards need of this replica's gradient of the minibatch's round and has
-        not left during the backward. own_slot: of the version that the round's last backward read."""
+        """Sends the other replicas what their shards need of this replica's gradient of the minibatch's
+        round, unless it has left during the backward. own_slot: the slot of the version that the round's
+        last backward read."""
         round_index = self._rounds.round_of(minibatch)
         num_own = self._num_own(round_index)
         own = self._own[round_index] = self._take_gradients(own_slot)
@@ -215,7 +219,7 @@ class ShardClient(StageGradients):
         self._exchange.end_push(round_index)
 
     def _push_factors(self, num_summed: int) -> None:
-        """When all of a round are complete."""
+        """Pushes the factors of a round, once all are complete."""
         assert self._factors is not None
         self._note_pushed(self._factors.push(num_summed))
 

@@ -1,8 +1,9 @@
-"""The shards of a stage: chunks of the flat slot, dealt to as many shards as there are replicas and spares,
-and what an optimizer keeps of its parameters if it has one shard of them.
+"""The shards of a stage. The flat slot is cut into chunks, and each chunk belongs to a shard. There are as
+many shards as replicas and spares. keep_pieces() leaves an optimizer only the parameters of its shard.
 
-Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. What each
-replica updates for itself, as all have its whole gradient, is in no chunk. Pure; any thread.
+If the optimizer works element by element, a chunk may cut a tensor. Any other gets whole tensors.
+Parameters that each replica updates for itself are in no chunk: all replicas have their whole gradients.
+Pure; any thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "works_by_element",
 ]
 
-# Exactly these: a subclass may do more.
+# Exactly these types count: a subclass may do more.
 _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     *optim.NATIVE_OPTIMIZERS,
     torch.optim.SGD,
@@ -53,8 +54,8 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def works_by_element(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether the optimizer makes of a part of a tensor what it would make of that part in the whole. One
-    with hooks may look at whole tensors."""
+    """Whether updating a part of a tensor gives what updating the whole gives there. An optimizer with
+    hooks does not count, because hooks may look at whole tensors."""
     if optimizer is None:
         return True
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -68,12 +69,12 @@ class Piece:
     """Consecutive elements of a parameter, in the order in which they lie in memory."""
 
     parameter: int
-    """Its position among the stage's."""
+    """The parameter's position among the stage's."""
     first: int
     count: int
     is_whole: bool
     begin_bytes: int
-    """In its chunk."""
+    """Bytes from the beginning of its chunk."""
     num_bytes: int
 
 
@@ -86,7 +87,7 @@ class Chunk:
     end_bytes: int
     pieces: tuple[Piece, ...]
     is_tied: bool = False
-    """Whether it is of the slot of the parameters that other stages use too."""
+    """Whether it is in the slot of the tied parameters."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +95,8 @@ class Chunk:
 
     @functools.cached_property
     def split_bytes(self) -> list[int]:
-        """Returns the bytes before each piece that are in no piece, and those of the piece, in turn."""
+        """Returns the bytes of the gap before each piece and of the piece, in turn; last the gap at the
+        end."""
         sizes, end_bytes = [], 0
         for piece in self.pieces:
             sizes += [piece.begin_bytes - end_bytes, piece.num_bytes]
@@ -108,9 +110,9 @@ class Chunk:
 
 
 class ShardLayout:
-    """The chunks of a stage's parameters, in the order of the slot; the same at all its replicas. Those that
-    are tied, which have slots of their own, are dealt as if they lay after the others, and those that all
-    replicas update as if they were not there."""
+    """The chunks of a stage's parameters, in the order of the slot. They are equal at all its replicas.
+    Tied parameters have slots of their own, and are dealt as if they lay after the others. Parameters that
+    all replicas update are dealt to nobody."""
 
     def __init__(
         self,
@@ -122,8 +124,9 @@ class ShardLayout:
         shared: Collection[int] = (),
         num_spares: int = 0,
     ) -> None:
-        """num_tied: of the parameters, the last ones. shared: of the others, by position, those that each
-        replica updates for itself. num_spares: owners besides, whose shards come after the replicas'."""
+        """num_tied: number of tied parameters, which are the last ones.
+        shared: positions of those others that each replica updates for itself.
+        num_spares: number of spares. Their shards come after the replicas'."""
         self.whole_tensors = whole_tensors
         self.num_shards = num_replicas + num_spares
         self.num_own = len(named) - num_tied
@@ -159,11 +162,11 @@ class ShardLayout:
                 )
 
     def _region_of(self, parameter: int) -> tuple[bool, int]:
-        """Returns the region of the slots, without what is shared between."""
+        """Returns the region of a parameter. Regions are the parts of the slots between shared parameters."""
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
-        """begin, end: of all slots in a row."""
+        """begin, end: bytes, counted through all slots in a row."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
             tensor = self._parameters[parameter]
@@ -180,14 +183,14 @@ class ShardLayout:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
     def dtype_of(self, shard: int) -> torch.dtype:
-        """Returns the dtype of everything in its chunks; uint8 if they have several."""
+        """Returns the dtype of everything in the shard's chunks; uint8 if there are several."""
         pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
         dtypes = {self._parameters[piece.parameter].dtype for piece in pieces}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
-        """Returns the pieces that its replica updates, in the order of the parameters: dealt to it, or
-        shared."""
+        """Returns the pieces that the shard's replica updates, in the order of the parameters: those dealt
+        to it, and the shared ones."""
         pieces = [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
         return sorted([*pieces, *self.shared_pieces()], key=lambda piece: (piece.parameter, piece.first))
 
@@ -195,7 +198,7 @@ class ShardLayout:
         return [whole_piece(index, self._parameters[index]) for index in self.shared]
 
     def tied_pieces_of(self, shard: int) -> list[Piece]:
-        """Returns the pieces of tied parameters, which are counted from the first tied one on."""
+        """Returns the shard's pieces of tied parameters. Positions count from the first tied parameter on."""
         return [
             replace(piece, parameter=piece.parameter - self.num_own)
             for chunk in self.chunks_of(shard)
@@ -204,8 +207,8 @@ class ShardLayout:
         ]
 
     def alone(self, shard: int) -> ShardLayout:
-        """The same for who has this shard's memory alone: its pieces are parameters of their own, and its
-        chunks lie one behind the other."""
+        """Returns the layout for a worker that has this shard's memory alone. Its pieces are parameters of
+        their own, and its chunks lie one behind the other."""
         pieces = self.pieces_of(shard)
         position = {(piece.parameter, piece.first): index for index, piece in enumerate(pieces)}
         made = copy.copy(self)
@@ -225,8 +228,8 @@ class ShardLayout:
 
 
 def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Returns a shard's chunks, given in the order of its slots, as a backward makes them: the last first,
-    and then the tied ones, which wait for other stages."""
+    """Returns a shard's chunks in the order in which a backward completes them: the last of the slot first.
+    Tied ones come at the end, because they wait for other stages. chunks: in the order of the slots."""
     own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
     return [*own[::-1], *tied]
 
@@ -236,16 +239,16 @@ class ShardPart:
     """The part of a shard that the optimizer updates at once."""
 
     chunks: Sequence[tuple[int, Chunk]]
-    """Each with its position among the shard's, in the order in which they leave."""
+    """(position among the shard's chunks, chunk), in the order in which they leave."""
     pieces: Sequence[Piece]
-    """Consecutive ones of the shard: those of the chunks, and what is in none."""
+    """Consecutive pieces of the shard. Some may be in no chunk."""
     first: int
-    """The first of its pieces among the shard's."""
+    """The position of the first piece among the shard's."""
 
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
-    """Returns the parts of a shard with these chunks, as they leave, and these pieces; last the part that is
-    in no chunk. at_once: one part."""
+    """Returns the parts of a shard. Pieces in no chunk come last. chunks: in the order in which they leave.
+    pieces: the shard's. at_once: whether everything is one part."""
     if not pieces:
         return []
     if at_once:
@@ -271,12 +274,12 @@ def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
 
 
 def whole_piece(index: int, parameter: Tensor) -> Piece:
-    """Returns the piece of a parameter that lies in no chunk."""
+    """Returns a whole parameter as a piece, which lies in no chunk."""
     return Piece(index, 0, parameter.numel(), True, 0, parameter.nbytes)
 
 
 def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
-    """Returns the pieces of these parameters, which lie in no chunk."""
+    """Returns whole parameters as pieces, which lie in no chunk."""
     return [whole_piece(index, parameter) for index, parameter in enumerate(parameters)]
 
 
@@ -309,7 +312,7 @@ def keep_pieces(
 
 
 def _part_of(value: Tensor, master: nn.Parameter, piece: Piece) -> Tensor:
-    """A copy of what the piece has of a tensor like the master."""
+    """Returns a copy of the piece's part of a tensor that is shaped like the master."""
     in_order = torch.empty_like(master, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
     return flat_view(in_order)[piece.first : piece.first + piece.count].clone()
 

@@ -32,15 +32,15 @@ from pipedream.update.weights import masters_layout, state_layout, view_like
 
 __all__ = ["StageOptimizer"]
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group, the last two of a cycle
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last two are a cycle's
 
 
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
-    A native optimizer writes it in one pass. Any torch optimizer works on master parameters that are
-    pointed at a copy of v in the new slot. Made before the slots are, because its state has a place there.
-    """
+    A native optimizer writes version v + 1 in one pass. Any torch optimizer works on master parameters,
+    which are pointed at a copy of v in the new slot. Construct it before the slots, because its state has a
+    place there."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StageOptimizer:
         self._scheduler: Any = None
         self._where = where
         self._made_with: list[dict[str, Any]] = []
-        """The options of its groups, as the factory has made them."""
+        """The options of the optimizer's groups, as the factory has made them."""
         if self._masters:
             self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
             self._made_with = [_options_of(group) for group in self.optimizer.param_groups]
@@ -72,8 +72,8 @@ class StageOptimizer:
         self._num_steps = 0
 
     def draw_by_name(self, base: int, stage_index: int) -> None:
-        """Makes its steps draw by the stage, the names of its parameters and the number of the step, and not
-        from the generators of the process. base: of the run."""
+        """Makes the random draws of its steps follow from the stage, the names of its parameters and the
+        number of the step. Without this they come from the process's generators. base: the run's seed."""
         self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:
@@ -89,8 +89,8 @@ class StageOptimizer:
         self._native = self._native_one()
 
     def _native_one(self) -> optim.NativeOptimizer | None:
-        """The optimizer, where it can write the next version in one pass. Exactly: a subclass may have a step
-        of its own."""
+        """The optimizer, if it can write the next version in one pass. A subclass does not count, because
+        its step may differ."""
         if (
             isinstance(self.optimizer, optim.NativeOptimizer)
             and type(self.optimizer) in optim.NATIVE_OPTIMIZERS
@@ -101,17 +101,19 @@ class StageOptimizer:
 
     @property
     def named(self) -> NamedParameters:
-        """The parameters, or pieces of them, that it makes versions of, by the names of its state."""
+        """The parameters, or pieces of them, whose versions it makes. They have the names that its state
+        uses."""
         return list(zip(self._drawn_names, (parameter for _, parameter in self._named), strict=True))
 
     @property
     def num_parameters(self) -> int:
-        """Tensors that it makes versions of."""
+        """The number of tensors whose versions it makes."""
         return len(self._named)
 
     @property
     def is_native(self) -> bool:
-        """Whether it writes the next version in one pass, without memory of torch's but for scalars."""
+        """Whether it writes the next version in one pass. It then uses no memory of torch's, except for
+        scalars."""
         return self._native is not None
 
     @property
@@ -126,7 +128,7 @@ class StageOptimizer:
 
     @property
     def num_placed_masters(self) -> int:
-        """Slots that place_state wants for float32 masters: one where a parameter has one."""
+        """Slots that place_state wants for float32 masters: one if any parameter has a master."""
         return int(self._native is not None and any(has_master(p) for _, p in self._named))
 
     @property
@@ -141,8 +143,8 @@ class StageOptimizer:
         return masters_layout(self._named)[0]
 
     def place_state(self, states: Sequence[Tensor], masters: Sequence[Tensor] = ()) -> None:
-        """Gives the native optimizer its state's memory: num_placed_states and num_placed_masters flat slots,
-        as state_layout and masters_layout have them."""
+        """Gives the native optimizer memory for its state: num_placed_states and num_placed_masters flat
+        slots, laid out as by state_layout() and masters_layout()."""
         if self._native is None or not (states or masters):
             return
         _, offsets = state_layout(self._named)
@@ -171,8 +173,8 @@ class StageOptimizer:
     def state(
         self, to_host: Callable[[Tensor], Tensor] = on_host
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON) of all that its next steps depend on, as StageSnapshot has them. to_host: makes the
-        copies. Raises ValueError for what cannot be kept."""
+        """Returns (tensors, JSON) of everything that its next steps depend on, in the form of
+        StageSnapshot. to_host: copies a tensor. Raises ValueError for state that cannot be kept."""
         tensors: dict[str, Tensor] = {}
         document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
         if self.averages is not None:
@@ -242,8 +244,8 @@ class StageOptimizer:
             self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
 
     def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
-        """Goes on from what state() gave at other stages, which had its parameters among them. For a piece
-        of a parameter the state is cut out of the whole one's. Raises ValueError for another optimizer's."""
+        """Goes on from the state() of other stages, whose parameters included its own. For a piece of a
+        parameter, its part of the whole one's state is cut out. Raises ValueError for another optimizer's."""
         parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
         if self.optimizer is None or not parts:
             return
@@ -279,7 +281,8 @@ class StageOptimizer:
 
     @property
     def _device(self) -> torch.device | None:
-        """None for a replica whose shard is empty, as a small stage has fewer pieces than replicas."""
+        """The parameters' device. None if there are none: a small stage has fewer pieces than replicas, so
+        a shard may be empty."""
         return self._masters[0].device if self._masters else None
 
     def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
@@ -291,8 +294,8 @@ class StageOptimizer:
             )
 
     def _load(self, content: dict[str, Any]) -> None:
-        """Does what load_state_dict() does, but that torch's own would cast all tensors to their parameters'
-        types."""
+        """Does what load_state_dict() does, without casts. torch's own casts each tensor to the dtype of
+        its parameter."""
         optimizer = self.optimizer
         assert optimizer is not None
         if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
@@ -313,8 +316,8 @@ class StageOptimizer:
         return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
     def torch_state_bytes(self) -> int:
-        """Bytes that the optimizer keeps outside the slots of place_state, each tensor once. A native one
-        keeps a number per parameter there, which is not counted."""
+        """Bytes that the optimizer keeps outside of the slots of place_state(). Each tensor counts once. A
+        native one keeps one number per parameter there, which is not counted."""
         if self.optimizer is None or self.is_native:
             return 0
         tensors = {
@@ -345,12 +348,13 @@ class StageOptimizer:
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
-        """Steps as many parameters as are given, from `first` on in the order of `named`. Only an optimizer
-        that works element by element is given some; end_step() follows the last of a version."""
+        """Updates some of the parameters: as many as are given, from `first` on in the order of `named`. An
+        optimizer that does not work element by element must get all of them. Call end_step() after the last
+        part of a version."""
         masters = self._masters[first : first + len(read)]
         if self.optimizer is None or not masters:
             return
-        if len(masters) == len(self._masters):  # spares the plain step a context manager
+        if len(masters) == len(self._masters):  # so the usual step needs no context manager
             self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
         else:
             with _having_only(self.optimizer, masters):
@@ -381,7 +385,7 @@ class StageOptimizer:
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     def scale_rates(self, factor: float) -> None:
-        """Multiplies the learning rates, and those from which a scheduler makes the next ones."""
+        """Multiplies the learning rates, and the rates from which a scheduler makes the next ones."""
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             for name in _RATES:
                 if name in group:
@@ -389,7 +393,8 @@ class StageOptimizer:
         _scale_scheduler(self._scheduler, factor)
 
     def end_step(self) -> None:
-        """All of a version has been made."""
+        """Ends a step, when all of a version has been made: counts it in the averages, and steps the
+        scheduler."""
         if self.averages is not None:
             self.averages.end_version()
         if self.optimizer is not None and self._scheduler is not None:
@@ -422,8 +427,8 @@ class StageOptimizer:
                     leaf.copy_(master)
 
     def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
-        # A factory may sort parameters into groups; the native step takes them in the given order. Hooks
-        # belong to step().
+        # The native step takes parameters in the given order, and a factory may sort them into groups.
+        # Hooks belong to step(), which is then not called.
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
@@ -432,12 +437,12 @@ class StageOptimizer:
 def _scale_scheduler(scheduler: Any, factor: float) -> None:
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-    for part in getattr(scheduler, "_schedulers", ()):  # of a chained or sequential one
+    for part in getattr(scheduler, "_schedulers", ()):  # the parts of a chained or sequential scheduler
         _scale_scheduler(part, factor)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All but its parameters, and their names."""
+    """Returns the group's options, without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -447,7 +452,7 @@ def _class_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Meanwhile the optimizer has no other parameters than these of its own."""
+    """Leaves the optimizer only these of its parameters, until the context ends."""
     groups = optimizer.param_groups
     all_of_groups = [group["params"] for group in groups]
     kept = {id(parameter) for parameter in parameters}

@@ -75,11 +75,11 @@ class StageStart:
     older: _Versions = field(default_factory=dict)
     """By slot, the contents of all but the newest."""
     older_tied: Mapping[int, _Versions] = field(default_factory=dict)
-    """By owner, likewise."""
+    """The same for tied parameters, by owner."""
 
     @classmethod
     def of(cls, schedule: _core.ScheduleOptions, stage: int, snapshot: StageSnapshot | None) -> StageStart:
-        """snapshot: None where the pipeline begins anew."""
+        """Makes the start of a stage. snapshot: None if the pipeline begins anew."""
         newest = _core.rounds_of(schedule, stage).first_version
         oldest = _core.oldest_version(schedule, stage)
         slot_of = {version: version - oldest for version in range(oldest, newest + 1)}
@@ -100,7 +100,7 @@ class StageStart:
         return cls(slot_of, older, older_tied, held)
 
     held: HeldVersions | None = None
-    """Versions that are in no slot, of a stage that does not stash."""
+    """Versions that lie in no slot, at a stage that does not stash."""
 
     @property
     def newest_slot(self) -> int:
@@ -120,9 +120,11 @@ def take_snapshot(
     minibatch: int,
     next_own: int,
 ) -> StageSnapshot:
-    """When all work is done before the minibatch. next_own: the replica's first microbatch after, counted
-    through the run. held: what was kept of versions that are in no slot. Raises
-    ValueError for what cannot be kept."""
+    """Copies the state of a stage, when all work before the minibatch is done. Raises ValueError for state
+    that cannot be kept.
+
+    held: versions that were kept and lie in no slot.
+    next_own: the replica's first microbatch after that, counted through the run."""
     tensors, optimizer_document = optimizer.state()
     document: dict[str, Any] = {}
     if loss_scaling is not None:

@@ -1,19 +1,22 @@
-"""Parameters tied across stages: one parameter that several stages use, updated once a round of its owner's.
+"""Parameters tied across stages: several stages use one parameter, and its owner updates it once in each of
+its rounds.
 
-The most upstream stage that uses it owns it. Every use of a microbatch, forward and backward, reads the same
-version, in the owner's rounds vertical sync's where stages would differ (design.md, section 4).
+The owner is the most upstream stage that uses it. All uses of a microbatch, forward and backward, read the
+same version. Where stages would differ, it is the version of vertical sync in the owner's rounds
+(design.md, section 4).
 
-    user    RECV tied_version   before a forward: up to the version that it reads
-            SEND tied_gradient  after its last backward of a minibatch: its gradient of that
-    owner   RECV tied_gradient  after its own last backward there, to whose gradient the users' are added
+    user    RECV tied_version   before a forward: versions up to the one that it reads
+            SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch
+    owner   RECV tied_gradient  after its own last backward of it; the users' gradients are added to its own
             SEND tied_version   after the update of the round: the next version
 
-With replicas the gradient goes to the owner's replica that has the last of its microbatches, and each
-replica of the owner sends every replica of a user the pieces of the version that it has updated. The program
-says when (transfers.h); here is what is sent, and what becomes of what is received. Version v lies in slot
-(v - v0) mod K, of K versions that are kept and v0, which is there at the start. Version v + K overwrites it,
-right after the backward of the last microbatch that reads it. The gradients of a round are in the leaves of
-the version that was read last. Owned by the worker's compute thread.
+With replicas, the gradient goes to the owner's replica that has the minibatch's last microbatch. Each
+replica of the owner sends every replica of a user the pieces of the version that it has updated. The core's
+program says when (transfers.h). This module gives the core what is sent, and stores what is received.
+
+K versions are kept. Version v lies in slot (v - v0) mod K; v0 is the version at the start. Version v + K
+overwrites it, right after the backward of the last microbatch that reads it. The gradients of a round are
+in the leaves of the version that was read last. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from pipedream.update.weights import WeightVersions
 
 __all__ = ["TiedParameters", "ties_by_owner"]
 
-_NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # in the place of pieces that a replica has none of
+_NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # stands for the pieces of a replica that has none
 
 
 def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]:
@@ -45,7 +48,8 @@ def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]
 
 
 class _Group:
-    """The parameters that a stage shares with one owner, which may be itself: their versions go together."""
+    """The parameters that a stage shares with one owner, which may be the stage itself. Their versions
+    change together."""
 
     def __init__(
         self,
@@ -54,19 +58,20 @@ class _Group:
         versions: WeightVersions,
         pieces: Sequence[Sequence[Piece]],
     ) -> None:
-        """pieces: of these parameters, by the replica of the owner that sends them."""
+        """pieces: the pieces of these parameters that each replica of the owner sends."""
         self._schedule = schedule
         self.owner = owner
         self.versions = versions
         self.pieces = pieces
         self._first = _core.rounds_of(schedule, owner).first_version
         self.gradient_slot = 0
-        """It has the version that the latest backward read."""
+        """The slot of the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
-        """By replica of the owner, what has come from there; of what the stage owns itself, what this replica
-        has made."""
+        """The newest version that each replica of the owner has sent. If the stage is the owner: the newest
+        version that this replica has made."""
         self.whole_version: Callable[[], int] | None = None
-        """Says the newest version of which all is here, of what the stage owns itself and has in shards."""
+        """Returns the newest version that is here as a whole. Given if the stage owns the parameters and
+        has them in shards."""
 
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
@@ -82,7 +87,7 @@ class _Group:
         return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
 
     def kept_from(self, minibatch: int) -> range:
-        """The versions that are read from the minibatch on, and are there."""
+        """The versions that are here and that are read from this minibatch on."""
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
@@ -90,7 +95,7 @@ class _Group:
         return self.slot_of(_core.rounds_of(self._schedule, self.owner).num_begun(0, boundary))
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Gives away what the backwards accumulated, of whatever version."""
+        """Takes the gradients that backwards accumulated, in the leaves of all versions."""
         found: list[Tensor | None] = [None] * len(self.versions.leaves(0))
         for slot in range(self.versions.num_slots):
             of_slot = self.versions.take_gradients(slot)
@@ -109,7 +114,7 @@ class _Group:
 
 
 class TiedParameters:
-    """One stage's end of the ties it has, as owner of some and user of others."""
+    """One stage's side of its ties. It owns some of the tied parameters and uses others."""
 
     def __init__(
         self,
@@ -123,10 +128,16 @@ class TiedParameters:
         wait_until_sent: Callable[[int, int], None] | None = None,
         averages: Averages | None = None,
     ) -> None:
-        """ties: those of this stage. versions: of their parameters, by owner, each in the order of the ties.
-        replica: this worker's. pieces: by owner with several shards, what each of its replicas sends of the
-        parameters that this stage has of it; of any other one sends all. wait_until_sent(user, n): returns
-        when at most the newest n versions have not left for the user. averages: take what comes of owners."""
+        """ties: the ties of this stage.
+        versions: by owner, the versions of the parameters in the order of the ties.
+        replica: this worker's replica of the stage.
+        pieces: by owner with several shards, the pieces of this stage's parameters that each of its
+            replicas sends.
+            Without an entry one replica sends all.
+        wait_until_sent: called as wait_until_sent(user, n). It returns when at most the newest n versions
+            have not left
+            for the user.
+        averages: takes the versions that come from owners."""
         self._stage = stage_index
         self._replica = replica
         self._wait_until_sent = wait_until_sent
@@ -158,14 +169,14 @@ class TiedParameters:
         return bool(self._groups)
 
     def take_shards_by(self, whole_version: Callable[[], int]) -> None:
-        """The core lands the others' shards of what this stage owns in its slots. whole_version: of which
-        all is there, the newest."""
+        """Lets the core write the other replicas' shards of the owned parameters into their slots.
+        whole_version: returns the newest version that is there as a whole."""
         if self._owned is not None:
             self._owned.whole_version = whole_version
 
     @property
     def owners(self) -> list[int]:
-        """The stages that own parameters of this one, itself among them if it owns some."""
+        """The stages that own parameters of this one. It is among them if it owns some."""
         return list(self._groups)
 
     @property
@@ -196,7 +207,7 @@ class TiedParameters:
 
     @property
     def owned_gradient_slot(self) -> int:
-        """It has the version that the latest backward read."""
+        """The slot of the version that the latest backward read."""
         return 0 if self._owned is None else self._owned.gradient_slot
 
     def slots_read_by(self, minibatch: int, microbatch: int = 0) -> dict[int, int]:
@@ -208,7 +219,8 @@ class TiedParameters:
         return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
-        """Its gradients add to those that are in the leaves of another version."""
+        """Moves the gradients so far to the leaves of the version that this backward reads, where it adds
+        its own."""
         for group in self._groups.values():
             slot = group.slot_read_by(minibatch, microbatch)
             if slot != group.gradient_slot:
@@ -224,16 +236,16 @@ class TiedParameters:
             self._received[user] = [None if part is None else part * factor for part in received]
 
     def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
-        """The slots, by owner and version, that a run keeps which goes on with the minibatch, when all
-        updates before it are done and here."""
+        """The slots of the versions that a run needs which goes on with this minibatch, by owner and
+        version. Call it when all updates before the minibatch are here."""
         return {
             owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
             for owner, group in self._groups.items()
         }
 
     def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
-        """Likewise of what this stage owns. This replica has its own shard of the newest, and waits for the
-        rest."""
+        """The slots of the owned versions that such a run needs, by version. Of the newest one this replica
+        has its own shard, and the others may still be coming."""
         if self._owned is None:
             return {}
         oldest = self._owned.kept_from(minibatch).start
@@ -246,9 +258,9 @@ class TiedParameters:
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
-        """Poisons the versions that this replica's backward was the last to read; an update that waits for it
-        writes their slots again. Where there are replicas what the stage owns may still be on its way to
-        another."""
+        """Poisons the versions that this replica's backward was the last to read. The update that waits for
+        it writes their slots again. If there are replicas, owned versions are left alone: they may be on
+        their way to another replica."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():
             version = group.version_read_by(minibatch, microbatch)
@@ -263,8 +275,9 @@ class TiedParameters:
         return divmod(minibatch * m + microbatch + self._num_replicas(self._stage), m)
 
     def gradients_for(self, owner: int) -> list[Tensor]:
-        """This stage's gradients of a minibatch, of what it shares with that owner; they are given up.
-        Before them which there are: an optimizer leaves alone what no use has a gradient of."""
+        """Takes this stage's gradients of a minibatch for the parameters that it shares with the owner. The
+        first tensor says which of them exist: an optimizer leaves a parameter alone that has no gradient
+        from any use."""
         group = self._groups[owner]
         leaves, gradients = group.versions.leaves(group.gradient_slot), group.take_gradients()
         are_there = [gradient is not None for gradient in gradients]
@@ -273,7 +286,7 @@ class TiedParameters:
         return [flags, *(exportable(_dense(gradient, leaf)) for gradient, leaf in pairs)]
 
     def take_gradients_from(self, user: int, received: list[Tensor]) -> None:
-        """Takes that user's part of the next update, for one minibatch."""
+        """Adds the user's gradients of one minibatch to those of the next update."""
         flags, *content = received
         gradients = [g if is_there else None for g, is_there in zip(content, flags.tolist(), strict=True)]
         before = self._received.get(user)
@@ -282,7 +295,8 @@ class TiedParameters:
         self._received[user] = gradients
 
     def collect(self) -> list[Tensor | None]:
-        """The gradients of the owned parameters, summed over all uses; the users' have come."""
+        """Takes the gradients of the owned parameters, summed over all uses. The users' gradients must have
+        come."""
         if self._owned is None:
             return []
         total = self._owned.take_gradients()
@@ -294,7 +308,8 @@ class TiedParameters:
         return total
 
     def begin_update(self) -> tuple[int, int]:
-        """(slot of the newest owned version, slot of the next). What is in that has left for all users."""
+        """Returns (slot of the newest owned version, slot of the next). Waits until the version that lies
+        in the second slot has left for all users."""
         if self._owned is None:
             return 0, 0
         newest = self._newest_owned
@@ -304,13 +319,13 @@ class TiedParameters:
         return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
 
     def finish_update(self) -> None:
-        """The next version is written."""
+        """Ends an update: the next version is written."""
         if self._owned is not None:
             self._owned.newest_of[self._own_index] += 1
 
     def version_for(self, user: int) -> list[Tensor]:
-        """Returns the parts of the newest version that this replica has updated and shares with that user,
-        which reads them without a copy."""
+        """Returns this replica's pieces of the newest version that the user shares. The core sends them
+        without a copy."""
         assert self._owned is not None
         shared = self._users[user]
         pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]
@@ -318,7 +333,8 @@ class TiedParameters:
         return [exportable(view) for view in views] or [_NO_TENSOR]
 
     def take_version_from(self, owner: int, replica: int, values: list[Tensor]) -> None:
-        """Takes that replica's pieces of the next version of what this stage shares with that owner."""
+        """Stores a replica's pieces of the next version of the parameters that this stage shares with the
+        owner."""
         group = self._groups[owner]
         index = replica if len(group.pieces) > 1 else 0
         group.newest_of[index] += 1

@@ -39,7 +39,8 @@ _POISON = 0xFF  # bytes that are NaN as a float of any width
 
 @dataclass(slots=True)
 class _Reference:
-    """A place of a parameter beside the modules' tables. What a layer has put there since, it keeps."""
+    """A place outside of the modules' tables in which a layer keeps a parameter. It follows the bound
+    version until the layer itself puts something else there."""
 
     container: Any
     key: Any
@@ -48,7 +49,7 @@ class _Reference:
     original: Any
     of_slot: list[Any]
     filled_with: Callable[[Sequence[nn.Parameter]], Any]
-    """The value with these parameters in it."""
+    """Returns the place's value with these parameters in it."""
 
     def follow(self, slot: int) -> None:
         self._put(self.of_slot[slot])
@@ -71,10 +72,10 @@ class _Reference:
 class WeightVersions:
     """Some parameters of a stage in flat slots, one per version kept.
 
-    `slots` are flat uint8 tensors; the parameters are copied into the newest version's. With `resident` they
-    are the few that lie in device memory, and it says which version is where: a leaf then views the place
-    where its version lies, and reads as NaN while that is nowhere.
-    """
+    `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` is
+    given if device memory holds only a few of the versions. It then says which version is where. A leaf
+    views the memory in which its version lies; while the version is not in device memory, the leaf reads as
+    NaN."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class WeightVersions:
         newest_slot: int = 0,
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """older: by slot, versions that are there beside the newest."""
+        """older: the contents of versions beside the newest, by slot."""
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._stage = stage
@@ -101,7 +102,7 @@ class WeightVersions:
         ]
         if resident is not None:
             self._nowhere = [_nan_like(original) for original in self._originals]
-            # A function, not a method: the versions would hold themselves, and their slots.
+            # This is a function and no method: a method would hold the versions and their slots in a cycle.
             resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
             for slot in range(self.num_slots):
                 resident.on_move(slot, None)
@@ -138,7 +139,7 @@ class WeightVersions:
         return {version: contents(slot) for version, slot in slot_of.items()}
 
     def _views_of(self, slot: Tensor) -> list[Tensor]:
-        """slot: flat."""
+        """Views the parameters in a flat slot."""
         pairs = zip(self._offsets, self._originals, strict=True)
         return [view_like(slot, offset, original) for offset, original in pairs]
 
@@ -148,7 +149,7 @@ class WeightVersions:
 
     @property
     def slots(self) -> list[Tensor]:
-        """Flat, as weight_layout has them."""
+        """The flat slots, laid out as by weight_layout()."""
         return self._slots
 
     def bind(self, slot: int) -> None:
@@ -164,7 +165,7 @@ class WeightVersions:
         self._bound_slot = slot
 
     def bind_values(self, values: Sequence[Tensor]) -> None:
-        """Makes the modules read these in the place of a version, until the next bind()."""
+        """Makes the modules read these values instead of a version, until the next bind()."""
         parameters = [
             parameter_like(original, value.to(original.dtype))
             for original, value in zip(self._originals, values, strict=True)
@@ -176,7 +177,8 @@ class WeightVersions:
         self._bound_slot = -1
 
     def unbind(self) -> None:
-        """Forgets what the modules read: the next bind() writes it."""
+        """Makes the next bind() write its version's leaves into the modules, even if that version was bound
+        last."""
         self._bound_slot = -1
 
     def follow_new_references(self) -> None:
@@ -194,8 +196,8 @@ class WeightVersions:
         return self._leaves[slot]
 
     def take_gradients(self, slot: int) -> list[Tensor | None]:
-        """The gradients that the backwards accumulated in the slot's leaves, which give them up. Raises
-        ValueError for one that was frozen meanwhile."""
+        """Takes the gradients that backwards accumulated in the slot's leaves. Raises ValueError for a
+        parameter that was frozen meanwhile."""
         gradients: list[Tensor | None] = []
         for leaf in self._leaves[slot]:
             gradient, leaf.grad = leaf.grad, None
@@ -205,7 +207,8 @@ class WeightVersions:
         return gradients
 
     def move_gradients(self, from_slot: int, to_slot: int) -> None:
-        """Moves what the backwards accumulated to the leaves of another slot, where the next ones add."""
+        """Moves the accumulated gradients to the leaves of another slot, where the next backwards add
+        theirs."""
         for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
             if old.grad is not None:
                 gradient, old.grad = old.grad, None
@@ -227,7 +230,7 @@ class WeightVersions:
                     )
 
     def prefetch(self, slot: int) -> None:
-        """The version that the next backward reads is to be in device memory by then."""
+        """Begins to fetch the version that the next backward reads into device memory."""
         if self._resident is not None:
             self._resident.prefetch(slot)
 
@@ -251,7 +254,7 @@ class WeightVersions:
                 torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])
 
     def poison(self, slot: int) -> None:
-        """Nobody may read the slot before it is written: whoever does gets NaN."""
+        """Fills the slot with NaN. Nobody may read it before it is written again."""
         self.settle(slot)
         if self._resident is not None:
             self._resident.poison(slot)
@@ -265,7 +268,7 @@ class WeightVersions:
         with torch.no_grad():
             for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
                 original.copy_(leaf)
-        self.follow_new_references()  # none of them is to keep a version
+        self.follow_new_references()  # now no layer keeps a version
         for container, key, parameter in self._own_places:
             container[key] = self._originals[parameter]
         for reference in self._references:
@@ -275,8 +278,8 @@ class WeightVersions:
     def _find_places(self) -> None:
         """Finds the places where parameters are bound: several for those that are tied within the stage."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
-        # What is written at every bind, so that it is one short loop. Recurrent layers read their weights
-        # from a list beside the table.
+        # Places in these tables are written at every bind, in one short loop. Recurrent layers read their
+        # weights from a list beside the table, which is treated alike.
         tables = {id(module._parameters) for module in self._stage.modules()}
         tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
         self._own_places: list[tuple[Any, Any, int]] = []
@@ -317,7 +320,7 @@ class WeightVersions:
         )
 
     def settle(self, slot: int) -> None:
-        """The leaves view their place in the slot again, with the contents that they have."""
+        """Makes the leaves view their places in the slot again, and keeps the leaves' contents."""
         position = slot if self._resident is None else self._resident.position_of(slot)
         if position is None:
             return
@@ -327,7 +330,7 @@ class WeightVersions:
                 leaf.data = view
 
     def show(self, slot: int) -> None:
-        """The leaves view their place in the slot again, whatever is there: the next version."""
+        """Makes the leaves view their places in the slot again, whose next version is about to be written."""
         for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
             if leaf.data_ptr() != view.data_ptr():
                 leaf.data = view
@@ -347,9 +350,10 @@ class StageWeights:
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
         older_tied: Mapping[int, Mapping[int, Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        """tied: by owner, the parameters of it that the stage has, and their slots. resident: where own_slots
-        hold only some of the own versions at a time. newest_slot, older: of the own versions; older_tied:
-        likewise by owner."""
+        """tied: by owner, the parameters that the stage shares with it, and their slots.
+        resident: given if own_slots hold only some of the own versions at a time.
+        newest_slot, older: as for WeightVersions, for the own versions.
+        older_tied: the same as older, by owner."""
         by_owner = dict(tied or {})
         shared = [parameter for parameters, _ in by_owner.values() for parameter in parameters]
         own = split_tied(stage, shared)[0]
@@ -363,7 +367,7 @@ class StageWeights:
 
     @classmethod
     def of(cls, own: WeightVersions) -> StageWeights:
-        """Makes the weights of these versions, without ties."""
+        """Makes StageWeights of these versions alone, without ties."""
         made = cls.__new__(cls)
         made.own, made.tied = own, {}
         return made
@@ -372,7 +376,7 @@ class StageWeights:
         """tied_slots: by owner."""
         self.own.bind(own_slot)
         for owner, slot in tied_slots.items():
-            # Another stage of this worker may share the very modules, and have bound them.
+            # Another stage of this worker may share the same modules, and may have bound them since.
             self.tied[owner].unbind()
             self.tied[owner].bind(slot)
 
@@ -384,11 +388,11 @@ class StageWeights:
 
     def follow_new_references(self) -> None:
         for versions in self._all:
-            if versions.num_slots > 1:  # else all versions have the same leaves
+            if versions.num_slots > 1:  # with one slot the leaves never change
                 versions.follow_new_references()
 
     def check_gradients_taken(self) -> None:
-        """When all updates are done. Raises ValueError for a gradient that was in none."""
+        """Raises ValueError for a gradient that no update took. Call it after all updates."""
         for versions in self._all:
             versions.check_gradients_taken()
 
@@ -419,8 +423,8 @@ def _move(
     slot: int,
     position: int | None,
 ) -> None:
-    # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold none
-    # of its memory: offload.py's hooks see to that.
+    # The leaf stays the same object, so backwards of older graphs still add their gradients to it. Those
+    # graphs keep none of its memory: the hooks in offload.py see to that.
     for leaf, view in zip(leaves[slot], nowhere if position is None else views[position], strict=True):
         leaf.data = view
 
@@ -436,29 +440,32 @@ def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
 
 
 def state_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """The same of a slot with one of an optimizer's state tensors for each parameter."""
+    """(bytes, offset of each parameter) of a flat slot that holds one of an optimizer's state tensors for
+    each parameter."""
     return _core.weight_layout([(name, dtype_name(master_dtype(p.dtype)), p.numel()) for name, p in named])
 
 
 def masters_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """The same of a slot with the masters of those parameters that have one, and nothing for the others."""
+    """(bytes, offset of each parameter) of a flat slot that holds the masters. A parameter without a master
+    takes no bytes."""
     return _core.weight_layout(
         [(name, dtype_name(master_dtype(p.dtype)), p.numel() if has_master(p) else 0) for name, p in named]
     )
 
 
 def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor at that byte of a slot, as the original lies in memory. dtype: None: the original's."""
+    """Views the slot from byte `offset` on as a tensor with the original's shape and strides. dtype: None
+    takes the original's."""
     dtype = dtype or original.dtype
     flat = slot[offset : offset + original.numel() * dtype.itemsize].view(dtype)
-    # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
+    # Kernels are chosen by strides (channels_last), and each rounds differently: so the strides are kept.
     view = (
         flat.as_strided(original.shape, original.stride())
         if _is_dense(original)
         else flat.view(original.shape)
     )
-    # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
-    # slot would make the backward of another fail falsely.
+    # .data makes a tensor with a version counter of its own. Plain views share their base's counter, so a
+    # write to one slot would make the backward of another one fail.
     return view.data
 
 
