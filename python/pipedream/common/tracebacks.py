@@ -35,8 +35,7 @@ _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Torch's frames around every forward. The last two surround every operation while our dispatch mode counts
-# bytes.
+# Torch's frames around every forward, and around every operation while our dispatch mode counts bytes.
 _CALLS = tuple(
     os.path.join("torch", *path)
     for path in (

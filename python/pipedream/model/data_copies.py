@@ -78,8 +78,8 @@ def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _copy_of_samplers(parts: tuple[Any, Any, Any], shared: dict[int, Any]) -> tuple[Any, Any, Any]:
-    """parts: the generator, the sampler, the batch sampler. shared: replacements for objects, by the object's
-    id.
+    """Copies a loader's generator, sampler and batch sampler, which are `parts`. shared: replacements for
+    objects, by the object's id.
     """
     for copied in (_sharing_copy, copy.deepcopy):
         with contextlib.suppress(Exception):  # a user's object may raise anything

@@ -74,8 +74,8 @@ def draws_seed(base: int) -> int:
 
 
 def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
-    """Returns the seed for an optimizer's draws in its steps. names: of its parameters, or of its pieces of
-    these.
+    """Returns the seed for an optimizer's draws in its steps. names: of the parameters, or pieces of
+    parameters, that it updates.
     """
     return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
 

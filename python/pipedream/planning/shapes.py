@@ -156,8 +156,8 @@ def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Sh
     """Returns the shapes to plan memory for if minibatches of these shapes come in addition to the kinds: the
     largest sizes of all of them.
 
-    are_apart: returns these shapes alone, to be planned beside the kinds. With NUM_KINDS_MAX kinds it returns
-    shapes that cover one of the kinds, too.
+    are_apart: returns these shapes alone, to be planned beside the kinds. If there are NUM_KINDS_MAX kinds
+    already, these shapes are enlarged to cover one of the kinds, too.
     """
     if not are_apart:
         return functools.reduce(larger_of, (*kinds, shapes))

@@ -348,7 +348,7 @@ class WrittenVersions(Versions):
         drained.
         """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
-        # A guess of how often the body has repeated. It may be too low for lines that stages list later.
+        # A lower bound of how often the body has repeated. The loop raises it until the line is found.
         bodies = max(0, (minibatch - begun - self._num_listed) // self._per_body)
         listed = minibatch - begun - bodies * self._per_body
         while (opcode, stage_index, listed, microbatch) not in self._stated:

@@ -236,8 +236,8 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             if key not in names:
                 _check_no_view(place, of_storage)
             elif (stage_index, key) not in own and not place.is_outside:
-                # A parameter that is held through a module is perhaps never used. Otherwise its gradient
-                # reveals the use.
+                # A parameter that is held through a module passes, because it may be unused. If it is used,
+                # its gradient reveals that.
                 other, name = names[key]
                 raise ValueError(
                     f"{place.path} of stage {stage_index} holds parameter {name!r} of stage {other} without"

@@ -107,8 +107,8 @@ class _Places:
         return self._window(call)[1]
 
     def _calls_in(self, call: int, container: str, modules: Iterable[str], absent: str) -> list[int]:
-        """Returns the calls of the first of these modules in the container that `call` made directly, if it
-        made any.
+        """Goes through those modules that lie in the container, and returns the calls of the first one that
+        `call` calls directly. Empty if it calls none.
         """
         prefix = f"{container}." if container else ""
         for module in modules:
