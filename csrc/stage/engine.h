@@ -1,5 +1,5 @@
-// Hands out the next work item of a stage's program and takes its completion: "the ML worker pulls its
-// next work assignment" (PipeDream report, section 4). Knows schedules, versions and channels; knows
+// The engine hands out the next work item of a stage's program and takes its completion: "the ML worker pulls
+// its next work assignment" (PipeDream report, section 4). It knows schedules, versions and channels, but
 // nothing about models, so that any framework can do the computing.
 //
 //   next_work() -> FORWARD   minibatch 3, read slot 0, input tensors     compute, complete(outputs)
@@ -12,12 +12,12 @@
 //   next_work() -> SEND      push, minibatch 1                           push it to all, complete()
 //   next_work() -> DONE      there were num_minibatches
 //
-// The program (transfers.h) says what travels when. Activations and gradients come with the item that needs
-// them and leave with the one that made them; what tied parameters and norms exchange is handed out as SEND
-// and RECV. What replicas exchange is done here, by the worker's ShardExchange: of a round's transfers the
-// first SEND of a push alone is handed out, for all of them. A worker has one stage, or several with an
-// interleaved schedule; each item names its stage. Owned by the compute thread; every call is on it, but
-// where another is said.
+// The program (transfers.h) says which transfers happen when. Activations and gradients arrive with the work
+// item that needs them and leave with the one that made them. Transfers of tied parameters and norms are work
+// items of their own, SEND and RECV. Transfers between replicas are done by the worker's ShardExchange; only
+// the first SEND of a round's pushes is a work item, and it stands for all of them. A worker has one stage,
+// or several with an interleaved schedule; each work item names its stage. The compute thread owns the engine
+// and makes every call, unless a function says otherwise.
 #pragma once
 
 #include <atomic>
@@ -53,11 +53,11 @@ struct WorkItem {
   WeightVersion write_version;  // kUpdate
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
-  bool on_device = true;        // whether what the item sends or has received lives there
+  bool on_device = true;        // the item's tensors are in device memory
   // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
   // downstream, absent at the last. kRecv: the edge's item, absent where the edge has no channel.
   std::optional<ReceivedItem> received;
-  std::int64_t num_minibatches = 0;  // where all is done, as the next
+  std::int64_t num_minibatches = 0;  // when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
 };
 
@@ -67,8 +67,9 @@ struct StagePart {
   VersionSlots* slots = nullptr;
 };
 
-// This worker's end of an edge, one of the two; outlives the engine. The items of an edge of which neither
-// end has a channel go from hand to hand: the engine only says when.
+// This worker's end of an edge, one of `sends` and `receives`; it outlives the engine. An edge between two
+// stages of this worker has no channel: the worker hands its items over itself, and the engine only says
+// when.
 struct EdgeChannel {
   Edge edge;
   SendChannel* sends = nullptr;
@@ -76,7 +77,7 @@ struct EdgeChannel {
   bool on_device = true;  // false: its items live in host memory on every device
 };
 
-// The tensors that a completion sends on.
+// The tensors that the completed work item sends.
 struct Outgoing {
   ItemFields fields{};
   std::vector<TensorView> tensors;
@@ -84,9 +85,9 @@ struct Outgoing {
   std::shared_ptr<void> keep_alive;
 };
 
-// When one work item was asked for, got its inputs and was completed; compute_ns of that was the user's.
-// Where the device works on after a completion, as the device saw it once add_compute() has told: asked when
-// it had nothing left to do, ready when it began and completed when it ended.
+// The times of one work item: when it was asked for, when its inputs were there, and when it was completed.
+// compute_ns is the part in user code. If the device still works after the completion, add_compute() replaces
+// these times by the device's: asked when it ran out of work, ready when it began, completed when it ended.
 struct Span {
   Opcode opcode = Opcode::kForward;
   StageIndex stage;
@@ -95,14 +96,14 @@ struct Span {
   std::int64_t asked_ns = 0;
   std::int64_t ready_ns = 0;
   std::int64_t completed_ns = 0;
-  std::int64_t wait_ns = 0;  // of asked to ready: blocked on a channel
+  std::int64_t wait_ns = 0;  // the part from asked to ready that a channel blocked
   std::int64_t compute_ns = 0;
 };
 
-// The compute_ns of a completion whose work the device has yet to do; add_compute() follows.
+// compute_ns of a completion whose work the device has not done yet; add_compute() follows.
 inline constexpr std::int64_t kComputedLater = -1;
 
-// Versions that one microbatch read.
+// The weight versions that one microbatch read.
 struct VersionsRead {
   WeightVersion forward;
   WeightVersion backward;
@@ -117,52 +118,54 @@ struct EngineTotals {
 
 class StageEngine {
  public:
-  // parts: the worker's stages in ascending order. channels: of the edges that it has an end of, each once.
-  // The last num_spans_max spans are kept. exchange: does what the stage's replicas exchange; null where that
-  // is handed out. It outlives the engine.
+  // parts: the worker's stages, ascending. channels: one for each edge with an end here. The last
+  // num_spans_max spans are kept. exchange: does the transfers between the stage's replicas and outlives the
+  // engine; null if they are handed out as work items.
   StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
               std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max,
               ShardExchange* exchange = nullptr);
 
-  // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
-  // stage and minibatch. Aborts when the item handed out before was not completed.
+  // The next work item. Empty at the deadline: call again. A failure if the run failed; its message names
+  // stage and minibatch. Aborts when the last work item was not completed.
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
 
-  // The item handed out last, with this opcode, is done. made: what it sends on. compute_ns: time spent in
-  // user code for it, as the caller measured it, or kComputedLater for all; SEND and RECV have none, and what
-  // they take is in the span of the item after them. Of a BACKWARD: the slot of the stage whose version
-  // nobody will read again because of it, if there is one: no later item reads it, and it is not the newest,
-  // which the next update reads.
+  // Completes the last work item, which has this opcode. made: the tensors that it sends. compute_ns: the
+  // time that the caller measured in user code, or kComputedLater for every item. SEND and RECV have no time
+  // of their own; theirs is in the span of the next item. For a BACKWARD returns the stage's slot whose
+  // version is now free, if there is one: no later item reads it, and it is not the newest, which the next
+  // update reads.
   std::optional<SlotIndex> complete(Opcode opcode, Outgoing made, std::int64_t compute_ns);
-  // Destroys the keep_alives of what has left. Between items, where they may die: whatever lock they take.
+  // Destroys the keep_alives of sent items. Called between work items, where their destructors may take any
+  // lock.
   void collect_released();
-  // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
-  // been told yet, on the clock of now_ns(); not before the end of the one before.
+  // Sets the device's times, on the clock of now_ns(), for the oldest item that was completed with
+  // kComputedLater and has none yet. began_ns is not before the end of the item before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
-  // Asks for an evaluation of the weights before this minibatch: at replica 0 of every stage, while its first
-  // FORWARD of the minibatch is being done, or when all is done. EVALUATEs then come at their place in the
-  // program; one completed with is_end_of_data is the stage's last, and the one downstream is told so by it.
+  // Requests an evaluation of the weights before this minibatch. Called at replica 0 of every stage, during
+  // the first FORWARD of the minibatch or when all is done. The program then has EVALUATEs at their place.
+  // One that is completed with is_end_of_data is the stage's last, and tells the stage downstream so.
   void begin_evaluation(MinibatchId boundary);
-  // Instead of completing the FORWARD of a group's first microbatch at the first stage: where the schedule
-  // drains, the weights before it are evaluated first. It is handed out again afterwards.
+  // Called instead of completing the FORWARD of a group's first microbatch, at the first stage of a schedule
+  // that drains: evaluates the weights before that FORWARD. The FORWARD is handed out again afterwards.
   void evaluate_first();
-  // Instead of completing the FORWARD of the replica's first microbatch of a minibatch at the first stage:
-  // there is no such minibatch, but so many; with what is due at their end.
+  // Called instead of completing the FORWARD of the replica's first microbatch of a minibatch, at the first
+  // stage: that minibatch does not exist, and the run has num_minibatches. events: what is due at their end.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
   // The number of minibatches of the run, once it is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
 
-  // After next_work() gave nothing: the item whose tensors have not come, if it is known which, without them.
+  // After next_work() returned nothing: the work item that waits for its tensors, without them, if it is
+  // known.
   [[nodiscard]] std::optional<WorkItem> upcoming() const;
-  // After next_work() gave nothing: the channel that cannot receive because the user's code keeps every
-  // tensor it was given. Null when that is not the reason.
+  // After next_work() returned nothing: the channel that cannot receive because the user's code keeps every
+  // tensor that it was given. Null when there is another reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
-  // Versions that forward and backward of each microbatch actually read at one of the worker's stages, by the
-  // replica's own number from the run's start; backward is valid for completed ones.
+  // The versions that each microbatch's forward and backward actually read at one of the worker's stages, by
+  // the replica's own number from the run's start. `backward` is valid for completed microbatches.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
-  // Once all is done: what the stage keeps for a run that goes on where this one ends, by the slot, from the
-  // oldest that the first microbatch after reads, of any replica, to the newest.
+  // When all is done: the versions, with their slots, that the stage keeps for a run that continues this one.
+  // They go from the oldest that the first later microbatch of any replica reads to the newest.
   struct KeptVersion {
     WeightVersion version;
     SlotIndex slot;
@@ -170,14 +173,15 @@ class StageEngine {
   [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage) const;
   [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
-  // Work items so far. Any thread.
+  // The number of completed work items. Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
-  // The position of the stage: the instruction that is being waited for or done.
+  // The worker's position: the instruction that it waits for or does.
   [[nodiscard]] std::string position() const;
-  // The failure with the position in front; as it is when a peer has said where.
+  // The failure with the position in front of its message. A peer's message that has a position stays as it
+  // is.
   [[nodiscard]] Failure located(const Failure& failure) const;
-  // While an item is being done, or asked for: it also waited for something outside the schedule, or the
-  // caller did something else until the item came.
+  // Adds time to the current item's wait: it waited for something outside the schedule, or the caller did
+  // something else until the item came.
   void add_wait(std::int64_t wait_ns) {
     if (handed_out_ || asked_ns_ != 0) wait_ns_ += wait_ns;
   }

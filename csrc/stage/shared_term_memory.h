@@ -1,4 +1,4 @@
-// Memory that senders of this host write straight into, as a term of the pool. Owned by the pool.
+// A term of the pool in shared memory, into which senders of this host write directly. Owned by the pool.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace pipedream {
 
-// Shared memory of a term; on the host it is pinned for the device.
+// The shared memory of a term. If it is host memory, it is pinned for the device.
 class SharedTermMemory final : public Memory {
  public:
   SharedTermMemory(Device& device, std::unique_ptr<SharedMemory> memory)

@@ -1,14 +1,15 @@
-// One worker: the device, the pool, the transport, the named channels and the stage engine of one
-// process, put together in the order in which they depend on each other.
+// One worker of a process: its device, pool, transport, named channels and stage engine, made in the order in
+// which they depend on each other.
 //
 //   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
 //
-// Before add_*, workers on devices of one host may find out whose memory each of them can write into: the
-// receiver makes an offer, the sender tries it, and a channel between two that can has places_on_device.
+// Before add_*, workers with devices on one host may find out which of them can write into whose memory. The
+// receiver makes an offer, and the sender tries it. A channel between two workers that succeed has
+// places_on_device.
 //
-// Owned by the compute thread; every call is on it. abort(), pulse(), fail() and stop_serving() may come from
-// any thread. One more thread may serve what comes at any time: it calls receive_any(), and send_item() for
-// channels that the compute thread leaves to it.
+// The compute thread owns the worker and makes every call. Only abort(), pulse(), fail() and stop_serving()
+// may come from any thread. One more thread may serve requests at any time: it calls receive_any(), and
+// send_item() on channels that the compute thread leaves to it.
 #pragma once
 
 #include <atomic>
@@ -44,22 +45,23 @@ namespace pipedream {
 class Worker {
  public:
   explicit Worker(const WorkerOptions& options);
-  // On this device instead of the one that the options name.
+  // Uses this device instead of the one that the options name.
   Worker(WorkerOptions options, std::shared_ptr<Device> device);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // An offer with which workers that will send to this one try whether they can write into its device's
-  // memory; until seal(). Empty, with the reason, if there is none to share.
+  // An offer of device memory, valid until seal(). Workers that will send to this one try with it whether
+  // they can write into its device's memory. Empty, with the reason, if the device has none to share.
   [[nodiscard]] std::string offer_device_memory(std::string* why = nullptr);
-  // Empty when this worker can write into the memory that another offered; else why not.
+  // Empty when this worker can write into the memory of the offer; else the reason why not.
   [[nodiscard]] std::string why_out_of_reach(const std::string& offer);
 
-  // Before seal. Throw UserError for a name that is taken.
+  // Called before seal(). These throw UserError for a name that is taken.
   void add_receive_channel(const ChannelSpec& spec);
   void add_send_channel(const ChannelSpec& spec);
-  // is_posted_into: the items of some channels land there, so that workers of this host are to write it.
+  // is_posted_into: items of some channels land in this term, so workers of this host must be able to write
+  // it.
   void add_term(PoolTerm term, bool is_posted_into = false);
   // Allocates and pre-faults everything.
   void seal();
@@ -78,44 +80,45 @@ class Worker {
   };
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
-  // Makes the exchange of a stage that has shards at other workers, too: after its channels, before start().
+  // Makes the exchange of a stage whose shards have several owners. Called after its channels are added and
+  // before start().
   ShardExchange& make_exchange(ExchangeSpec spec);
 
-  // edges: all of which this worker has one end, but for those of its exchange.
+  // edges: all edges with one end at this worker, except those of its exchange.
   void start(const ScheduleOptions& options, Rank rank, const std::vector<EdgeChannelName>& edges,
              std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
 
-  // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes. So in
-  // receive_item().
+  // Returns engine().next_work(). On an asynchronous device the compute stream waits for the item's bytes, as
+  // in receive_item().
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
-  // An event after which what the compute stream does now is done; null on the host. Throws DeviceError,
-  // which says where in the program it was.
+  // An event at the end of the compute stream's present work; null on the host. Throws DeviceError with the
+  // position in the program.
   [[nodiscard]] std::unique_ptr<Event> record_compute();
 
-  // Items outside the schedule (weights, results): strictly in order, minibatch counts them.
-  // False at the deadline: no room yet.
+  // Sends an item outside the schedule (weights, results), strictly in order; its minibatch counts the items.
+  // False at the deadline: there is no room yet.
   [[nodiscard]] Result<bool> send_item(const std::string& channel, const ItemFields& fields,
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
-  // Waits until at most so many of what send_item() was given have not left; the others' memory may change.
-  // False at the deadline.
+  // Waits until at most num_left_max items of send_item() are unsent; then the memory of the others may
+  // change. False at the deadline.
   [[nodiscard]] Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                              Deadline deadline);
-  // Destroys what kept sent items alive, of those that have left.
+  // Destroys the keep_alives of items that are sent.
   void collect_released(const std::string& channel) { sender(channel).channel->collect_released(); }
-  // The next items of the channel, which has no slots, are to land there: each a part of the term that it is
-  // posted into, and of just so many bytes.
+  // Posts the places where the channel's next items will land; the channel has no slots. Each place is a part
+  // of the term that the channel is posted into, and has exactly the item's bytes.
   void post_items(const std::string& channel, std::span<const std::span<std::byte>> places);
-  // counts_as_wait: in the engine's figures; false where the caller counts it as its own time.
+  // counts_as_wait: adds the time to the engine's wait. False when the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,
                                                                  bool counts_as_wait = true);
 
-  // The next item of whichever of the channels has one, and its place among them: the first in their order.
-  // Empty at the deadline, and at once after stop_serving(). For a thread that serves: it leaves it to others
-  // to drive the transport.
+  // The next item of the first of these channels that has one, and the channel's index among them. Empty at
+  // the deadline, and at once after stop_serving(). For a thread that serves; it leaves driving the transport
+  // to other threads.
   struct ItemOfAny {
     std::size_t channel_index = 0;
     ReceivedItem item;
@@ -125,16 +128,16 @@ class Worker {
   void stop_serving();
   [[nodiscard]] bool has_stopped_serving() const { return stopped_serving_.load(); }
 
-  // Whoever waits here, or will, fails, as this worker cannot go on. Any thread.
+  // Makes all present and later waits here fail, because this worker cannot go on. Any thread.
   void fail(const std::string& why);
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
-  // Waits linger_s at most for what was sent to leave, items that wait for a credit included, then stops
-  // the transport. After abort() items do not count. Idempotent.
+  // Waits at most linger_s until all items are sent, even those that wait for a credit, then stops the
+  // transport. After abort() it does not wait for items. Idempotent.
   void close(double linger_s);
 
-  // Whether the channel's items are, or arrive, in device memory.
+  // Whether the channel's items are in device memory here.
   [[nodiscard]] bool sends_on_device(const std::string& channel) { return sender(channel).spec.on_device; }
   [[nodiscard]] bool receives_on_device(const std::string& channel) {
     return receiver(channel).spec.on_device;
@@ -148,20 +151,21 @@ class Worker {
     std::vector<SentTransfer> sent;
     std::vector<ReceivedTransfer> received;
   };
-  // By channel, in the order of the items. What has not left yet is not in it.
+  // The transfers by channel, in the order of the items, without items that are not sent yet.
   [[nodiscard]] std::map<std::string, Transfers> transfers() const;
-  // Waits until everything that was sent by channels that keep transfers has left, so that they are complete.
+  // Waits until all items of channels that keep transfers are sent, so that their transfers are complete.
   // False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_transfers(Deadline deadline);
-  // The residuals of the codec of a channel that this worker sends by (SendChannel). Empty where it keeps
-  // nothing. After seal().
+  // The codec's residuals of a channel on which this worker sends (SendChannel). Empty if the codec keeps
+  // none. After seal().
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals(const std::string& channel) {
     return sender(channel).channel->residuals();
   }
   // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
-  // After connect(); of what this worker receives, after wait_open().
+  // After connect() for channels that send, after wait_open() for channels that receive.
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;
-  // This program is alive. Any thread, every peer_timeout_s / 8 at least where options.beats.
+  // Says that this program is alive. With options.beats it must be called at least every peer_timeout_s / 8.
+  // Any thread.
   void pulse();
 
  private:
@@ -181,13 +185,13 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     SlotGroup* encoded = nullptr;
-    SharedMemory* shared = nullptr;  // what the wire's slots lie in, the pool's; null when private
+    SharedMemory* shared = nullptr;  // holds the slots that the wire writes; the pool's; null when private
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
   };
 
   void check_new(const std::string& name) const;
-  // Aborts or throws when the channel cannot be.
+  // Aborts or throws when the channel is impossible.
   void check_spec(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool shares_memory() const;
@@ -205,13 +209,12 @@ class Worker {
   [[nodiscard]] Receiver& receiver(const std::string& name);
   [[nodiscard]] std::optional<Failure> wait_for_bytes(const ReceivedItem& item);
   [[nodiscard]] std::optional<Failure> device_failure();
-  // Says where in the program it was; before there is one, and to another thread than the program's, as it
-  // is.
+  // Adds the position in the program, if there is a program and this is its thread.
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;
-  // Destroyed from the last to the first. close() runs before: the transport calls the channels no more, and
-  // the channels' copy streams, which end with them, may still post to it.
+  // Members are destroyed from the last to the first, after close(). By then the transport calls no channels,
+  // but the channels' copy streams, which end with them, may still post to it.
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> compute_stream_;
   std::unique_ptr<SharedMemory> offer_;  // of device memory; until seal()
@@ -221,7 +224,7 @@ class Worker {
   std::map<std::string, Sender> senders_;
   std::map<std::string, Receiver> receivers_;
   std::map<std::string, SlotGroup*> terms_;
-  std::map<std::string, SharedMemory*> posted_terms_;  // those that others of this host write, by name
+  std::map<std::string, SharedMemory*> posted_terms_;  // terms that other workers of this host write, by name
   std::vector<std::unique_ptr<VersionSlots>> slots_;   // of each stage
   CpuShare own_cpus_;
   std::unique_ptr<ItemCarrier> carrier_;     // of the exchange
