@@ -1,13 +1,13 @@
-// A worker's memory: budget -> seal -> lease. Every user names a term (so many slots of so many bytes)
-// before the first minibatch; the pool allocates and pre-faults the sum once, then only leases.
+// The memory of a worker: budget -> seal -> lease. Before the first minibatch every user adds a term: a
+// number of slots of some size. seal() allocates and pre-faults the sum of all terms once. After that the
+// pool only leases slots.
 //
-// Leasing is O(1), allocates nothing and waits for nobody. Any thread may lease and release; a group's free
-// list is one atomic word. A Lease must not outlive the Pool.
+// Leasing is O(1), allocates nothing and never waits. Any thread may lease and release; the head of a group's
+// free list is one atomic word. A Lease must not outlive the Pool.
 //
-// Poison: every slot that nobody has leased is filled with kPoisonByte, from the seal on, so that what is
-// read before it was written or after it was released shows: NaN in every float type, -1 in the integers. In
-// memory that the CPU can write; device memory of another device is left alone (a fill would need a stream,
-// and the order of that stream and the readers').
+// Poison: from the seal on every free slot is filled with kPoisonByte. So a read before the first write or
+// after the release shows: NaN in every float type, -1 in the integers. Only memory that the CPU can write is
+// filled. Other device memory is not: a fill would need a stream, ordered with the readers' streams.
 #pragma once
 
 #include <atomic>
@@ -32,18 +32,18 @@ struct PoolTerm {
   std::size_t slot_bytes = 0;  // 0 is allowed: a stage without parameters still counts its versions
   std::int64_t num_slots = 0;
   MemoryKind kind = MemoryKind::kDevice;
-  // False: never poisoned. For a user that reads what it did not write (device.h says what that is), and for
-  // slots that enqueued work still reads after their release.
+  // False: never poisoned. For a user that reads bytes which it did not write (device.h says their values),
+  // and for slots that enqueued work still reads after their release.
   bool poison = true;
-  // Makes the memory of this term alone, of so many bytes, at the seal. Empty: it lies among the others of
-  // its kind. The pool keeps it.
+  // Makes separate memory for this term, num_bytes long, at the seal; the pool owns it. Empty: the term
+  // shares an allocation with the others of its kind.
   std::function<std::unique_ptr<Memory>(std::size_t num_bytes)> allocate{};
 };
 
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
 
-// The distance between two slots of so many bytes. Whoever shares a term's memory finds its slots by it.
+// The distance between two slots of slot_bytes. A process that shares a term's memory finds the slots by it.
 [[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
   return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }

@@ -1,9 +1,9 @@
-// Large pieces of one leased slot, for an allocator that divides them further: torch's caching allocator
-// takes its segments from here, so that what it makes lies inside the worker's planned memory and cannot grow
-// beyond.
+// Divides one leased slot into large segments for an allocator that divides them further. torch's caching
+// allocator takes its segments from here. So its tensors lie inside the worker's planned memory and cannot
+// exceed it.
 //
-// Best fit with coalescing. Segments are few and long-lived, so each call may take a microsecond. Any thread;
-// a mutex guards the free list. The memory belongs to the caller, who frees it after the arena.
+// Best fit with coalescing. Segments are few and long-lived, so a call may take a microsecond. Any thread; a
+// mutex guards the free list. The caller owns the memory and frees it after the arena.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,9 @@ class SegmentArena {
  public:
   static constexpr std::size_t kAlignment = 512;  // what cudaMalloc gives at least
 
-  // base is aligned to kAlignment, or the beginning is left unused. wait_until_unused: called before a
-  // segment that is freed may be given to others; a device's streams may still use it, as cudaFree() would
-  // wait for.
+  // base: if it is not aligned to kAlignment, its beginning is left unused. wait_until_unused: called before
+  // a freed segment may be given out again, because a device's streams may still use it; cudaFree() waits in
+  // the same way.
   SegmentArena(std::byte* base, std::size_t num_bytes, std::function<void()> wait_until_unused = {});
   SegmentArena(const SegmentArena&) = delete;
   SegmentArena& operator=(const SegmentArena&) = delete;

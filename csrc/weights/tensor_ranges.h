@@ -15,9 +15,11 @@
 
 namespace pipedream {
 
-// 5 to 20 us of work on one core: long beside claiming a task, short beside a step.
+// Elements of one task: 5 to 20 us of work on one core. That is long compared with claiming a task and short
+// compared with a step.
 inline constexpr std::int64_t kTaskElements = 1 << 15;
-// Below this, some 40 us on one core, waking another costs as much as it saves.
+// Smaller steps, of less than some 40 us on one core, run on one thread: waking another costs as much as it
+// saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
 // The elements of the row in [begin, end): calls body(tensor, first, count) for each tensor's part of it.

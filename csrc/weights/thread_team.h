@@ -1,14 +1,13 @@
-// A few threads that share the tasks of one loop with the calling thread, for kernels over large memory.
-// One team per process, started when first needed and joined at exit.
+// A few threads that share the tasks of one loop with the calling thread, for kernels over large memory. One
+// team per process, started when first needed and joined at exit.
 //
-// Where the process has an OpenMP pool that spins between its regions, as torch's does, a second team beside
-// it is harmful: both want the same cores, and a region was seen to take 8 ms instead of 0.1, long after.
-// So the team can be told to run on that pool instead (share_openmp), and then starts no threads.
+// A second team harms a process whose OpenMP pool spins between its regions, as torch's does. Both compete
+// for the same cores, and even much later a region was seen to take 8 ms instead of 0.1. So share_openmp()
+// makes the team run on that pool and start no threads.
 //
-// Nothing is allocated per call. Each thread has a share of the tasks, the same at every call, so that its
-// core's caches keep what it works on; who is done takes from the others' shares, so a thread that comes
-// late, or whose core is busy, delays the end by one task at most. While one thread uses the team another
-// runs its tasks alone.
+// A call allocates nothing. Each thread has the same share of the tasks at every call, so that its core's
+// caches stay warm. A thread that is done takes tasks from the others' shares, so a late thread delays the
+// end by at most one task. While one thread uses the team, another caller runs its tasks alone.
 #pragma once
 
 #include <array>
@@ -37,8 +36,8 @@ class ThreadTeam {
 
   static ThreadTeam& of_process();
 
-  // From now on run() uses the OpenMP pool that the library, which is loaded already, was linked with. False
-  // when there is none such: nothing changes. Any thread.
+  // Makes run() use the OpenMP pool with which this loaded library was linked. False, without any change,
+  // when it was linked with none. Any thread.
   bool share_openmp(const std::string& library_path);
 
   // Calls body(task_index) once for every index in [0, num_tasks), on num_threads threads at most, the
@@ -55,8 +54,8 @@ class ThreadTeam {
   }
 
   [[nodiscard]] int num_helpers() const;  // threads started so far
-  // False in a child of fork(), where the helpers of the parent are not there, but all that waits for them
-  // is.
+  // False in a child of fork() of a process with helpers: the child would wait for threads that it does not
+  // have.
   [[nodiscard]] bool has_its_helpers() const {
     return !is_helped_.load(std::memory_order_acquire) || home_->is_this();
   }

@@ -1,8 +1,8 @@
-// A record of which slot holds which weight version, and who still reads it. Bookkeeping only: no memory
-// here. Owned by the stage's compute thread; not thread-safe.
+// The record of the weight version in each slot, and of the readers of each version. It holds no tensors.
+// Owned by the stage's compute thread; not thread-safe.
 //
-// Raw-pointer writes bump no autograd version counter, so these reference counts are what keeps a slot
-// from being overwritten while a backward still needs it.
+// Raw-pointer writes bump no autograd version counter, so these reference counts are what keeps a slot from
+// being overwritten while a backward still needs it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace pipedream {
 
 class VersionSlots {
  public:
-  // num_slots = versions kept. What is held at the start lies in slots 0, 1, ...: the newest version and, as
-  // far as there are slots, those before it down to the oldest.
+  // num_slots: the number of versions kept. At the start slots 0, 1, ... hold the newest version and, as far
+  // as there are slots, the versions before it down to the oldest.
   explicit VersionSlots(std::int64_t num_slots, WeightVersion newest = {},
                         std::optional<WeightVersion> oldest = std::nullopt);
 
@@ -32,9 +32,9 @@ class VersionSlots {
   [[nodiscard]] bool is_held(WeightVersion version) const;
   [[nodiscard]] std::int64_t num_readers(WeightVersion version) const;
 
-  // The slot that version newest()+1 is written into: of those that nobody reads the one with the oldest
-  // version, which stays held until then; the newest's own slot (in place) only when there is a single
-  // slot. Aborts when none is free: the program is wrong.
+  // The slot for version newest()+1: among the slots without readers the one with the oldest version, which
+  // stays held until publish(). It is the newest's own slot (in place) only when there is a single slot.
+  // Aborts when no slot is free: the program is wrong.
   [[nodiscard]] SlotIndex begin_update() const;
   // The write is complete: newest() becomes newest()+1, held in the slot.
   void publish(SlotIndex slot);
@@ -46,7 +46,7 @@ class VersionSlots {
     std::int64_t num_readers = 0;
   };
 
-  // Nobody reads it, the optimizer's read of the newest version included.
+  // Whether the slot has no readers; the optimizer reads the newest version.
   [[nodiscard]] bool is_writable(const Slot& slot) const;
   [[nodiscard]] Slot& slot_at(SlotIndex slot_index);
 
