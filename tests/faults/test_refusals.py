@@ -418,7 +418,7 @@ def _no_scheduler(optimizer: torch.optim.Optimizer) -> float:
 
 
 def test_a_scheduler_that_is_none_or_needs_a_metric(farm: Farm) -> None:
-    _refused_by_ranks(farm, ValueError, "ReduceLROnPlateau", "counts steps", lr_scheduler=_plateau)
+    _refused_by_ranks(farm, ValueError, "callbacks.ReduceLROnPlateau", "counts steps", lr_scheduler=_plateau)
     _refused_by_ranks(farm, TypeError, "lr_scheduler returned float", lr_scheduler=_no_scheduler)
 
 

@@ -106,8 +106,9 @@ def build_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer,
         _raise_named("lr_scheduler", where, error)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
-            "lr_scheduler is a ReduceLROnPlateau, which needs a metric that the stages do not have: use one"
-            " that counts steps, as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)"
+            "lr_scheduler is a ReduceLROnPlateau, which needs a metric that the stages do not have: use"
+            " callbacks=[pipedream.callbacks.ReduceLROnPlateau(...)], or a scheduler that counts steps, as"
+            " functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
