@@ -50,7 +50,7 @@ constexpr std::array<TraitWords, kNumTraits> kWords = {{
     {Trait::kNoAverages, "no_averages", "no EMA among the callbacks", "no callback is an EMA"},
     {Trait::kShards, "shards", "replicas with shards (without sync='allreduce')", "a stage has shards"},
     {Trait::kCheckpoints, "checkpoints", "checkpoints", "checkpoints are given"},
-    {Trait::kTimedCheckpoints, "timed_checkpoints", "checkpoints every so many seconds under torchrun",
+    {Trait::kTimedCheckpoints, "timed_checkpoints", "checkpoints every so many seconds under sync='asp'",
      "checkpoints are written every so many seconds"},
     {Trait::kInputReplicas, "input_replicas", "replicas of stage 0", "stage 0 has replicas"},
     {Trait::kState, "state", "state", "state is given"},
@@ -154,7 +154,8 @@ constexpr Exclusion kExclusions[] = {
     {Trait::kCheckpoints, Trait::kState, "a run goes on from one of them", "leave one out"},
     {Trait::kCheckpoints, Trait::kProgram, "a program begins with the version that is there",
      "use a schedule by its name"},
-    {Trait::kTimedCheckpoints, Trait::kInputReplicas, "their clocks differ",
+    {Trait::kTimedCheckpoints, Trait::kInputReplicas,
+     "with sync='asp' one may be ahead of another as far as it likes",
      "give every= a number of minibatches, or 'epoch'"},
 
     // Data, numbers, weights.

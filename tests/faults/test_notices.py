@@ -43,7 +43,7 @@ def _script_ends_at_sigterm(told: Path | None = None) -> Iterator[None]:
 
 def _send(number: int, processes: tuple[int, ...], until: str) -> None:
     """In the first stage's forward: its next boundary comes when the file is there."""
-    notices._LOOK_S = 0.0
+    notices.LOOK_S = 0.0
     for process in processes or (os.getpid(), os.getppid()):
         os.kill(process, number)
     wait_for_file(until)
@@ -132,11 +132,29 @@ def _run_rank(path: Path) -> None:
     """All ranks get SIGTERM, as torchrun hands it on."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the farm's server ignores
     (path.parent / os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
-    with mock.patch.object(notices, "_LOOK_S", 0.0):
+    with mock.patch.object(notices, "LOOK_S", 0.0):
         run(
             model_with(functools.partial(_notify_ranks, path), stages=2, at=_AT, rank=0),
             checkpoints=_checkpoints(path),
         )
+
+
+def _train_replicas(path: Path) -> None:
+    with mock.patch.object(notices, "LOOK_S", 0.0):
+        run(
+            model_with(None, stages=2),
+            plan=Plan((Stage(0, 0, num_replicas=2), Stage(1, 1))),
+            data=minibatches(50),
+            checkpoints=Checkpoints(path, every="0.000001s", keep=99),
+        )
+
+
+def test_ranks_of_torchrun_save_by_time_where_the_first_stage_has_replicas(
+    farm: Farm, tmp_path: Path
+) -> None:
+    farm.results(_train_replicas, tmp_path, num_ranks=3)
+    *timed, end = _saved(tmp_path)
+    assert end == 50 and timed and not any(minibatch % 2 for minibatch in timed)
 
 
 def _notify_ranks(path: Path) -> None:

@@ -133,7 +133,7 @@ def run_locally(
             expected.compute()  # the forwarder's thread draws from the generators that this puts back
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
-        noticed = noticed_checkpoints(options, under_torchrun=False)
+        noticed = noticed_checkpoints(options)
         iterating = threading.Lock()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (

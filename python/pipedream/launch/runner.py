@@ -402,7 +402,7 @@ def _run_this_rank(
 ) -> RunResult:
     with this_rank(prefix) as place, generators_kept(), contextlib.ExitStack() as around:
         order = stop_order(options, place.rendezvous, place.rank)
-        noticed = noticed_checkpoints(options, under_torchrun=True)
+        noticed = noticed_checkpoints(options)
         around.enter_context(notices_save(noticed, has_begun=lambda: True))
         place_to_stop = replace(place, stop_order=order)
         return run_worker(place_to_stop, options, model, data, steering=steering if place.rank == 0 else None)

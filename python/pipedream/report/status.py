@@ -70,13 +70,13 @@ class StatusBoard:
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
-            path.write_bytes(b"\xff" * (8 * (num_workers + 3)))  # -1: at no minibatch yet
+            path.write_bytes(b"\xff" * (8 * (num_workers + 2)))  # -1: at no minibatch yet
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 8 * (num_workers + 3))
+            self._map = mmap.mmap(file.fileno(), 8 * (num_workers + 2))
         self._minibatches = memoryview(self._map).cast("q")
         self._num_workers = num_workers
         # Entries after those of the ranks.
-        self._asked, self._stop_at, self._save_at = num_workers, num_workers + 1, num_workers + 2
+        self._asked, self._stop_at = num_workers, num_workers + 1
         self._path = path
         self._own_losses: _Series | None = None  # of the worker that adds some
         self._norms = _Series(path.with_name(f"{path.name}-norms"))
@@ -107,15 +107,6 @@ class StatusBoard:
     @stop_at.setter
     def stop_at(self, minibatch: int) -> None:
         self._minibatches[self._stop_at] = minibatch
-
-    @property
-    def save_at(self) -> int:
-        """The boundary at which the run is saved beside what is planned; -1: none yet."""
-        return self._minibatches[self._save_at]
-
-    @save_at.setter
-    def save_at(self, minibatch: int) -> None:
-        self._minibatches[self._save_at] = minibatch
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
         """Adds the loss of the next minibatch of this replica of the last stage. Its worker calls it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +30,7 @@ __all__ = [
     "AnswerWay",
     "Asking",
     "RateChanges",
-    "SaveOrder",
+    "SaveWords",
     "Saving",
     "Steered",
     "StopOrder",
@@ -84,31 +85,70 @@ class Stopping:
         return stop_at <= group
 
 
-class SaveOrder(Protocol):
-    """The boundary at which the run is saved, beside those that are planned."""
+class SaveWords(Protocol):
+    """The words of rank 0 to the other replicas of stage 0, one after the other, about where the run is
+    saved."""
 
-    save_at: int
-    """The boundary; -1 while there is none. Rank 0 writes it, and the other replicas of stage 0 read it."""
+    def say(self, boundary: int, word: list[int]) -> None:
+        """At rank 0."""
+
+    def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
+        """Waits for the word of this boundary. check: is called meanwhile, and raises what ends the run."""
 
 
 class Saving:
-    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary. If
-    stage 0 has replicas, it is one that none of them has passed, as in Stopping."""
+    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary. Where
+    stage 0 has replicas rank 0 says it at some boundaries, which all know ahead:
 
-    def __init__(self, order: SaveOrder, *, is_due: Callable[[], bool] | None, lead: int) -> None:
-        """is_due: asked at boundaries at rank 0; None at others. lead: as in Stopping."""
-        self._order = order
+        rank 0    at B           says whether the run is saved the lead later, and at which B it speaks again
+        all       at B + lead    hear it
+
+    Each replica needs what rank 0 pushes of every round, so the word was said before a replica asks for it,
+    and nobody asks in between."""
+
+    def __init__(
+        self,
+        words: SaveWords,
+        *,
+        is_due: Callable[[], bool] | None,
+        lead: int,
+        first_boundary: int,
+        group_size: int,
+        period_s: float,
+    ) -> None:
+        """is_due: at rank 0, asked at boundaries. lead: as Stopping's; 0 where there are no other replicas.
+        first_boundary: at which rank 0 may speak first. period_s: from one word to the next, roughly."""
+        self._words = words
         self._is_due = is_due
         self._lead = lead
+        self._group_size = group_size
+        self._period_s = period_s
+        self._says = self._hears = first_boundary
+        """The boundaries of the next words."""
+        self._num_between = 0  # minibatches, from the word before
+        self._spoke_s = time.monotonic()
+        self.check: Callable[[], None] = lambda: None
+        """Raises what the links of the segment know."""
 
     def saves_before(self, group: int) -> bool:
-        order = self._order
-        has_passed = (
-            order.save_at < 0 or order.save_at + self._lead <= group
-        )  # every replica has passed the boundary of the last order
-        if self._is_due is not None and has_passed and self._is_due():
-            order.save_at = group + self._lead
-        return order.save_at == group
+        if self._lead == 0:
+            return self._is_due is not None and self._is_due()
+        if self._is_due is not None and group >= self._says:
+            said_at, self._says = self._says, self._says + self._num_to_next_word()
+            self._words.say(said_at, [int(self._is_due()), self._says])
+        if group < self._hears + self._lead:
+            return False
+        is_saved, self._hears = self._words.hear(self._hears, self.check)
+        return bool(is_saved)
+
+    def _num_to_next_word(self) -> int:
+        """Minibatches that a period takes at the pace of the last one, in whole groups."""
+        now_s = time.monotonic()
+        pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
+        num_wanted = min(pace * self._period_s, 2 * self._num_between)
+        self._spoke_s = now_s
+        self._num_between = max(1, int(num_wanted // self._group_size)) * self._group_size
+        return self._num_between
 
 
 class AnswerWay(Protocol):

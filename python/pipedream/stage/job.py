@@ -20,7 +20,6 @@ from pipedream.callbacks.steering import CallPoints
 from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.run_state import RunState
 from pipedream.common.agreement import OWN, compared, given, settings_of
-from pipedream.common.own_rank import under_torchrun
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
@@ -250,8 +249,7 @@ class JobOptions:
     def traits(self, ties: Sequence[tuple[int, int]] = ()) -> Traits:
         """Returns the traits of this run. ties: as in schedule_options()."""
         checkpoints, keys, ports = self.checkpoints, self.links.keys, self.links.ports
-        is_timed = checkpoints is not None and checkpoints.seconds is not None
-        is_timed = is_timed and (under_torchrun() or self.is_asynchronous)
+        is_timed = checkpoints is not None and checkpoints.seconds is not None and self.is_asynchronous
         every = "" if checkpoints is None else f"checkpoints: every is {checkpoints.every!r}"
         own: dict[str, tuple[bool, str | None]] = {
             "validation": (self.validation is not None, None),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pipedream import _core
 from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Header
 from pipedream.checkpoint.stage_files import names_of_stage
@@ -21,9 +23,11 @@ from pipedream.stage.decisions import Saving, stop_lead
 from pipedream.stage.saving import EVALUATED, KINDS, StageSaver
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.worker.agreed_run import AgreedRun
-from pipedream.worker.notices import SaveRequests, saves_on_notice
+from pipedream.worker.notices import LOOK_S, SaveRequests, saves_on_notice
 
 __all__ = ["Checkpointing"]
+
+_LOOKS_AGAIN_S = 0.001
 
 
 class Checkpointing:
@@ -64,6 +68,8 @@ class Checkpointing:
         """Makes the saver of a segment. run: as of the segment. kinds: of minibatches that its memory is
         planned for."""
         assert self.writer is not None
+        if self.saving is not None:
+            self.saving.check = check_links
         record = self._record
         return StageSaver(
             self.writer,
@@ -105,18 +111,53 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
         rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 
 
-class _OwnOrder:
-    """The order of the only replica of stage 0 (decisions.SaveOrder)."""
+class _StoredWords:
+    """Words about where the run is saved, in the rendezvous (decisions.SaveWords)."""
 
-    save_at = -1
+    def __init__(self, run: AgreedRun, num_kept: int) -> None:
+        """num_kept: words that a replica may not have heard yet, at most."""
+        self._rendezvous = run.place.rendezvous
+        self._num_kept = num_kept
+        self._num_said = self._num_heard = 0
+
+    def say(self, boundary: int, word: list[int]) -> None:
+        self._rendezvous.publish(self._key(self._num_said), [boundary, *word])
+        self._num_said += 1
+
+    def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
+        while True:
+            with failures_of_others():
+                (heard,) = self._rendezvous.wait_for(
+                    [self._key(self._num_heard)],
+                    math.inf,
+                    lambda missing: f"no {missing[0]}",
+                    meanwhile=check,
+                )
+                if heard[0] == boundary:
+                    break
+                self._rendezvous.raise_if_failed()  # an older word is there still
+            check()
+            time.sleep(_LOOKS_AGAIN_S)
+        self._num_heard += 1
+        return list(heard[1:])
+
+    def _key(self, index: int) -> str:
+        return f"word about saving/{index % self._num_kept}"
 
 
 def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
-    if not saves_on_notice(run.options, under_torchrun=run.place.board is None):
+    if not saves_on_notice(run.options):
         return None
-    is_due = SaveRequests(checkpoints).saves_now if run.rank == 0 else None
+    group_size = _core.minibatches_between_drains(run.schedule())
     lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
-    return Saving(run.place.board or _OwnOrder(), is_due=is_due, lead=lead)
+    return Saving(
+        _StoredWords(run, 2 * lead // group_size + 2),  # one who is the lead behind, and waits the lead
+        is_due=SaveRequests(checkpoints).saves_now if run.rank == 0 else None,
+        lead=lead,
+        first_boundary=run.first_minibatch + group_size,
+        group_size=group_size,
+        period_s=LOOK_S,
+    )
 
 
 def _header_of(run: AgreedRun) -> Header:

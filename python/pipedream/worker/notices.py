@@ -27,10 +27,18 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import MANIFEST_NAME
 from pipedream.stage.job import JobOptions
 
-__all__ = ["SaveRequests", "noticed_checkpoints", "notices_save", "saves_on_notice", "signals_left_to_caller"]
+__all__ = [
+    "LOOK_S",
+    "SaveRequests",
+    "noticed_checkpoints",
+    "notices_save",
+    "saves_on_notice",
+    "signals_left_to_caller",
+]
 
 _REQUEST_NAME = "save"
-_LOOK_S = 0.2  # between two looks for the file
+LOOK_S = 0.2
+"""Seconds between two looks for the file."""
 _SAVING = b"pipedream: saving a checkpoint before this process ends\n"
 
 
@@ -53,7 +61,7 @@ class SaveRequests:
         """Asked at each boundary."""
         now_s = time.monotonic()
         is_due = self._seconds is not None and now_s - self._saved_s >= self._seconds
-        if now_s - self._looked_s >= _LOOK_S:
+        if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             is_due = self._forget() or is_due
         if is_due:
@@ -69,16 +77,15 @@ class SaveRequests:
         return True
 
 
-def saves_on_notice(options: JobOptions, *, under_torchrun: bool) -> bool:
-    """Whether the replicas of stage 0 can agree on a boundary that does not follow from the data: one decides
-    alone, and local workers read on the board what rank 0 has decided. With sync="asp" one may be ahead of
-    rank 0 as far as it likes."""
-    return options.plan.stages[0].num_replicas == 1 or not (under_torchrun or options.is_asynchronous)
+def saves_on_notice(options: JobOptions) -> bool:
+    """Whether the replicas of stage 0 can agree on a boundary that does not follow from the data. With
+    sync="asp" one may be ahead of rank 0 as far as it likes."""
+    return options.plan.stages[0].num_replicas == 1 or not options.is_asynchronous
 
 
-def noticed_checkpoints(options: JobOptions, *, under_torchrun: bool) -> Checkpoints | None:
-    """The checkpoints that are written on notice."""
-    return options.checkpoints if saves_on_notice(options, under_torchrun=under_torchrun) else None
+def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
+    """Returns the checkpoints that are written on notice."""
+    return options.checkpoints if saves_on_notice(options) else None
 
 
 @contextlib.contextmanager
@@ -97,7 +104,7 @@ def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], boo
     def wait_and_end(number: int, asked_s: float) -> None:
         until_s = time.monotonic() + checkpoints.grace
         while time.monotonic() < until_s and not _is_saved_since(checkpoints.folder, asked_s):
-            if is_over.wait(_LOOK_S):
+            if is_over.wait(LOOK_S):
                 return
         is_over.set()
         os.kill(owner, number)

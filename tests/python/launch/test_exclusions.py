@@ -84,7 +84,7 @@ _ASKED_OF_RUN: dict[str, Callable[[Path], Arguments]] = {
     "no_averages": lambda _: {},
     "shards": lambda _: {"callbacks": [EMA(0.9)]},
     "checkpoints": lambda folder: {"checkpoints": Checkpoints(folder)},
-    "timed_checkpoints": lambda folder: {"checkpoints": Checkpoints(folder, every="60s")},
+    "timed_checkpoints": lambda folder: {"checkpoints": Checkpoints(folder, every="60s"), "sync": "asp"},
     "input_replicas": lambda _: {},
     "state": lambda _: {"state": _run_state()},
     "keys": lambda _: {"keys": make_keys()},
@@ -194,7 +194,6 @@ class _Refusals:
 
 @pytest.fixture
 def refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Refusals:
-    monkeypatch.setattr("pipedream.stage.job.under_torchrun", lambda: True)  # so that a time is a trait
     return _Refusals(tmp_path, note_launches(monkeypatch))
 
 
