@@ -149,7 +149,7 @@ class ForwardedValidation:
     """Validation data that cannot be pickled for local workers. The caller iterates them and passes them on
     in files, a few at a time (launch/forwarder.py).
 
-        reader   writes N.wanted              when the evaluation before minibatch N begins
+        reader   writes N.wanted               when the evaluation before minibatch N begins
         caller   writes N-for-RANK-0, -1, ...  one minibatch each, and None at the end
 
     Each side removes the other's files after reading them. If the data fail, the caller ends the run, and the

@@ -220,7 +220,7 @@ class Cuts:
     def _crosses(self, index: int, leaf: Leaf, found: _Slice) -> bool:
         """Whether an output of a call crosses. Inputs that are no floating-point numbers always cross: they
         are small, and reading them from Python (tolist(), numpy()) is no operation that the trace sees. The
-        check would not notice either, because such a filler cannot be NaN.
+        check would not notice such a read either, because a filler of integers cannot be NaN.
         """
         is_input = self._trace.calls[index].key == INPUTS
         always = is_input and leaf.is_dense and not leaf.dtype.is_floating_point
