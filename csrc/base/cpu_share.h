@@ -1,7 +1,7 @@
-// The CPUs on which a thread would rather run than on others, without being bound to them. Two threads that
-// wake each other in turn may come to share a CPU and stay there while another one idles: the scheduler wakes
-// a thread where it ran last, and looks for an idle CPU only where the others seem to have little to do. Each
-// then computes while the other one waits for the CPU. What moves a thread back now and then parts them.
+// The preferred CPUs of a thread, which is not bound to them. Two threads that wake each other in turn may
+// end up on one CPU while another CPU idles: the scheduler wakes a thread where it ran last, and looks for an
+// idle CPU only if the others seem to have little to do. Then each thread computes while the other waits for
+// the CPU. Moving a thread back now and then separates them.
 //
 // Owned by the thread that it moves.
 #pragma once

@@ -1,5 +1,5 @@
-// Seeds that derive from a seed by number: of a minibatch, of a microbatch in it, of a place where a model
-// draws. Pure; any thread.
+// Derives seeds from a seed and a number: for a minibatch, for a microbatch in it, for each place where a
+// model draws random numbers. Pure; any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Tells ThreadSanitizer of an order that it cannot see: what goes through a library that is not instrumented
-// is read by one thread after another has given it away. Nothing in every other build. Any thread.
+// Tells ThreadSanitizer about an order that it cannot see: one thread hands an object over through a library
+// that is not instrumented, and another thread reads it. Does nothing in other builds. Any thread.
 #pragma once
 
 #include <unistd.h>

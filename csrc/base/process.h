@@ -14,8 +14,9 @@ void die_with_parent(int parent_pid);
 // large tensor, and the first touch of each fresh page costs 10 to 100 us on virtual machines.
 void keep_freed_memory();
 
-// The process in which this was made. Threads, sockets and streams are not there in a child of fork(), so
-// their holders ask first. A load: getpid() is a system call, several per frame where each holder made one.
+// Remembers the process in which it was made. A child of fork() lacks the threads, sockets and streams of its
+// parent, so their holders ask is_this() first. It is a load, because getpid() would be a system call,
+// several per frame.
 class HomeProcess {
  public:
   HomeProcess();

@@ -1,4 +1,4 @@
-// Runs what it is given where its scope ends, also where an error ends it. Any thread.
+// Runs a function at the end of its scope, even when an exception ends the scope. Any thread.
 #pragma once
 
 #include <utility>

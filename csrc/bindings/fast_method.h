@@ -1,7 +1,7 @@
-// Methods that are called for every work item, by Python's own calling convention, which hands over where the
-// arguments lie. pybind11's packs them into a tuple, looks for an overload and casts each by its type:
-// several times as much code, and none of it is in the processor's caches when a work item gets there. Called
-// with the GIL held.
+// Methods for calls at every work item, by Python's own calling convention, which passes a pointer to the
+// arguments. pybind11's packs the arguments into a tuple, looks for an overload and casts each by its type.
+// That is several times as much code, and it is not in the processor's caches when a work item gets there.
+// Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

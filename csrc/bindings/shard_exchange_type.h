@@ -1,5 +1,5 @@
-// pipedream._core.ShardExchange: a worker's exchange as Python sees it, which makes the optimizer's steps in
-// between. Called with the GIL held; no GIL across a wait.
+// pipedream._core.ShardExchange: a worker's exchange for Python, which makes the optimizer's steps between
+// its calls. Called with the GIL held, which is released during a wait.
 #pragma once
 
 #include <pybind11/pybind11.h>

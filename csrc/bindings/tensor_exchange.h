@@ -1,5 +1,5 @@
-// Tensors across the language border by DLPack: no copy, no dependence on a framework's ABI. As capsules, and
-// as the framework's own objects. Called with the GIL held.
+// Passes tensors between Python and the core by DLPack, without a copy and without depending on a framework's
+// ABI: as capsules, and as the framework's own objects. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

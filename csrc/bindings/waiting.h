@@ -1,5 +1,5 @@
-// Waits of Python's threads in the core: without the GIL, and with an eye on signals. What comes of the
-// world's failures there.
+// Waits of Python's threads in the core, without the GIL and with checks for signals, and the Python
+// exceptions for failures of such waits.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// A codec sends a tensor over a slow link in fewer bytes, at a loss that is named. Bytes only, on the host;
-// what runs on a device's stream is in stream_codec.h. Pure functions; any thread.
+// A codec sends a tensor over a slow link in fewer bytes, with the loss described here. These functions work
+// on bytes in host memory; stream_codec.h runs codecs on a device's stream. Pure functions; any thread.
 //
 //   none   the bytes as they are
 //   bf16   each element rounded to bfloat16, to nearest even
@@ -13,9 +13,9 @@
 //          infinity or a NaN nothing is kept, whether it was chosen or not; chosen, it is sent as it is. A
 //          sum that its value cannot hold is sent as an infinity
 //
-// All apply to float32 and float64 tensors; int8 and topk to bfloat16 and float16 ones, too, which bf16 and
-// fp16 would not make smaller. Every other dtype travels as it is. The number of encoded bytes depends on
-// codec, dtype and number of elements only, so that both ends plan it.
+// All codecs apply to float32 and float64 tensors. int8 and topk also apply to bfloat16 and float16; bf16 and
+// fp16 would not make those smaller. Every other dtype travels as it is. The number of encoded bytes depends
+// only on codec, dtype and number of elements, so that both ends can plan it.
 #pragma once
 
 #include <cstddef>
@@ -45,13 +45,13 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 // The codec that tensors of this dtype travel by: the given one, or none where it does not apply.
 [[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
 
-// Bytes of the residual in which topk sums up: float64 for float64, else float32. codec applies to dtype; 0
-// for all others.
+// Bytes of topk's residual: float64 elements for float64 tensors, else float32. The codec must apply to
+// dtype. 0 for all other codecs.
 [[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
 inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an entry says which by 32 bits
 
-// How many of the elements topk sends. At most kTopKElementsMax (checked).
+// The number of elements that topk sends. At most kTopKElementsMax elements (checked).
 [[nodiscard]] std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements);
 
 // Exact. codec applies to dtype. At most 2^32 - 1 elements for topk (checked).
@@ -71,8 +71,8 @@ void encode_host(const CodecWork& work);
 // The bytes passed encoding_violation().
 void decode_host(const CodecWork& work);
 
-// Checks bytes from the wire before they are decoded: topk's indices ascend and are within the tensor. The
-// length is checked by the caller.
+// Checks bytes from the wire before they are decoded: topk's indices must ascend and lie within the tensor.
+// The caller has checked the length.
 [[nodiscard]] std::optional<std::string> encoding_violation(const Codec& codec, DType dtype,
                                                             std::size_t num_elements,
                                                             std::span<const std::byte> encoded);

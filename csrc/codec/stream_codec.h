@@ -1,6 +1,6 @@
-// Encodes and decodes in the order of a stream: CUDA kernels on a CUDA stream, a call of the host functions
-// on a host stream. One per channel, used by one thread at a time, with one stream; outlives what it
-// enqueued.
+// Encodes and decodes in the order of a stream: by CUDA kernels on a CUDA stream, by calls of the host
+// functions on a host stream. Each channel has one, and uses it from one thread at a time with one stream. It
+// outlives the work that it enqueues.
 #pragma once
 
 #include <memory>

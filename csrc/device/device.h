@@ -1,6 +1,5 @@
-// A Device has all that a stage needs of a device: streams, events, memory. Two implementations of one
-// contract: host/ (a thread per stream, truly asynchronous) and cuda/. The contract suite tests/cpp/device
-// runs on both.
+// A Device gives a stage streams, events and memory. host/ (one thread per stream, truly asynchronous) and
+// cuda/ implement the same contract. The suite tests/cpp/device runs on both.
 //
 // Async functions take the stream explicitly; there is no default stream.
 #pragma once
@@ -62,7 +61,8 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // Runs on a CPU thread in stream order. It must be short, and must not call the device.
   virtual void call(std::function<void()> function) = 0;
-  // Somebody captures a graph from this stream: a record or a wait now would become a part of that.
+  // Whether a graph is being captured from this stream. A record() or wait() now would become part of the
+  // graph.
   [[nodiscard]] virtual bool is_capturing() const { return false; }
   // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
   // DeviceError, and no function of call() runs any more.
@@ -96,7 +96,7 @@ class ExportedMemory : public Memory {
   [[nodiscard]] virtual const std::string& handle() const = 0;
 };
 
-// While it lives, host memory of the caller's is known to the device. It dies before the memory.
+// Keeps host memory of the caller registered with the device. It is destroyed before the memory is freed.
 class HostRegistration {
  public:
   HostRegistration() = default;
@@ -117,9 +117,9 @@ class Device {
   [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
 
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  // A stream that may share its order with others of the same use: a device runs few streams at once, and
-  // lets work of more of them wait for each other as it happens. So what is enqueued there waits only for
-  // what was enqueued somewhere before it, and never for a thread.
+  // A stream that may be shared by all callers with the same use. A device runs few streams at once and makes
+  // work of further ones wait for each other at random. On a shared stream work waits only for work enqueued
+  // earlier, and never for a thread.
   [[nodiscard]] virtual std::unique_ptr<Stream> make_copy_stream(CopyUse /*use*/) { return make_stream(); }
   [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
   // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host

@@ -1,5 +1,5 @@
-// How long the instructions of a schedule take, and what they send is on its way: what a replay is given.
-// Milliseconds. Plain values; any thread.
+// The durations that a replay takes as input: how long a schedule's instructions take, and how long the items
+// that they send are on their way. Milliseconds. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace pipedream {
 
-// The time that an item takes besides after a long wait.
+// The extra time of an item after a long wait.
 struct WakingDurations {
   double forward_ms = 0;
   double backward_ms = 0;

@@ -1,9 +1,9 @@
-// Weights of fully connected layers, whose gradients replicas may push as factors: which do with how many
-// replicas, and what they add up to. Pure arithmetic; any thread.
+// Weights of fully connected layers, whose gradients replicas may push as factors. Says for a number of
+// replicas which weights go as factors, and adds up their costs. Pure arithmetic; any thread.
 //
-// With r replicas a weight goes as factors for r F < 2 W, F bytes of factors of one replica in a round and W
-// of the weight (Zhang et al., Poseidon, ATC 2017, section 4.2): so up to some r of its own, and dense
-// beyond.
+// With r replicas a weight goes as factors if r F < 2 W, where F is the bytes of one replica's factors in a
+// round and W the bytes of the weight (Zhang et al., Poseidon, ATC 2017, section 4.2). So each weight has a
+// largest r for factors, and is pushed dense beyond it.
 #pragma once
 
 #include <cstddef>
@@ -32,9 +32,9 @@ class FactoredWeights {
 
   void add(const FactoredWeight& weight);
   [[nodiscard]] bool empty() const { return groups_.empty(); }
-  // The sum of those weights that so many replicas push as factors.
+  // The sum over the weights that this many replicas push as factors.
   [[nodiscard]] Sum of(std::int64_t num_replicas) const;
-  // The most replicas that push the same ones.
+  // The largest number of replicas that pushes the same weights as factors.
   [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
 
  private:

@@ -1,5 +1,4 @@
-// The ways of a replay's items from worker to worker: a lane for each edge, by the lines of both ends. Pure;
-// any thread.
+// How items travel in a replay: a lane for each edge, over the lines of its two workers. Pure; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,10 @@
-// The exact optimum of partition.h's cost model under limits: what a worker's memory holds, workers of
-// different speed, boundaries and replicas that are given.
+// The exact optimum of partition.h's cost model under limits: memory per worker, workers of different speed,
+// and boundaries or replica counts that the user gives.
 //
 // Workers are in the order of their ranks: the first stage has the first ones. A stage is as slow as its
 // slowest replica: T = (1/m) max( compute / min speed, sync ) of stage_cost.h, of which a recompute adds its
-// forward to the computing. What a replica of stage s has in memory with n_s microbatches in flight,
-// n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md section 4), stage_memory.h says.
+// forward to the computing. What a replica of stage s has in memory with n_s microbatches in flight, n_{S-1}
+// = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md section 4), stage_memory.h says.
 //
 // Method. For a bound t on the bottleneck, from the last layer back: with which minibatches in flight, all
 // replicas together, and with how much memory to spare w workers run layers j.. within t. Without memory

@@ -1,4 +1,4 @@
-// T(i..j, m): what a stage of m replicas takes of a minibatch, by the cost model of partition.h. A round is
+// T(i..j, m): the time per minibatch of a stage with m replicas, by the cost model of partition.h. A round is
 // R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
 //
 //   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    both directions of a link in a round: w bytes of parameters

@@ -1,4 +1,5 @@
-// When each instruction of the workers' lists is done, and what follows from it. Pure; any thread.
+// The time of each instruction of the workers' lists, and figures that follow from the times. Pure; any
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ struct TimedStep {
   double end_ms = 0;
 };
 
-// Shares are of the workers' time, idle / all; compute that is repeated counts as work.
+// Shares are idle time over all time of the workers; repeated compute counts as work.
 struct Steady {
   double bubble_share = 0;
   double ms_per_minibatch = 0;  // from when a minibatch was updated everywhere to when the last one was

@@ -1,5 +1,5 @@
-// A schedule that somebody has written: a list for every worker, of which a part goes through once and the
-// rest repeats. Immutable; any thread.
+// A schedule that a user has written as one list per worker. The list's warm-up runs once, and its body
+// repeats. Immutable; any thread.
 //
 // clang-format off
 //   worker 0                                                    # of 2; forwards and backwards by pairs
@@ -14,22 +14,23 @@
 //   ...
 // clang-format on
 //
-// A worker may have a "warm-up" above its body. Each time the body repeats, its minibatches are larger by
-// those of the body, and its versions by the updates of the stage in it. A run skips the instructions of
-// minibatches that it does not have, and repeats the body until all others are updated: so the lists fit a
-// run of any length. A text may also show the cool-down, which is what a run does after the first body where
-// it ends with that body's last minibatch.
+// A worker may have a "warm-up" above its body. With each repetition of the body its minibatches grow by the
+// number of minibatches in the body, and a stage's versions by the number of its updates in the body. A run
+// repeats the body until all its minibatches are updated, and skips instructions of minibatches that it does
+// not have. So the lists fit a run of any length. A text may also show the cool-down: what a run does after
+// the first body if it ends with that body's last minibatch.
 //
-// The workers have the places that program.h says: a stage each, or one of its replicas, stage by stage; or,
-// where there are fewer workers than stages, stage s at worker s mod W. Microbatches are dealt to replicas,
-// and updates to rounds, as rounds.h says. A round is the shortest that it can be at the stage, or one of all
-// stages, where the body has as many updates fewer. Transfers and recomputing are added as to the schedules
-// that have names.
+// The workers have the places of program.h: each has one stage or one replica of it, stage by stage. With
+// fewer workers than stages, stage s is at worker s mod W. rounds.h deals microbatches to replicas and
+// updates to rounds. The number of a stage's updates in the body decides how long its rounds are: the
+// shortest that the stage allows, or rounds common to all stages. Transfers and recomputing are added as for
+// named schedules.
 //
-// A parameter that several stages share is read, at all of them, at the version that the input stage's
-// forward has read, in the rounds of its owner, or at the one that the owner's forward has read, where that
-// is older. So it is written when the owner forwards the microbatch, and it is what tied_version() says for a
-// schedule that has a name; but for 2bw with replicas that differ, whose owner reads its own row.
+// All stages that share a parameter read it at the same version: the older of two, counted in the owner's
+// rounds. One is the version that the input stage's forward has read, the other the version that the owner's
+// forward has read. So it exists when the owner forwards the microbatch. For named schedules tied_version()
+// says the same, except for 2bw with unequal numbers of replicas, whose owner reads the version of its own
+// rule.
 #pragma once
 
 #include <cstddef>

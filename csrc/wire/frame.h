@@ -1,8 +1,8 @@
-// The frame header: hand-written fixed layout, little endian, checksummed. Bytes only: nothing here
-// allocates or knows sockets. Any thread.
+// The frame header: hand-written fixed layout, little endian, checksummed. Bytes only: nothing here allocates
+// or knows sockets. Any thread.
 //
-// A receiver checks magic, format version, checksum and ranges before it believes a single field; who
-// may send what is checked above, against the plan (channel/).
+// A receiver checks magic, format version, checksum and ranges before it uses a single field. channel/ then
+// checks against the plan whether this frame may come now.
 #pragma once
 
 #include <array>
@@ -26,15 +26,15 @@ inline constexpr std::uint16_t kFrameFormatVersion = 6;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
-// Bounds of a position, so that minibatch x microbatches + microbatch of any frame fits 64 bits.
+// Bounds of minibatch and microbatch, so that minibatch x microbatches + microbatch fits 64 bits.
 inline constexpr std::int64_t kMinibatchMax = std::int64_t{1} << 42;
 inline constexpr std::int64_t kMicrobatchMax = (std::int64_t{1} << 20) - 1;
 
 enum class FrameKind : std::uint8_t {
   kHello = 1,   // first frame in both directions
   kTensor = 2,  // a chunk of a tensor
-  kCredit = 3,  // receiver to sender: as many more items may be sent, into these slots
-  kEnd = 4,     // no more items; minibatch = how many there were
+  kCredit = 3,  // receiver to sender: more items may be sent, into these slots
+  kEnd = 4,     // no more items; minibatch = their number of minibatches
   kAbort = 5,   // the sender stops; payload = why, UTF-8
   kBye = 6,     // farewell: closing the connection now is no failure
   kBeat = 7,    // the sender's program is alive, not its process alone
@@ -42,7 +42,7 @@ enum class FrameKind : std::uint8_t {
 
 [[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
 
-// The conversation that a frame belongs to. Anything that differs is from another run or incarnation.
+// The conversation that a frame belongs to. A frame with another identity is from another run or incarnation.
 struct LinkIdentity {
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
@@ -62,11 +62,11 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   std::uint8_t num_dims = 0;
   std::array<std::int64_t, kNumDimsMax> shape{};
-  // CREDIT of a posted place, which is one: its bytes, and where it begins in the memory that is shared.
+  // CREDIT of a posted place (one slot): the place's bytes, and its offset in the shared memory.
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
-  // Bytes of the chunk that the sender has written into the receiver's slot itself (same host, shared
+  // The chunk's bytes, if the sender has written them into the receiver's slot itself (same host, shared
   // memory); the frame then has no payload.
   std::uint64_t placed_bytes = 0;
   ItemFields fields{};               // TENSOR: of the item, the same in all its frames; END: boundary_events
@@ -100,8 +100,8 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // has_last_slot TENSOR's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
-// The rules of decode() that concern the fields alone. A link asks before it sends: a header that the
-// peer would refuse is our bug.
+// The rules of decode() that concern single fields. A link checks each header before it sends: a header that
+// the peer would refuse is our bug.
 [[nodiscard]] std::optional<Failure> find_violation(const FrameHeader& header);
 
 // CRC-32C (Castagnoli), hardware instruction where there is one.

@@ -21,13 +21,13 @@ void log_if_failed(cudaError_t status, const char* call, int device_index) noexc
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
 #define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
 
-// While it lives the device is current on this thread, and what the thread calls ends no capture of a graph:
-// by default a query of an event, on any thread of the process, ends every capture in the global mode, which
-// is torch's.
+// While a DeviceScope lives, its device is current on this thread, and the thread's calls end no graph
+// capture. Without it a query of an event, on any thread of the process, ends every capture in the global
+// mode, which torch uses.
 //
-// Then the device of before is current again, unless that would make a context on it: from CUDA 12 on
-// cudaSetDevice does, about 0.5 GB, and a thread that never chose a device has device 0. Such a thread, and
-// so each of ours, keeps this one.
+// At its end the earlier device is current again, unless that would make a context on it. From CUDA 12 on
+// cudaSetDevice makes one of about 0.5 GB, and a thread that never chose a device has device 0. Such a
+// thread, like each of ours, keeps this device.
 class DeviceScope {
  public:
   explicit DeviceScope(int device_index);                  // throws DeviceError

@@ -1,4 +1,4 @@
-// Host memory that the control groups of this process leave it: versions 1 and 2, nested groups, inside a
+// The host memory that this process's control groups still allow: versions 1 and 2, nested groups, inside a
 // container or not. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Stateless; any thread.
 #pragma once
 
