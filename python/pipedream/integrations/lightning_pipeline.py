@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from pipedream.integrations.lightning_optimizers import (
     state_by_name,
 )
 from pipedream.integrations.lightning_steps import Batches, Recorder, Row, StandInTrainer, Steps
+from pipedream.integrations.step_attributes import no_attribute_changed
 from pipedream.integrations.whole_optimizer import StageOptimizers
 from pipedream.launch.torchrun import rendezvous_prefix, shared_by_rank_0
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
@@ -89,8 +90,10 @@ class Part:
 class Pipeline:
     """The runs of one fit."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, check_callbacks: Callable[[Any], None]) -> None:
+        """check_callbacks: raises ValueError for callbacks that a pipeline cannot honour."""
         self.settings = settings
+        self._check_callbacks = check_callbacks
         self.train_loader: Any = None
         self.val_loader: Any = None
         self.plan = settings.plan
@@ -256,7 +259,9 @@ class Pipeline:
         return {"weight_fn": weight_fn, "progress": self.settings.progress, **self.settings.run}
 
     def _check(self, trainer: Any) -> None:
-        """Raises ValueError for unsupported optimizers, schedulers and loaders, before a worker starts."""
+        """Raises ValueError for unsupported callbacks, optimizers, schedulers and loaders, before a worker
+        starts."""
+        self._check_callbacks(trainer.callbacks)
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers: a pipeline has one"
@@ -334,7 +339,7 @@ class Pipeline:
                 self.steps.list_batches[is_training] = batches.has_lists
                 if not is_training:
                     around.enter_context(in_eval_mode([self.steps]))
-                with _no_attribute_changed(self.steps, is_training=is_training):
+                with no_attribute_changed(attributes, is_training=is_training):
                     self.steps.learns = True
                     around.callback(setattr, self.steps, "learns", False)
                     self.steps(**first)
@@ -489,31 +494,6 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
-
-
-@contextlib.contextmanager
-def _no_attribute_changed(steps: Steps, *, is_training: bool) -> Iterator[None]:
-    """Raises ValueError if a step adds to a list or dict of the module, because the caller's copy would stay
-    empty.
-    """
-    attributes = vars(vars(steps)["lightning_module"])
-    before = {name: _size(value) for name, value in attributes.items()}
-    yield
-    for name, size in before.items():
-        if _size(attributes.get(name)) != size:
-            step = "training_step" if is_training else "validation_step"
-            raise ValueError(
-                f"{step} changes self.{name}, which stays in the workers: use self.log(..., on_epoch=True)"
-            )
-
-
-def _size(value: Any) -> int | None:
-    """Returns the number of entries of a list or dict and of those inside it; None for anything else."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if not isinstance(value, (list, set, deque)):
-        return None
-    return len(value) + sum(_size(one) or 0 for one in value)
 
 
 def _draw_as_an_epoch(loader: Any, num_batches: float) -> None:

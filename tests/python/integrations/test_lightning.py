@@ -338,6 +338,7 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
         ({"devices": 2}, "devices is 2, which a pipeline does not honour: give workers=N"),
         ({"strategy": "ddp"}, "strategy is 'ddp'"),
         ({"precision": "bf16-true"}, "precision is 'bf16-true'"),
+        ({"precision": "16-true"}, "precision is '16-true': use one of '32'"),
         ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm is 'value': use 'norm'"),
         ({"val_check_interval": "00:00:10:00"}, "val_check_interval is"),
         ({"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
