@@ -1,8 +1,8 @@
-"""Copies between device and host memory, beside what the device computes.
+"""Copies between device and host memory that run beside the device's computing.
 
-CUDA copies on streams of its own, one per direction, ordered by events; the CPU waits for none. The host has
-nothing to gain, and does the same at once, so that its tests are tests of this. Owned by the worker's compute
-thread.
+CUDA copies on streams of its own, one per direction. Events order them, and the CPU waits for none. The
+host does the same copies at once: it gains nothing, but its tests then test this code. Owned by the
+worker's compute thread.
 """
 
 from __future__ import annotations

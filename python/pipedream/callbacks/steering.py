@@ -1,6 +1,5 @@
-"""Calls the callbacks of a run, with what has become of it between two of its boundaries, and joins what they
-decide. In the caller's process, under torchrun at rank 0; on whichever thread calls.
-"""
+"""Calls the callbacks of a run. At a boundary they are told what has happened since the one before, and
+their decisions are joined. In the caller's process, or under torchrun at rank 0; on the thread that calls."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The state of a run that has ended, for another that goes on from there: `run(..., state=previous.state)`.
+"""The state of a run that has ended. Another run goes on from it: `run(..., state=previous.state)`.
 
-All ranks know a part of it, which is JSON; beside it are the snapshots of its stages. Under torchrun each
-rank has its own in memory. Those of local workers lie in files, which they wrote and the next ones read, in a
-folder that lasts as long as the state. A process keeps the state of its latest run alone, and what its user
-holds. Any thread.
+A part of it is JSON, which all ranks know; the rest is the snapshots of the stages. Under torchrun each
+rank has its own snapshots in memory. Local workers write theirs into files, which the next workers read;
+their folder lasts as long as the state. A process keeps the state of its latest run, and those that its
+user holds. Any thread.
 """
 
 from __future__ import annotations

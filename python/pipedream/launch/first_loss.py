@@ -1,14 +1,15 @@
-"""The loss of minibatch 0 with the initial weights, computed by the caller, too: what gets lost on the way to
-the workers shows there.
+"""Checks the loss of minibatch 0. The caller computes it with the initial weights, too, and compares it
+with the workers'. A difference shows that something was lost on the way to the workers.
 
     caller    forks the workers, computes the loss     looks every 50 ms: is theirs there, and the same?
     workers   import, rehearse, train minibatch 0 --board--^
 
-Nothing is compared where the two may differ for good reasons: where random numbers are drawn, where the
-workers read another minibatch, where activations travel by a codec, on another kind of device than the
-model's, for a model on the meta device. A model that was cut has been traced with that minibatch; else this
-takes one forward of it, in microbatches, that keeps nothing for a backward. With PIPEDREAM_CHECK=1 gradients
-are computed, too, and their norms compared stage by stage. On the caller's thread.
+Nothing is compared if the two may differ for good reasons: random numbers are drawn, the workers read
+another minibatch, a codec carries activations, the workers' kind of device is not the model's, or the model
+is on the meta device. The loss of a model that was cut is known from its trace with that minibatch.
+Otherwise the check takes one forward of it, in microbatches, that keeps nothing for a backward. With
+PIPEDREAM_CHECK=1 gradients are computed, too, and their norms compared stage by stage. On the caller's
+thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Data that cannot be sent to local workers: iterated in the caller's process, on a thread of its own, and
-forwarded to the workers of the first and the last stage.
+"""Forwards data that cannot be sent to local workers. The caller's process iterates them, on a thread of
+its own, and forwards them to the workers of the first and the last stage.
 
-Where a minibatch is larger than planned this ends the segment of the run (segment.py), as it alone sees all:
+The forwarder alone sees every minibatch. If one is larger than planned, it ends the segment of the run
+(segment.py):
 
     read      a group, minibatches after which all rounds are over (minibatch_source.py)
-    larger    writes with what the next segment begins, the larger minibatch too, into the run's folder
-    end       says on each channel that no more come; who finds that file then knows that it is not the end
-    again     when the workers have left, other channels, planned for it
+    larger    writes into the run's folder how the next segment begins, and the larger minibatch
+    end       says on each channel that no more come; a worker that finds the file knows it is not the end
+    again     when the workers have left, other channels, planned for the larger minibatch
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""profile_links(): what the workers that torchrun started can send each other, by the channels of a run.
+"""profile_links(): measures what the workers that torchrun started can send each other, by the channels of
+a run.
 
     agree      all ranks have the same options, and rank 0's run id
-    rounds     in each every rank has one partner at most: links to it alone, the lower rank leads
-    share      what each leader has measured is everybody's
+    rounds     in each round a rank has at most one partner and links to it alone; the lower rank leads
+    share      each leader sends its measurements to all
 
-Pairs of one round measure at the same time. On the caller's thread, which is the core's compute thread.
+All pairs of a round measure at the same time. On the caller's thread, which is the core's compute thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The costs that a run adds to a profile's layers, from the work items of calibrate()'s runs.
 
-A work item lasts from when its input is there until the next one is asked for; of that compute is the user's
-code and the rest the runtime's own. Each is brought to the speed of as many workers at work as the machine
-has cores (shared_cores.py): what was done alone counts more. And to a worker that has not waited (waking.py).
-Pure; any thread.
+A work item lasts from the arrival of its input until the next item is asked for. The user's code counts as
+compute, and the rest is the runtime's own. Times are converted to the speed at which as many workers work
+as the machine has cores (shared_cores.py): an item that ran alone counts more. They are also converted to
+those of a worker that has not waited (waking.py). Pure; any thread.
 """
 
 from __future__ import annotations

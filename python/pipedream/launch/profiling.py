@@ -1,9 +1,9 @@
-"""pipedream.profile: the profiler, with the process beside it that will fork the workers of a run.
+"""pipedream.profile: the profiler. Beside it starts the process that will fork the workers of a run.
 
-Who profiles will most likely train. That process imports torch and its compiler for seconds on one core, so
-it begins before the profiler where a core is free beside torch's threads, and after it where it would take
-time from what is measured. Under torchrun, and in a process that another one made, nobody will need it. On
-the caller's thread.
+A caller who profiles will probably train. That process imports torch and its compiler, for seconds on one
+core. It starts before the profiler if a core is free beside torch's threads. Otherwise it starts after the
+profiler, so that it takes no time from what is measured. Under torchrun it is not needed, and neither in a
+process that another process made. On the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The channels of a run: who sends what to whom, how much, and how many at once.
+"""The channels of a run: who sends what to whom, how many bytes, and how many items at once.
 
-Names are unique in a run. The channel_ids count from 0: first the caller's, whether or not it forwards data,
-which not all workers know; then the others in the order of the list. So all workers and the caller number
-them alike. Plain values; any thread.
+Names are unique in a run. Workers and the caller must number the channels alike. So channel_ids count from
+0: first the caller's channels, even if it forwards no data, because not all workers know whether it does;
+then the others in the order of the list. Plain values; any thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pairs of workers that write into each other's device memory, found before any memory is planned: every
-worker offers a little of its device's memory, and those that will send to it try that and say what came of
-it.
+"""Finds the pairs of workers that can write into each other's device memory, before any memory is planned.
+Every worker offers a little of its device's memory. The workers that will send to it try to write there,
+and report the result.
 
 The core does the trying (csrc/transport/device_offer.h). Torch-free; compute thread.
 """

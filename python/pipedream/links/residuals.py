@@ -1,9 +1,9 @@
-"""Residuals that topk has left out of what was sent, from one segment of a run to the next
-(worker/segment.py).
+"""The residuals of topk: what it has left out of the tensors sent so far. They go from one segment of a run
+to the next (worker/segment.py).
 
-The sender keeps it for each tensor, element by element, of as many items in turn as the channel has
-residuals. A larger tensor begins with nothing left out of the elements that it has more. On the worker's
-compute thread.
+The sender keeps residuals element by element, for each tensor of an item. A channel has one or more sets of
+residuals, which its items take in turn. If a tensor grows, its additional elements begin without a
+residual. On the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The losses of the last stage: one per minibatch, in order, and a stop at one that is not finite.
+"""The losses of the last stage: one per minibatch, in order. A loss that is not finite may stop the run.
 
-On the host a loss is read at once. To read it from a device waits until the forward is done, and the device
-would have nothing to do until the backward is launched. So it is copied behind the forward, and read when the
+On the host a loss is read at once. On a device that would wait until the forward is done, and the device
+would idle until the backward is launched. So the loss is copied after the forward, and read when the
 stage's next item has been launched:
 
     host    launch F | launch B |  read F's loss  | send B's gradients, update
     device      | F     copy | B                   | ...
 
-What on_nonfinite="stop" promises is the same: a loss is read before the gradients of its own backward leave
-the stage or make an update, so no weight has changed because of its minibatch or a later one, anywhere. Owned
-by the worker's compute thread.
+on_nonfinite="stop" still holds. A loss is read before the gradients of its backward leave the stage or make
+an update. So when the run stops, no weight anywhere has changed because of its minibatch or a later one.
+Owned by the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The board on which local workers and their caller see each other while they run, and after one was
-killed.
+"""The status board: local workers and their caller see each other on it during a run, and after a worker
+was killed.
 
-A small file that all of them map; it survives the worker. Each rank writes its own entry; the caller asks
-for an early end, and rank 0 says where it is, and where the run is saved.
+The board is a small file that all of them map, so it survives a worker. Each rank writes its own entry. The
+caller asks for an early end. Rank 0 writes where that end is, and where the run is saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Agree: rank 0's plan, seed and run id become everybody's, and all options are compared with its own.
+"""The agreement of a run's workers. All take rank 0's plan, seed and run id, and compare their options with
+rank 0's.
 
-By the rendezvous alone. On the worker's compute thread.
+The rendezvous alone carries it. On the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Gather: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
+"""Gathering: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
 
-Of a stage with replicas the weights are the first's, and its floating-point buffers (the running statistics
-of batch norm) the means over all: each replica has its own. Local workers write weights into files instead,
-so that none of them has to hold the whole model; so does each worker where the user names a folder.
+If a stage has replicas, the first one sends its weights. Its floating-point buffers (the running statistics
+of batch norm) are the means over all replicas, because each replica has its own. Local workers write
+weights into files instead, so that none of them has to hold the whole model. So does each worker if the
+user names a folder.
 
-The reports of several segments (segment.py) become one: counts and times are sums without what lies between
-two segments, memory is the most of any.
+The reports of several segments (segment.py) are joined. Counts and times are added, without the time
+between two segments; for memory the highest figure counts.
 
-Nobody closes before everybody has all it needs. On the worker's compute thread.
+No worker closes its links before all have what they need. On the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Pickles for another process of this machine: from host memory, and large memory in a file that is mapped.
+"""Pickles objects for other processes of this machine, from host memory. Large memory goes into a file that
+they map.
 
     value -> HostPickler -> name.pickle
                         `-> MemoryFile, name.memory  <- mapped by each process that unpickles
 
-A process has the pages of a mapped file alone that it touches, so a worker those of its own stages, and all
-readers of the same data have them together. Owned by the thread that writes; unpickling is any thread's.
+A process loads only those pages of a mapped file that it touches. So a worker loads only its own stages,
+and all readers of the same data share their pages. Owned by the thread that writes; any thread unpickles.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Functions that a worker cannot import by their name, lambdas and those made inside of others: sent as their
-code, with the globals of their module as the worker has it. So are those of the script: what is defined under
-the guard no import makes.
+"""Sends functions that a worker cannot import by their name: lambdas, functions made inside others, and
+functions that the script defines under its guard. Each is sent as its code. Its globals are those of its
+module in the worker.
 
-Only those that hold nothing but plain values, functions and methods of modules: of a tensor, a model or a
-list that they share with the caller each worker would have a copy, and nobody would be told. One that holds
-another, of the function around it, as a default or as an attribute, is refused by what it holds. Stateless;
-any thread.
+Such a function may hold only plain values, functions and methods of modules. If it holds a tensor, a model
+or a list, each worker would silently get a copy of what it shares with the caller, so it is refused. That
+counts for values of the surrounding function, defaults and attributes. Stateless; any thread.
 """
 
 from __future__ import annotations

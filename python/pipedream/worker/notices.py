@@ -1,13 +1,13 @@
-"""Checkpoints on notice: SIGTERM and SIGUSR1, by which Slurm and clouds say that a machine will go, and
-the file `save` in the folder of the checkpoints, which anybody may touch.
+"""Checkpoints on notice. A notice is SIGTERM or SIGUSR1, by which Slurm and clouds announce that a machine
+will go, or the file `save` in the folder of the checkpoints, which anybody may touch.
 
     process that gets the signal    makes the file       waits for a new checkpoint, grace at most, and ends
     rank 0                          finds it, decides    at its next boundary
     all                             copy, write
 
-SIGUSR1 saves, and the run goes on. A handler that the script has for SIGTERM is called once the checkpoint is
-there; where the script ignores SIGTERM, the run goes on. On the main thread, whose handlers signals have;
-elsewhere nothing is changed.
+After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, that is called once the checkpoint
+is there. If the script ignores SIGTERM, the run goes on. Python runs signal handlers on the main thread
+alone; on another thread nothing is changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""ScriptState holds the values that a script has set since its modules were imported, and gives them to a
-worker, which has imported the modules anew. script_capture.py finds them, and task_files.py sends them in the
-graph of objects that the model is in. Applied before a worker's model runs, on its main thread.
+"""ScriptState holds the values that a script has set since its modules were imported. A worker imports the
+modules anew, and ScriptState gives it these values.
+
+script_capture.py finds the values. task_files.py sends them, in the same graph of objects as the model.
+They are applied before a worker's model runs, on its main thread.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""A segment of a run: what is trained with one plan of the memory. Most runs are one.
+"""A segment of a run: the part of it that is trained with one plan of the memory. Most runs have one
+segment.
 
     open     channels and pool as planned, links to the other workers
-    train    until the data are over, or one of them is larger than planned
+    train    until the data are over, or a minibatch is larger than planned
     follow   rank 0 tells all ranks which of the two it was, before they finish
-    close    nothing of it is left but what lives on
+    close    frees everything that does not live on
 
     F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
                            3 is larger, rehearsed    planned for it
 
-The pipeline drains in between, and begins again as it began: with the newest version as the only one. What
-lives on are the modules with their weights and buffers, the optimizers with their state, the loss scaling of
-float16, what topk has left out, the data (minibatch_source.py) and what was reported. On the worker's compute
+The pipeline drains between two segments. The next one begins with the newest version alone, as a run does.
+These live on: the modules with their weights and buffers, the optimizers with their state, the loss scaling
+of float16, the residuals of topk, the data (minibatch_source.py) and the reports. On the worker's compute
 thread.
 """
 

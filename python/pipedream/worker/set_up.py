@@ -1,13 +1,13 @@
-"""Read, share, rehearse: what a worker must know of its stages before its pool and its channels are planned.
+"""The set-up of a worker: what it must know of its stages before its pool and its channels are planned.
 
-    read      the first minibatch, by those that read data, before any link is open
-    share     rank 0's initial weights become everybody's
+    read      the first minibatch, at workers that read data, before any link is open
+    share     rank 0 sends its initial weights to all
     rehearse  each worker runs its stages once, on the first microbatch
 
-By links of their own, as the channels of the training depend on what crosses the cuts, and its pool on what
-optimizers make of the weights. Where a minibatch is larger than planned they rehearse again, with that one.
-OwnPart is the part of the model that the worker has in memory meanwhile and later. On the worker's compute
-thread.
+The set-up has links of its own. The training's channels depend on what crosses the cuts, and its pool on
+what optimizers make of the weights; both are not known yet. If a minibatch is larger than planned, workers
+rehearse again, with that one. OwnPart is the part of the model that the worker has in memory, now and
+later. On the worker's compute thread.
 """
 
 from __future__ import annotations

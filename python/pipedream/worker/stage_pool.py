@@ -1,7 +1,8 @@
-"""The pool of one worker's stages: planned, added as terms, and handed out again as versions, optimizer state
-and homes of what is offloaded.
+"""The memory of one worker's stages in its core's pool: versions, optimizer state, and the homes of what is
+offloaded.
 
-Made, which adds the terms, before the core is sealed; prepared after. On the worker's compute thread.
+The constructor adds its terms, so it runs before the core is sealed. prepare() hands the memory out after
+that. On the worker's compute thread.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The optimizers of one worker's stages, and what replicas and ties make of them: which replica updates which
-pieces of a stage's parameters, and sends which of a tied parameter.
+"""The optimizers of one worker's stages. With replicas and ties, this module decides which pieces of a
+stage's parameters each replica updates, and which pieces of a tied parameter it sends.
 
 On the worker's compute thread, before the pool is sealed.
 """
