@@ -49,7 +49,7 @@ class AgreedRun:
     options: JobOptions
     base_seed: int
     stages: list[StageModule]
-    """All; those of other ranks have the weights that this one's model has."""
+    """All stages. Those of other ranks have the weights that this process's model has."""
     ties: list[Tie]
     evaluated: Sequence[StageModule] = ()
     """All stages of the eval-mode forward, where there is validation."""
@@ -59,7 +59,8 @@ class AgreedRun:
     first_minibatch: int = 0
     """The first minibatch of the segment (segment.py)."""
     oldest_minibatch: int | None = None
-    """With which the pipeline began that the segment goes on with; None where it begins anew."""
+    """The minibatch with which the pipeline first began, if the segment goes on with its versions; None if
+    it begins anew."""
 
     @property
     def rank(self) -> int:
@@ -141,11 +142,11 @@ class AgreedRun:
 
 
 def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:
-    """Returns the run, and the generators that its data draw from; None: the process's own."""
+    """Returns the run, and the generators from which its data draw; None for the process's own."""
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
-        options.schedule_options()  # says what the schedule and the plan cannot do
+        options.schedule_options()  # raises for what the schedule and the plan cannot do
     else:
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
@@ -155,9 +156,9 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
-    if place.returns_model:  # else the caller has done it
+    if place.returns_model:  # otherwise the caller has done it
         check_loss_buffers(stages, options.loss_fn)
-    settings = settings_of(options)  # what was given, before the checkpoint's state is added
+    settings = settings_of(options)  # as given, before the checkpoint's state is added
     options, seed_before = with_checkpoint(options)
     state = options.state
     base = base_seed(options.seed) if state is None else state.base_seed
@@ -171,7 +172,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         evaluated = evaluation_stages(model, stages, options.evaluation_cut, options.validation.forward)
     run = AgreedRun(place, options, base, stages, find_ties(stages), evaluated, on_meta)
     if state is not None:
-        # Asynchronous shards have no versions that a replica alone could say what is in them.
+        # With asynchronous shards no replica alone could say what a version contains.
         oldest = None if options.is_asynchronous else state.begun_at
         run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
     elif options.continues is not None:
@@ -198,7 +199,8 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         place.rendezvous.publish("agreed", agreed)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
-        # All workers read the data alike, so nothing else that a worker draws may come from their generators.
+        # All workers read the data alike, so other draws of a worker must not come from the data's
+        # generators.
         generators = RngStream(data_seed(base))
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     if state is not None:
@@ -217,9 +219,10 @@ def wait_for(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """The values of the keys, which other ranks publish. Raises what another rank failed of as its kind of
-    error, what `meanwhile` raises, and PeerLost where one does not join within START_TIMEOUT_S, or joined and
-    is lost."""
+    """Returns the values of the keys, which other ranks publish.
+
+    Raises another rank's failure as its kind of error, and what `meanwhile` raises. Raises PeerLost if a
+    rank does not join within START_TIMEOUT_S, or is lost after it joined."""
     with failures_of_others():
         return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
 
@@ -234,7 +237,7 @@ def _check_world(plan: Plan, world_size: int) -> None:
 
 
 def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
-    """The options with rank 0's plan, and where they are to be the plan's with its schedule."""
+    """The options with rank 0's plan, and with the plan's schedule if it is to decide."""
     schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
     return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
 

@@ -31,11 +31,11 @@ _LOOKS_AGAIN_S = 0.001
 
 
 class Checkpointing:
-    """The checkpoints of a run at one worker. It is made before the stages' modules read versions of their
-    parameters."""
+    """The checkpoints of a run at one worker. Construct it before the stages' modules read versions of
+    their parameters."""
 
     def __init__(self, run: AgreedRun, record: Mapping[str, list[Any]]) -> None:
-        """record: what was reported before the checkpoint that the run continues from."""
+        """record: the reports from before the checkpoint that the run continues from."""
         checkpoints = run.options.checkpoints
         assert checkpoints is not None
         self._run = run
@@ -43,15 +43,15 @@ class Checkpointing:
         self._checkpoints = checkpoints
         self._names = {stage.stage_index: names_of_stage(stage, run.ties) for stage in run.own_stages()}
         self.losses: list[float] = []
-        """Losses of the segments before, as this worker has reported them."""
+        """The losses of earlier segments that this worker has reported."""
         self.evaluated: list[Any] = []
-        """Likewise, evaluations."""
+        """The evaluations of earlier segments that this worker has reported."""
         self.writer: CheckpointWriter | None = None
         self.saving = _saving_of(run, checkpoints)
         """At replicas of stage 0, beside what is planned; None where they could not agree."""
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
-        """Allocates what copies go into. num_bytes: by stage."""
+        """Allocates the memory for copies. num_bytes: by stage."""
         if self.writer is None:
             memory = {stage: torch.zeros(size, dtype=torch.uint8) for stage, size in num_bytes.items()}
             self.writer = CheckpointWriter(self._checkpoints.folder, self._checkpoints.keep, memory)
@@ -65,8 +65,8 @@ class Checkpointing:
         check_links: Callable[[], None],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """Makes the saver of a segment. run: as of the segment. kinds: of minibatches that its memory is
-        planned for."""
+        """Makes the saver of a segment. run: the run as the segment has it. kinds: the shapes of
+        minibatches that its memory is planned for."""
         assert self.writer is not None
         if self.saving is not None:
             self.saving.check = check_links
@@ -96,13 +96,13 @@ class Checkpointing:
         )
 
     def close(self) -> None:
-        """Returns when all that was copied is written."""
+        """Waits until all copies are written."""
         if self.writer is not None:
             self.writer.close()
 
 
 def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch: int) -> None:
-    """Waits until all replicas of the stage are here."""
+    """Waits until all replicas of the stage have called this."""
     rendezvous = run.place.rendezvous
     replicas = range(run.plan.stages[stage].num_replicas)
     keys = [run.key(f"saved before {minibatch}/{stage}/{replica}") for replica in replicas]

@@ -1,10 +1,10 @@
-"""A run that continues from a checkpoint: what its workers begin with.
+"""Continues a run from a checkpoint: the state that its workers begin with.
 
     same plan, schedule, microbatches, ...    exactly: all kept versions, as run(state=) goes on
     another plan or schedule                  from the newest version of each parameter, and its optimizer
                                               state, put together by names
 
-On the worker's compute thread, but for found_checkpoint, which is rank 0's or the caller's.
+On the worker's compute thread, except for found_checkpoint, which rank 0 or the caller runs.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ _Versions = dict[int, dict[str, Tensor]]
 def found_checkpoint(
     checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
 ) -> Continued | None:
-    """The checkpoint to continue from, which fits the model; None to start from the beginning. Makes the
-    folder, removes from it what an earlier run left incomplete, and sets aside what this one would write
-    over. group_size: minibatches after which all replicas of the plan have made their updates.
-    evaluates_every: Validation's `every`; None without one."""
+    """Returns the checkpoint to continue from, which fits the model; None if there is none, so that the run
+    begins with minibatch 0. Makes the folder. Removes from it what an earlier run left incomplete, and sets
+    aside what this run would overwrite.
+
+    group_size: minibatches after which all replicas of the plan have made their updates.
+    evaluates_every: Validation's `every`; None without validation."""
     found = checkpoints.find()
     checkpoints.folder.mkdir(parents=True, exist_ok=True)
     remove_incomplete(checkpoints.folder)
@@ -93,7 +95,7 @@ def found_checkpoint(
     evaluates = False
     if minibatch == reached:
         last = _state_of_last(found.checkpoint, found.manifest)
-        # A run that Ctrl-C ended has left out what was planned there.
+        # A run that was ended by Ctrl-C has left out the evaluation planned there.
         is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
         is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
         evaluates = last.get(PENDING, False) or (is_due and not is_done)
@@ -166,7 +168,8 @@ class _CheckpointState(RunState):
             snapshot.tied[stage] = self._whole_versions(snapshot.tied[stage], stage, "tied")
         names: dict[str, list[Any]] = state[NAMES]["tied"]
         for owner in sorted({owner for owner, _ in names.values()}):
-            # With sync_every each replica has the version of the owner's with its minibatches.
+            # With sync_every each replica has its own version, from the owner's replica with the same
+            # minibatches.
             part = parts.get((owner, replica), parts[owner, 0])
             of_owner = read_snapshot(self._checkpoint, part).tied[owner]
             snapshot.tied[owner] = {
@@ -176,8 +179,9 @@ class _CheckpointState(RunState):
         return snapshot
 
     def _whole_versions(self, own: _Versions, stage: int, kind: str) -> _Versions:
-        """Puts the newest version together from the pieces of all replicas where these have shards; older
-        ones are whole at the first. own: those that one replica has. kind: of the files."""
+        """Returns a stage's versions as whole parameters. If replicas have shards, the newest is put
+        together from the pieces of all. Older ones are whole at the first replica. own: the versions of one
+        replica. kind: the kind of the files."""
         parts = [part for part in self._manifest.parts if part.stage_index == stage]
         files = [file for part in parts for file in part.newest_of_kind(kind)]
         newest = read_kind(self._checkpoint, files)
@@ -189,7 +193,7 @@ class _CheckpointState(RunState):
         return {**older, max(older): join_pieces(newest, state[NAMES])}
 
     def restore_generators(self, rank: int, stream: Any) -> None:
-        """They are restored at the position (go_to_position)."""
+        """Does nothing here: go_to_position() restores them."""
 
     def seed_data(self) -> None:
         seed_data(self.base_seed, self._options.seed, self._options.plan.workers_used)
@@ -199,8 +203,8 @@ class _CheckpointState(RunState):
 
 
 def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
-    """The options with the checkpoint's state, where the run can go on exactly; and the base seed, if there
-    is a checkpoint. Raises ValueError for another seed than the checkpoint's."""
+    """Returns the options, with the checkpoint's state if the run can go on exactly; and the base seed, if
+    there is a checkpoint. Raises ValueError for another seed than the checkpoint's."""
     if options.continues is None:
         return options, None
     checkpoint = Path(options.continues.path)
@@ -262,8 +266,8 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
 
 
 def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str, Any]]]:
-    """Another plan or schedule goes on: this worker's stages get the newest version of their parameters,
-    and their buffers. Returns the optimizers' states of all stages, for StageOptimizer.go_on_from_parts."""
+    """Gives this worker's stages the newest version of their parameters, and their buffers, for another
+    plan or schedule. Returns the optimizers' states of all stages, for StageOptimizer.go_on_from_parts."""
     continued = run.options.continues
     if continued is None or run.options.state is not None:
         return []

@@ -53,8 +53,8 @@ from pipedream.worker.weight_files import (
 
 __all__ = ["gather", "join_reports"]
 
-_UNSAVED = "unsaved"  # in a report and in the result that travels: texts
-_STATE = "state"  # likewise: JSON
+_UNSAVED = "unsaved"  # key of a report: texts about what could not be saved
+_STATE = "state"  # key of a report: the state's JSON
 
 
 def gather(
@@ -67,9 +67,12 @@ def gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> RunResult:
-    """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
-    run. loss_state: of the loss, at the last stage. kept: this rank's part of the state. averages: of
-    callbacks.EMA, of what this rank updates. What fails here says where the trained weights are."""
+    """Gathers, and returns the result at every rank; what the trace shows comes to rank 0 only.
+
+    report: this rank's. channels: the run's. loss_state: the loss's state, at the last stage. kept: this
+        rank's part of the state. averages: of callbacks.EMA, of what this rank updates. An error here says
+        where the trained weights are.
+    """
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)
     if run.place.folder is not None and run.options.output.gather != "none" and averages:
@@ -108,7 +111,7 @@ def _gather(
     found = {name: on_host(value) for name, value in averages.items()} if _sends_averages(run) else {}
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
-    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, but the first
+    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, without the first replica
     of_losses = {plan.replica_of(0): of_loss} if _sends_loss(run, 0) else {}
     for child in children_of(0, num_ranks):
         for other in subtree_of(child, num_ranks):
@@ -137,15 +140,15 @@ def _gather(
     result = combine_reports(plan, schedule, between, in_order, record)
     if found:
         result.ema = whole_averages(run.stages, found)
-    # The farewell: nobody closes before everybody has all it needs.
-    # The trace is rank 0's: it can be large.
+    # The farewell: nobody closes its links before all have what they need. Only rank 0 gets the trace,
+    # because it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
     return result, unsaved, document
 
 
 def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's, with why some rank has none."""
+    """Returns rank 0's state, with the reasons why ranks have none."""
     missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
     return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
@@ -194,8 +197,8 @@ def _hand_down(
     of_loss: dict[str, Tensor],
     above: str = "",
 ) -> None:
-    """The result, and all weights and the loss's state where all ranks want them. above: whence they come,
-    but at rank 0."""
+    """Sends the result down the tree; all weights and the loss's state, too, if all ranks want them. above:
+    the channel from which they come; empty at rank 0."""
     rank = run.rank
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
@@ -249,7 +252,8 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
 
 
 def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
-    """The user's files get their names, all of them or none. What failed of that, or where the others are."""
+    """Gives the user's files their names: all of them, or none. Returns what failed, or where the others
+    are."""
     text = ""
     if not unsaved:
         try:
@@ -270,16 +274,16 @@ def _weights_of(run: AgreedRun) -> str:
     return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-_NUM_SPANS_MAX = 50_000  # as of one segment
-_NUM_ORDERED_MAX = 1 << 20  # likewise (ShardUpdates::kNumOrderedMax)
-_OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # of a channel
+_NUM_SPANS_MAX = 50_000  # bound of one segment
+_NUM_ORDERED_MAX = 1 << 20  # bound of one segment (ShardUpdates::kNumOrderedMax)
+_OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # figures of a channel that the last segment decides
 
 _Report = dict[str, Any]
 
 
 def join_reports(reports: Sequence[_Report], drained_at: Sequence[int]) -> _Report:
-    """reports: of the segments, in order; empty ones at a rank beyond the plan. drained_at: the first
-    minibatches of all but the first."""
+    """Joins the reports of the segments. reports: in order; empty at a rank beyond the plan. drained_at:
+    the first minibatches of all segments after the first."""
     last = reports[-1]
     if not last:
         return {}
@@ -359,7 +363,7 @@ def _joined_memory(
 
 
 def _most(values: Iterable[int | None]) -> int | None:
-    """None: one of them is not known."""
+    """Returns the highest value; None if one is not known."""
     found = list(values)
     known = [value for value in found if value is not None]
     return max(known) if len(known) == len(found) else None

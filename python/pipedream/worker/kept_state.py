@@ -34,7 +34,7 @@ from pipedream.worker.segment import Segment
 __all__ = ["STATE_FOLDER", "check_room", "keep_state", "snapshots_of"]
 
 STATE_FOLDER = "state"
-"""In the folder of a run of local workers."""
+"""The folder of the states, inside the folder of a run of local workers."""
 
 
 def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
@@ -91,12 +91,12 @@ def _take_weights(stage: StageModule, snapshot: StageSnapshot) -> None:
 
 
 def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]) -> WorkerState | None:
-    """Once the run is over: this worker's part. None where it is in the folder, or where there is none and
-    the report says why."""
+    """Keeps this worker's part of the state once the run is over. Returns None if the part is in the
+    folder, or if it cannot be kept: the report then says why."""
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state
-    if run.rank >= run.plan.workers_used:  # it has nothing
+    if run.rank >= run.plan.workers_used:  # a rank beyond the plan has no state
         return WorkerState.of([], None)
     end = segment.core.num_minibatches()
     assert end is not None
@@ -123,8 +123,9 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
 
 
 def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> RngStream | None:
-    """The generators from which the next run's data draw. Where a run was stopped its readers have read ahead
-    of each other, and all begin with other generators, which follow from the minibatch."""
+    """The generators from which the next run's data draw. If a run was stopped, its readers have read ahead
+    by different numbers of minibatches. Then all begin with new generators, which follow from the
+    minibatch."""
     run = segment.run
     if segment.was_stopped:
         if run.plan.workers_used == 1:
@@ -142,8 +143,8 @@ def _document_of(
     minibatch: int,
     kinds: Sequence[Shapes],
 ) -> dict[str, Any]:
-    """The part of the state that all ranks know, but for the generators of whoever reads the data. kinds:
-    those of minibatches that memory is planned for."""
+    """The part of the state that all ranks know, without the generators of whoever reads the data. kinds:
+    the shapes of minibatches that memory is planned for."""
     options = run.options
     return {
         "name": secrets.token_hex(8),
@@ -171,6 +172,6 @@ def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
 
 
 def _multiple_of(run: AgreedRun) -> int:
-    """A run can go on only after a multiple of so many minibatches: rounds are over and replicas alike
-    then."""
+    """Returns m: a run can go on only after a multiple of m minibatches. Rounds are over then, and replicas
+    alike."""
     return _core.minibatches_between_drains(run.schedule()) * run.options.replication.sync_every

@@ -69,7 +69,7 @@ __all__ = ["Following", "Segment"]
 
 @dataclass(frozen=True)
 class Following:
-    """Why there is a segment after this one."""
+    """Tells why another segment follows this one."""
 
     first_minibatch: int
     """The first minibatch of that segment."""
@@ -80,7 +80,7 @@ class Following:
 
 
 class Segment:
-    """A segment at one worker, open once it is made."""
+    """A segment at one worker. It is open once it is constructed."""
 
     def __init__(
         self,
@@ -95,9 +95,13 @@ class Segment:
         steered: Steered,
         snapshots: dict[int, StageSnapshot],
     ) -> None:
-        """core: as links has made it. residuals: of the segment before. steered: as in all. snapshots: by
-        stage, from which the run goes on where it does; they are given up when it begins. Raises ValueError,
-        term by term, for what does not fit into memory."""
+        """core: as WorkerLinks made it.
+        residuals: those of the segment before.
+        steered: the same in all segments.
+        snapshots: by stage, the state from which the run goes on, if it does. They are given up when
+            training begins. Raises ValueError, with a line for each memory term, if the segment does not
+            fit into memory.
+        """
         self.core = core
         self._device = device
         self._rehearsed = rehearsed
@@ -109,7 +113,7 @@ class Segment:
         self._loop: WorkerLoop | None = None
         self._spare_loop: SpareLoop | None = None
         self._snapshots = snapshots
-        self._heard: tuple[Following | None, ...] = ()  # once
+        self._heard: tuple[Following | None, ...] = ()  # at most one entry
         self.channels = _channels_of(run, core, device, rehearsed, self._forwarded, optimizers)
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
@@ -133,7 +137,7 @@ class Segment:
         """The run as agreed, with the stages that recompute to save memory."""
 
     def close(self) -> None:
-        """Not its links, which are the worker's."""
+        """Frees the segment, without its links: they belong to the worker."""
         if self._group is not None:
             self._group.close()
 
@@ -168,15 +172,15 @@ class Segment:
         elif boundary is None and group_size > 1:
             source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
         self._loop = loop = self._make_loop(checkpointing)
-        self._snapshots.clear()  # whose memory nothing needs any more
+        self._snapshots.clear()  # nothing needs their memory any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
             report = loop.train(lambda: self.what_follows() is not None)
         _note_codecs(report, self.channels)
         return report
 
     def what_follows(self) -> Following | None:
-        """None: nothing. As rank 0 says, to every rank, once this worker has done its work. Raises
-        DataMismatch where this one has read other data."""
+        """Returns why a segment follows, or None. Rank 0 decides, and tells every rank when this worker has
+        done its work. Raises DataMismatch if this worker has read other data."""
         if not self._heard:
             self._heard = (self._hear_what_follows(),)
         return self._heard[0]
@@ -199,11 +203,11 @@ class Segment:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the data would go on, as far as this worker trains on them."""
+        """Whether the run was stopped before the end of the data, as far as this worker trains on them."""
         return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
 
     def wait_for_all(self) -> None:
-        """Waits until no rank needs these links any more. From then on all look for each other in the
+        """Waits until no rank needs these links any more. From then on all watch each other in the
         rendezvous again."""
         run, rendezvous = self.run, self.run.place.rendezvous
         key = run.key("drained")
@@ -213,7 +217,7 @@ class Segment:
 
     @property
     def kinds(self) -> tuple[Shapes, ...]:
-        """The shapes of minibatches for which it was planned, where data are read."""
+        """The kinds that it was planned for: shapes of minibatches, if this worker reads data."""
         return self._rehearsed.kinds
 
     def take_snapshots(self) -> list[StageSnapshot]:
@@ -319,8 +323,9 @@ def _channels_of(
 def _posted_into_versions(
     run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
 ) -> list[RunChannel]:
-    """The channels, of which those by which this worker pulls have no slots: what comes lands in the next
-    weight version. Not of a stage that owns tied parameters, whose versions are two terms."""
+    """Returns the channels without slots for those by which this worker pulls: versions are received
+    directly into their slots. A stage that owns tied parameters keeps its slots, because its versions are
+    two terms."""
 
     def posted(channel: RunChannel) -> RunChannel:
         edge = channel.edge
@@ -375,7 +380,7 @@ def _replica_group(
 
 
 def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
-    """Waits for nothing, and raises what the links know."""
+    """Makes a function that raises the failure of a link, if there is one. It does not wait."""
     neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
 
     def check() -> None:
@@ -388,7 +393,7 @@ def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
 def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
     def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
         def receive() -> tuple[list[Tensor], int] | None:
-            # Reading data is the user's time, wherever they come from.
+            # Reading data counts as the user's time, even if the caller forwards them.
             item = core.receive_item(channel, counts_as_wait=False)
             assert item is not None  # there is no time-out
             if item.is_end:

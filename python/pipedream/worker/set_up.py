@@ -62,18 +62,18 @@ class Rehearsed:
     """The knowledge that this worker has of its stages before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    """By the stage upstream, at both sides of its stages."""
+    """The boundaries at both ends of its stages, by the stage upstream."""
     footprints: dict[int, Footprint] = field(default_factory=dict)
-    """By stage."""
+    """The memory that each stage needs, by stage."""
     input_boundary: Boundary | None = None
     """The boundary of a whole minibatch's inputs. None: their sizes need no plan."""
     kinds: tuple[Shapes, ...] = ()
-    """For which it was, where data are read: one, but of a plan that fits shapes apart."""
+    """The kinds that were rehearsed, where data are read. There is one, unless the plan fits shapes apart."""
     evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
     """The rehearsal of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
-        """The rehearsal for minibatches of the other's kind, too."""
+        """Returns the knowledge that holds for minibatches of this kind and of the other's."""
         boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
         footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
         inputs = self.input_boundary
@@ -86,8 +86,8 @@ class Rehearsed:
 def set_up(
     run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream, part: OwnPart
 ) -> Rehearsed:
-    """Afterwards the run's own stages have rank 0's weights, those of others are left out of the worker's
-    part, and the links are closed."""
+    """Reads, shares and rehearses. Afterwards the run's own stages have rank 0's weights, other stages are
+    left out of the worker's part, and the links are closed."""
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
     kinds = _read_first_microbatches(run, stream)
@@ -129,8 +129,8 @@ def rehearse_again(
     minibatch: int,
     larger: LargerMinibatch | None,
 ) -> Rehearsed:
-    """Rehearses the stages as trained so far, for everything rehearsed before and this minibatch, which is
-    larger. larger: its sizes, where this worker reads data."""
+    """Rehearses the stages as trained so far: for everything rehearsed before, and for this larger
+    minibatch. larger: its sizes, if this worker reads data."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
@@ -147,7 +147,7 @@ def rehearse_again(
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """The first microbatch of a minibatch as large as any that the plan is for, at the ranks that read
+    """The first microbatch of a minibatch that is as large as any in the plan. Only at ranks that read
     data."""
 
     inputs: Any = None
@@ -159,9 +159,9 @@ class _FirstMicrobatch:
 
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
-    """One, or where the plan fits shapes apart one of each kind, besides the minibatch as it is."""
-    # Before any link is open: the processes of a DataLoader, which start now, would inherit its sockets, and
-    # a peer that closes the link would wait for them to close it, too.
+    """Returns one; if the plan fits shapes apart, one of each kind besides the minibatch as it is."""
+    # This happens before any link is open. A DataLoader starts its processes now, and they would inherit
+    # the sockets. A peer that closes such a link would wait until they close it, too.
     kinds = run.plan.shapes_apart
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
@@ -173,7 +173,7 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
 
 
 def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
-    """(inputs, targets) where data are read, as large as any of a list."""
+    """Returns (inputs, targets), as large as any in a list, at workers that read data."""
     validation = run.options.validation
     if validation is None or not (run.reads_inputs or run.reads_targets):
         return None, None
@@ -217,8 +217,8 @@ def _first_microbatch(
     *,
     is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Makes the first microbatch of the minibatch, at least as large as the shapes say; as a kind, of just
-    these."""
+    """Makes the first microbatch of the minibatch, at least as large as the shapes say; for a kind, exactly
+    as large."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
     inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)
@@ -231,7 +231,7 @@ def _first_microbatch(
     which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
     check_alike(inputs, targets, m, minibatch=which)
-    if isinstance(inputs, Microbatches):  # of which each is now as large as the largest
+    if isinstance(inputs, Microbatches):  # each microbatch is now as large as the largest
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
@@ -247,7 +247,7 @@ def _first_microbatch(
 
 
 def _largest_of(largest_in: Mapping[str, int]) -> str:
-    """ "; minibatch 3 has the largest inputs, targets"."""
+    """Returns text such as "; minibatch 3 has the largest inputs, targets"."""
     named = {
         place: [name for name in largest_in if largest_in[name] == place] for place in largest_in.values()
     }
@@ -257,7 +257,7 @@ def _largest_of(largest_in: Mapping[str, int]) -> str:
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
-    """None where this worker has nobody to share with."""
+    """Opens the links of the set-up. Returns None if this worker shares with nobody."""
     num_workers = run.plan.workers_used
     if num_workers == 1 or run.rank >= num_workers:
         return None
@@ -266,7 +266,7 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     for channel in channels:
         channel.add_to(core, run.rank, run.plan)
     core.seal()
-    if run.links.ports is not None:  # told once: the training may need more
+    if run.links.ports is not None:  # told before the training, which may need more
         codec = run.links.codec
         of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
         links.check_ports(run, channels, of_run)
@@ -275,9 +275,9 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
 
 
 def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
-    """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they come
-    before the pool is planned. Local workers have all read the caller's; what was on the meta device each
-    makes for itself."""
+    """Gives all ranks rank 0's initial weights. Optimizers are constructed from them, so they come before
+    the pool is planned. Local workers have all read the caller's. Each makes for itself what was on the
+    meta device."""
     if core is None or not run.place.returns_model:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
@@ -335,15 +335,15 @@ def _adds_minibatches(run: AgreedRun) -> bool:
 
 
 class OwnPart:
-    """The part of the model that a worker has in memory on its device: its own stages', of a spare the one
-    that it has a shard of.
+    """The part of the model that a worker has in memory on its device: its own stages. A spare has the
+    stage of its shard.
 
-        place()              what is on meta gets its initial values, tensor by tensor; all goes to the device
-        leave_out_others()   from here on parameters of other stages, which only code outside module calls can
-                             reach, are stand-ins of NaN: what reads one shows in the loss, and nobody trains
+        place()              gives initial values to what is on meta, tensor by tensor; moves all there
+        leave_out_others()   replaces parameters of other stages, which only code outside of module calls can
+                             reach, by stand-ins of NaN: the loss shows whoever reads one, and nobody trains
                              with a value that is never updated
-        take_back_others()   the user's again; those on meta still are
-        give_back()          to where the user has the model
+        take_back_others()   puts the user's parameters back; those on meta still are
+        give_back()          moves the model back to where the user has it
     """
 
     def __init__(self, run: AgreedRun, device: torch.device) -> None:

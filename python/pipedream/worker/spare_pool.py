@@ -54,7 +54,8 @@ class SparePool:
         channels: Sequence[RunChannel],
         optimizers: WorkerOptimizers,
     ) -> None:
-        """stage: whose shard it has. Raises ValueError where that does not fit into run's memory."""
+        """stage: the one whose shard the spare has. Raises ValueError if the shard does not fit into run's
+        memory."""
         self._run = run
         self._core = core
         self._stage = stage
@@ -74,7 +75,7 @@ class SparePool:
             core.add_term(_term(MASTERS, index), self._optimizer.masters_slot_bytes, 1)
 
     def _terms(self, channels: Sequence[RunChannel]) -> dict[str, int]:
-        """Bytes by term of RunResult.memory."""
+        """Returns bytes by term of RunResult.memory."""
         run, optimizer = self._run, self._optimizer
         terms: dict[str, int] = {}
         for channel in channels:
@@ -91,7 +92,7 @@ class SparePool:
             * _core.slot_stride_bytes(optimizer.state_slot_bytes),
             MASTERS: optimizer.num_placed_masters * _core.slot_stride_bytes(optimizer.masters_slot_bytes),
             TORCH_OPTIMIZER_STATE: state_bytes,
-            # Means have memory of their own where the optimizer may keep them.
+            # Means get memory of their own if the optimizer may keep them.
             TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
             MODEL: model_bytes(run.stages if is_whole else [self._stage]),
         }

@@ -89,19 +89,19 @@ class StagePool:
         *,
         evaluation_bytes: int = 0,
     ) -> None:
-        """Decides where to recompute and to offload. footprints: by stage, of this worker's. snapshots: by
-        stage, from which they go on; none where the pipeline begins anew."""
+        """Decides which stages recompute and what is offloaded. footprints: by stage of this worker.
+        snapshots: by stage, the state from which they go on; empty if the pipeline begins anew."""
         self.run = run
         """The run as agreed, with the stages that recompute to save memory."""
         self.predicted: dict[str, int] = {}
-        """By term of RunResult.memory."""
+        """Bytes by term of RunResult.memory."""
         self.copy_bytes: dict[int, int] = {}
-        """By stage, of what it is copied into for a checkpoint."""
+        """Bytes of the memory into which a stage is copied for a checkpoint, by stage."""
         self._core = core
         self._device = device
         self._worker_optimizers = optimizers
         self._optimizers = optimizers.by_stage
-        self._offload: dict[int, Offload] = {}  # by stage, what is done
+        self._offload: dict[int, Offload] = {}  # what is offloaded, by stage
         self._torch_pool_bytes = 0
         self._channels = channels
         self._snapshots = snapshots
@@ -128,7 +128,7 @@ class StagePool:
                 self.predicted.pop(term, None)
 
     def _check_recompute(self, footprints: Mapping[int, Footprint]) -> None:
-        """Raises ValueError for a stage whose second forward would be another than its first."""
+        """Raises ValueError for a stage whose recompute would differ from its first forward."""
         recompute = self.run.options.memory.recompute
         for stage, footprint in footprints.items():
             if recompute is not None and recompute[stage] and not footprint.is_repeatable:
@@ -140,8 +140,8 @@ class StagePool:
                 )
 
     def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
-        """The stages, with weights and optimizer state in the pool. group: where the only one's replicas
-        reduce together."""
+        """Returns the stages with their weights and optimizer state in the pool. group: given if the
+        worker's only stage has replicas that reduce together."""
         return [self._prepare(stage, group) for stage in self.run.own_stages()]
 
     def make_torch_pool(self) -> TorchPool | None:
@@ -224,12 +224,13 @@ class StagePool:
         torch_bytes: Mapping[int, int],
         averages_bytes: Mapping[int, int],
     ) -> dict[int, int]:
-        """Bytes of all that a checkpoint has of each stage."""
+        """Bytes of everything that a checkpoint contains of each stage."""
         found: dict[int, int] = {}
         schedule = self.run.schedule()
         for stage in self.run.own_stages():
             index = stage.stage_index
-            # A stage that does not stash holds what its first microbatches after a boundary read.
+            # Without stashing, the versions that the first microbatches after a boundary read are held as
+            # well.
             stashes = _core.stashes_versions(schedule, index)
             num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
             versions = num_versions * own_bytes[index] + sum(
@@ -268,9 +269,9 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the rounds of which a replica may have gradients. One more may wait for spares, which take
-        chunks as they can use them, if the next round's forwards do without the version that is made of
-        it."""
+        """Returns the number of rounds whose gradients a replica may have at once. Spares take chunks when
+        they can use them. So one more round may wait if the next round's forwards do not need the version
+        made of it."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
@@ -297,7 +298,7 @@ class StagePool:
         self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
 
     def _add_terms(self, memory: MemoryPlan) -> None:
-        """The pool's terms of the stages, as they are planned."""
+        """Adds the stages' terms to the pool, as they are planned."""
         for stage, own_bytes in memory.weight_bytes.items():
             offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
             self._offload[stage] = offload
@@ -336,7 +337,7 @@ class StagePool:
         index, schedule = stage.stage_index, self.run.schedule()
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
-            # The pool hands slots out in any order; only that each is one version's matters.
+            # The pool hands slots out in any order. It matters only that each slot belongs to one version.
             return [from_dlpack(self._core.hold_slot(_term(term, index))) for _ in range(num_slots)]
 
         num_versions = _core.num_versions_kept(schedule, index)
@@ -405,7 +406,7 @@ class StagePool:
         return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
 
     def _wait_for_users(self, stage: int) -> Callable[[int, int], None]:
-        """wait_until_sent of TiedParameters."""
+        """Makes wait_until_sent of TiedParameters."""
         schedule, replica = self.run.schedule(), self._replica
         names: dict[int, list[str]] = {}
         for edge in _core.edges_of(schedule):
@@ -476,7 +477,7 @@ class StagePool:
         )
 
     def _posted_from(self, stage: int) -> frozenset[int]:
-        """The owners of shards whose versions land where they are for."""
+        """The owners of shards whose versions are received directly into their slots."""
         edges = [channel.edge for channel in self._channels if channel.posted_into == version_term(stage)]
         return frozenset(edge.from_replica for edge in edges if edge is not None)
 
@@ -526,7 +527,7 @@ def _tied_name(owner: int) -> str:
 
 
 def version_term(stage_index: int) -> str:
-    """The pool's, that has the stage's own weight versions."""
+    """The name of the pool's term for the stage's own weight versions."""
     return _term(WEIGHT_VERSIONS, stage_index)
 
 

@@ -1,12 +1,12 @@
-"""The way from the first stage to the callbacks of a run and back.
+"""Steering: carries questions from the first stage to the callbacks of a run, and answers back.
 
     rank 0         asks: a line in a file of the run's folder          caller   looks, calls the callbacks
     stage 0        waits, where its schedule says, for the answer  <-- caller   writes it
     every stage    reads it where the learning rate changes
 
-Questions and answers are few, and nothing of this is on the way of a minibatch. Answers are named by the
-boundary at which they are due. Under torchrun rank 0 calls the callbacks, and the rendezvous has the answers.
-The workers' part runs on their compute thread, the other one on the caller's.
+Questions and answers are few, and no minibatch has to wait for them elsewhere. Answers are named by the
+boundary at which they are due. Under torchrun rank 0 calls the callbacks, and the rendezvous carries the
+answers. The workers' part runs on their compute thread, the other part on the caller's.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = ["LocalSteering", "answers_of", "steered"]
 _QUESTIONS = "questions"
 _POLL_S = 0.001
 _ANSWER_S = 0.005
-_CHECKPOINTS_S = 0.25  # between two looks for new ones
+_CHECKPOINTS_S = 0.25  # seconds between two looks for new checkpoints
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
-    """Returns the steering of this worker, in all segments of the run. steering: at rank 0 of torchrun."""
+    """Returns what steers this worker, in all segments of the run. steering: given at rank 0 of torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
@@ -83,7 +83,7 @@ def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | N
 
 
 class FolderWay:
-    """The way to the callbacks from a local worker."""
+    """Carries questions and answers between a local worker and the callbacks."""
 
     waits = False  # the caller looks by itself, and knows the losses
 
@@ -108,8 +108,9 @@ class FolderWay:
 
 
 class StoreWay:
-    """The way to the callbacks from a rank of torchrun, by the rendezvous. Rank 0 calls them itself when the
-    answer is due: by then the losses have come back to stage 0 with the gradients."""
+    """Carries questions and answers between a rank of torchrun and the callbacks, by the rendezvous. Rank 0
+    calls the callbacks when the answer is due. By then the losses have come back to stage 0 with the
+    gradients."""
 
     waits = True
 
@@ -125,7 +126,7 @@ class StoreWay:
             steering.begin()
             steering.norms = self._norms
         self._open: dict[int, Question] = {}
-        """By the boundaries of their answers."""
+        """Questions without an answer, by the boundaries of their answers."""
         self._losses: list[float] = []
         self._check: Callable[[], None] = lambda: None
 
@@ -169,7 +170,7 @@ class StoreWay:
 
 
 class LocalSteering:
-    """The steering in the process that called local workers."""
+    """The steering in the process that called local workers: it answers their questions."""
 
     def __init__(self, steering: Steering, options: JobOptions, board: StatusBoard, folder: Path) -> None:
         self._steering = steering
@@ -182,13 +183,13 @@ class LocalSteering:
         fix_rates_of_spares(steering, options.plan)
         self.is_needed = steering.points.at_epochs
         """Whether look() has anything to do."""
-        # Where the pipeline waits for an answer, soon.
+        # If the pipeline waits for an answer, look soon.
         self.period_s = _ANSWER_S if steering.points.decides else LOOK_S
-        self._num_read = 0  # bytes of the questions
+        self._num_read = 0  # bytes of the questions' file that are read
         self._open: list[Question] = []
 
     def look(self) -> None:
-        """Answers what has been asked and is known."""
+        """Answers the questions for which everything is known."""
         if not self.is_needed:
             return
         if self._board.newest() >= 0:
@@ -198,15 +199,16 @@ class LocalSteering:
             del self._open[0]
         self._steering.tell_of_checkpoints(_CHECKPOINTS_S)
         if self._steering.error is not None:
-            self._board.ask_for_stop()  # where nobody waits for an answer
+            self._board.ask_for_stop()  # nobody waits for this answer
 
     def finish(self) -> None:
-        """The workers have done their part."""
+        """Ends the steering, after the workers have done their part."""
         self.look()
         self._steering.norms = self._board.norms()
 
     def _answer(self, question: Question) -> bool:
-        """False: not all is known yet that it is about."""
+        """Answers the question and returns True. Returns False if something that it is about is not known
+        yet."""
         if question.takes_effect is None:
             self._steering.note_last(question)
             return True

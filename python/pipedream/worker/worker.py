@@ -1,12 +1,12 @@
-"""One worker of a run: its stage, its data, its channels, its loop.
+"""One worker of a run, from the agreement to the farewell.
 
-    agree      rank 0's plan and seed are everybody's                         agreed_run.py
-    read       the first minibatch, where data are read                       set_up.py
-    share      rank 0's initial weights are everybody's                       set_up.py
+    agree      all take rank 0's plan and seed                                agreed_run.py
+    read       the first minibatch, at workers that read data                 set_up.py
+    share      all take rank 0's initial weights                              set_up.py
     rehearse   each worker's stages, once: what crosses, and what it takes    set_up.py
     open       pool sealed, channels open to neighbours, in line and tree     segment.py, stage_pool.py
     train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
-    again      where a minibatch is larger than planned: rehearse, open, train
+    again      if a minibatch is larger than planned: rehearse, open, train
     gather     final weights and results to rank 0, then a common farewell    gathering.py
 
 Runs on the main thread of its process, which is the core's compute thread.
@@ -56,8 +56,8 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("pipedream")
 
-# Between two segments: nobody waits for anything by these links any more. A peer takes a link for open as
-# long as a process of a DataLoader has its socket, which it has inherited.
+# Seconds that links linger between two segments, when nobody waits for anything by them any more. A peer
+# takes a link for open as long as a process of a DataLoader has inherited its socket.
 _LAST_WORDS_S = 1.0
 
 
@@ -70,15 +70,14 @@ def run_worker(
     steering: Steering | None = None,
     note_error: Callable[[Exception], None] = lambda error: None,
 ) -> RunResult:
-    """This rank's part of the run; returns the whole run's result at every rank, what its trace shows at
-    rank 0 only.
+    """Runs this rank's part of the run. Returns the whole run's result at every rank; figures of the trace
+    at rank 0 only.
 
     steering: calls the callbacks, at rank 0 of torchrun.
 
-    Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
-    ranks as options.output.gather says. Any failure is told to the other workers, and to note_error, before
-    it is raised here, and before what a local worker has trained is kept for the caller.
-    """
+    Afterwards `model` holds trained weights and buffers: of all stages at rank 0, and at the other ranks as
+    options.output.gather says. Before a failure is raised here, the other workers and note_error are told
+    of it. A local worker then also keeps what it has trained for the caller."""
     worker = _Worker(place, steering)
     with afterwards(worker.close):
         try:
@@ -93,7 +92,7 @@ def run_worker(
 
 
 class _Worker:
-    """The phases, in the order of the module's docstring."""
+    """The phases of a worker, in the order of the module's docstring."""
 
     def __init__(self, place: WorkerPlace, steering: Steering | None) -> None:
         self.links = WorkerLinks(place.rendezvous)
@@ -102,12 +101,12 @@ class _Worker:
         self._segment: Segment | None = None
         self._optimizers: WorkerOptimizers | None = None
         self._steered: Steered | None = None
-        self._losses_before: list[float] = []  # the segment
-        self._residuals: Residuals = {}  # likewise
+        self._losses_before: list[float] = []  # losses of the segments before
+        self._residuals: Residuals = {}  # residuals of the segment before
         self._loss_state: LossState | None = None  # at the last stage
-        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the program has begun from them
+        self._snapshots: dict[int, StageSnapshot] = {}  # by stage, until the pipeline has begun from them
         self._parts_before: list[Any] = []  # the optimizers' states of another plan's stages
-        self._record: dict[str, list[Any]] = {}  # of the minibatches before the checkpoint it continues from
+        self._record: dict[str, list[Any]] = {}  # reports from before the checkpoint that it continues from
         self._checkpointing: Checkpointing | None = None
 
     def close(self) -> None:
@@ -127,8 +126,8 @@ class _Worker:
         return None if self._segment is None else self._segment.minibatch
 
     def keep_newest(self) -> None:
-        """Writes the newest versions for the caller of local workers when the run has failed, unless they are
-        the initial ones. Says nothing where there is no room, or the device does not answer."""
+        """Writes the newest versions for the caller of local workers after the run has failed, unless they
+        are the initial ones. Does nothing if there is no room, or if the device does not answer."""
         segment = self._segment
         if segment is None or segment.run.place.folder is None or segment.run.options.output.gather == "none":
             return
@@ -191,7 +190,7 @@ class _Worker:
         source: MinibatchSource,
         part: OwnPart,
     ) -> RunResult:
-        """Segment after segment."""
+        """Trains segment after segment."""
         reports: list[dict[str, Any]] = []
         drained_at: list[int] = []
         self._segment = segment = self._open(run, device, rehearsed, source)
@@ -255,7 +254,7 @@ class _Worker:
             self._parts_before = []
             if run.options.call_points.ema_decay is not None:
                 self._optimizers.go_on_with_averages(*read_averages_of(run.options.continues))
-            if run.rank == 0 and run.place.returns_model:  # else the caller has said it
+            if run.rank == 0 and run.place.returns_model:  # otherwise the caller has said it
                 made = [one.optimizer for one in self._optimizers.by_stage.values() if one.optimizer]
                 warn_if_late(run.plan, run.schedule(), made)
                 warn_if_coarse(made)
@@ -271,7 +270,7 @@ class _Worker:
         return segment
 
     def _leave(self, segment: Segment, following: Following) -> None:
-        """Afterwards nothing lies in the segment's pool, and no link is open."""
+        """Leaves a segment. Afterwards nothing lies in its pool, and none of its links is open."""
         rendezvous = segment.run.place.rendezvous
         if segment.run.place.board is not None:
             segment.run.place.board.write(segment.run.rank, following.minibatch)
@@ -289,7 +288,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """Adds to an error of planning again what was planned for."""
+    """Adds to an error of planning again the minibatch for which it was planned."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )

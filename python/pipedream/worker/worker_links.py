@@ -1,7 +1,7 @@
 """The links of one worker: a core with its pulse, from the first channel to the last word.
 
-A worker has two in turn: one for the initial weights and the rehearsal, whose channels are known at once, and
-one for the training. On the worker's compute thread.
+A worker has two cores, one after the other. The first is for the initial weights and the rehearsal, whose
+channels are known at once; the second is for the training. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LinkedRun(Protocol):
     def links(self) -> LinkOptions: ...
     @property
     def plan_hash(self) -> int:
-        """Equal at all ranks, or no channel opens."""
+        """The hash of the plan. It must be equal at all ranks, or no channel opens."""
         ...
 
     def describe_worker(self, rank: int) -> str: ...
@@ -65,7 +65,7 @@ class WorkerLinks:
         self._peer_timeout_s = 0.0
 
     def make_core(self, run: LinkedRun, device: torch.device) -> _core.Worker:
-        """The core until close(), and its pulse."""
+        """Makes the core, which lives until close(), and its pulse."""
         on_cuda = device.type == "cuda"
         self._peer_timeout_s = run.links.peer_timeout_s
         core = self._core = _core.Worker(
@@ -111,26 +111,28 @@ class WorkerLinks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Around waits on links: why one failed, where it knows only that its peer is silent or gone."""
+        """Explains failures of waits on links. A link knows only that its peer is silent or gone; this
+        finds out why."""
         try:
             yield
         except _core.RunFailure as failure:
-            if failure.args[0] != "Aborted":  # which says why itself: the store may not answer
+            if failure.args[0] != "Aborted":  # it says why itself: the store may not answer
                 self._raise_if_others_failed()
             if failure.args[0] == "Timeout":
                 self._look_for_the_lost()
             raise
 
     def wait_until_sent(self) -> None:
-        """A worker downstream may still be at the backward of another stage, for as long as that takes."""
+        """Waits until everything is sent. A worker downstream may still be at the backward of another
+        stage."""
         assert self._core is not None
         while not self._core.wait_for_transfers(_OPEN_POLL_S):
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)  # after a failure there is no wait above
 
     def say_why(self, text: str) -> None:
-        """Best effort: the others may be gone too. By the links at first: the store may not answer for as
-        long as the peer timeout, and meanwhile nobody beyond the lost one would know."""
+        """Tells the others why this worker failed, as far as possible. The links come first: the store may
+        not answer for as long as the peer timeout, and nobody beyond the lost worker would know meanwhile."""
         core = self._core
         if core is not None:
             with contextlib.suppress(Exception):
@@ -142,7 +144,7 @@ class WorkerLinks:
                 core.close(_FAREWELL_S)
 
     def close(self, linger_s: float = _LINGER_S) -> None:
-        """linger_s: for what has not left, and for the peers' last word."""
+        """Closes the links. linger_s: seconds for what has not left, and for the peers' last word."""
         if self._core is not None:
             self._core.close(linger_s)
             self._core = None
@@ -151,15 +153,14 @@ class WorkerLinks:
             self._pulse = None
 
     def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
-        """Checks by what this worker's peers publish that they may talk to it, and share memory where they
-        must. Returns when all of them have done so, too: a mistake is then said at once, and everywhere
-        alike."""
+        """Checks that this worker and its peers may talk, and that they share memory if they must. Returns
+        when all peers have checked, too. So a mistake is told at once, and everywhere alike."""
         rank, links = run.rank, run.links
         if not links.checks_peers:
             return
         self._rendezvous.publish(f"{key}/peer/{rank}", links.introduction())
         ends = {end for c in channels if rank in (c.sender, c.receiver) for end in (c.sender, c.receiver)}
-        peers = sorted(ends - {rank, CALLER})  # the caller has this worker's own keys, on its machine
+        peers = sorted(ends - {rank, CALLER})  # the caller has this worker's own keys
         neighbours = {c.sender for c in channels if c.stages is not None and c.receiver == rank}
         introductions = wait_for(self._rendezvous, [f"{key}/peer/{peer}" for peer in peers], no_word)
         for peer, introduction in zip(peers, introductions, strict=True):
@@ -170,9 +171,10 @@ class WorkerLinks:
         wait_for(self._rendezvous, [f"{key}/checked/{peer}" for peer in peers], no_word)
 
     def _look_for_the_lost(self) -> None:
-        """A peer that is silent on its link gives no sign of life either, which is known a little later."""
+        """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent gives no
+        sign of life either, but that is known later."""
         deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
-        # No key comes that could be waited for: that signs of life do not is what it looks for.
+        # No key can be waited for: this looks for the absence of signs of life.
         while time.monotonic() < deadline_s:
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)
