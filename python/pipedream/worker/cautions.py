@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -102,6 +103,12 @@ def cautions_of(
             " differ; use a fixed rate, a plan of equal replicas, or a schedule that drains"
         )
     if microbatches > 1:
+        if any(isinstance(module, _BatchNorm) and module.training for module in modules):
+            yield (
+                f"batch norm takes its statistics from each of a minibatch's {microbatches} microbatches by"
+                " itself, so losses differ from those of whole minibatches; microbatches=1 keeps them, and"
+                " group norm does not depend on it"
+            )
         yield from _cautions_of_loss(loss_fn, microbatches)
 
 

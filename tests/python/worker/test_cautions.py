@@ -50,6 +50,15 @@ def test_a_model_in_eval_is_told_and_one_with_frozen_layers_is_not() -> None:
         assert caution.startswith("the model is in eval()")
 
 
+def test_batch_norm_in_microbatches_is_told() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    (caution,) = cautions_of(model, _plan(), None, microbatches=4)
+    assert caution.startswith("batch norm takes its statistics from each of a minibatch's 4 microbatches")
+    assert list(cautions_of(model, _plan(), None)) == []
+    model[1].eval()  # it keeps its statistics
+    assert list(cautions_of(model, _plan(), None, microbatches=4)) == []
+
+
 @pytest.mark.parametrize(
     ("asked", "world_size", "words"),
     [(4, None, "2 of the 4 workers"), (4, 4, "2 of the 4 workers"), (0, 3, "2 of 3 ranks")],
