@@ -1,7 +1,7 @@
 """A worker's memory as one sum of named terms, predicted before the first minibatch (design.md, section 5).
 
-What the pool holds is planned to the byte; what torch makes is predicted from a rehearsal. Given a limit, a
-worker turns recompute and offloading on where it would not fit. Pure; any thread.
+The pool's memory is planned to the byte; torch's own is predicted from a rehearsal. If a worker would not
+fit into a given limit, it turns recompute and offloading on. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
-MASTERS = "float32 masters"  # of bfloat16 parameters
+MASTERS = "float32 masters"  # the masters of bfloat16 parameters
 AVERAGES = "averages of weights"  # of callbacks.EMA
 # Where shards are asynchronous: the newest version of a replica's own, and a copy for each other replica.
 SHARD = "own shard"
@@ -75,7 +75,7 @@ TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
 EVALUATION = "evaluation"
 
-_NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
+_NUM_RELEASED_LATE = 1  # a neighbour has used it, and its memory has not come back to the sender
 _NO_LIMIT = 1 << 60
 _PERIOD_MAX = 1 << 12  # minibatches that are looked at
 _GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
@@ -92,7 +92,8 @@ class PushedFactors:
     factor_bytes: int = 0
     """Bytes of a round's factors, at most."""
     step_bytes: int = 0
-    """Bytes of the gradients that an update has at once, and of the factors that it makes one of."""
+    """Bytes of the gradients that an update has at once, and of the stacked factors from which it makes
+    one."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ class PushedGradients:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The figures that the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's
-    own."""
+    """The figures from which one worker's terms are computed, in bytes. The mappings are by stage of the
+    worker."""
 
     plan: Plan
     rank: int
@@ -118,13 +119,13 @@ class MemoryPlan:
     footprints: Mapping[int, Footprint]
     channels: Sequence[RunChannel]
     weight_bytes: Mapping[int, int]
-    """One version of the stage's own parameters."""
+    """Bytes of one version of the stage's own parameters."""
     tied_bytes: Mapping[int, Mapping[int, int]]
-    """One version of the parameters that it shares with other stages, by their owner."""
+    """Bytes of one version of the parameters that it shares with other stages, by their owner."""
     placed_state_bytes: Mapping[int, int]
-    """The optimizer's state that lies in the pool, but for masters."""
+    """Bytes of the optimizer's state that lies in the pool, without masters."""
     torch_state_bytes: Mapping[int, int]
-    """The optimizer's state that torch makes."""
+    """Bytes of the optimizer's state that torch makes."""
     model_bytes: int
     device_type: str = "cpu"
     """The type of the worker's device, as torch names it."""
@@ -139,10 +140,10 @@ class MemoryPlan:
     evaluation_bytes: int = 0
     """Bytes of a forward of validation data beside its channels."""
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """There: what the step of another replica's gradient makes and drops, beside those of the compute
-    thread."""
+    """Bytes that the step of another replica's gradient makes and drops, if shards are asynchronous. The
+    compute thread's own step may run beside it."""
     masters_bytes: Mapping[int, int] = field(default_factory=dict)
-    """The masters of the optimizer that lie in the pool."""
+    """Bytes of the optimizer's masters that lie in the pool."""
     averages_bytes: Mapping[int, int] = field(default_factory=dict)
     copy_bytes: Mapping[int, int] = field(default_factory=dict)
     """Host memory into which a stage is copied for a checkpoint."""
@@ -188,14 +189,15 @@ class MemoryPlan:
         return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
 
     def offloads_versions(self, stage: int) -> bool:
-        """Whether that is asked for, and saves anything."""
+        """Whether recompute is asked for, and saves anything."""
         versions = _core.num_versions_kept(self.schedule, stage)
         # Replicas write their shards into each other's slots, which stay where they are.
         asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
         return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
 
     def offloads_activations(self, stage: int) -> bool:
-        """Whether that is asked for, and there is something to move. A recompute keeps none."""
+        """Whether offloading is asked for, and there is something to move. A stage that recomputes has
+        nothing."""
         asked = self.offload.get(stage, Offload()).activations
         homes = num_activation_homes(self.schedule, stage)
         return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
@@ -217,14 +219,14 @@ class MemoryPlan:
                 kept = _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
             elif self.offloads_activations(stage):
-                # Here are those of the next backward, and those that come or go.
+                # On the device are those of the next backward, and those that come or go.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
                 stash += 2 * footprint.offloadable_bytes
             saves = self._recomputes(stage) or self.offloads_activations(stage)
             if saves and stage + 1 < self.plan.num_stages:
                 # Outputs that wait for their neighbour; otherwise the stash has them.
                 stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
-            # A microbatch of the data is a view of its minibatch, which stays whole.
+            # A microbatch of the data is a view of its minibatch, so the whole minibatch stays.
             m, replicas = self.schedule.num_microbatches, self.plan.stages[stage].num_replicas
             num_of_data = min(in_flight, 1 - (-(in_flight - 1) * replicas // m)) * m
             if stage == 0:
@@ -271,7 +273,7 @@ class MemoryPlan:
         )
 
     def _lies_apart(self, name: str) -> bool:
-        """Whether the term lies in host memory while the device has memory of its own."""
+        """Whether the term lies in host memory although the device has memory of its own."""
         if self.device_type == "cpu":
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
@@ -280,7 +282,8 @@ class MemoryPlan:
 
 
 def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """How many microbatches can be away at once: all in flight but the one whose backward is next."""
+    """Returns how many microbatches can be offloaded at once: all in flight, without the one whose backward
+    is next."""
     return _core.num_microbatches_in_flight(schedule, stage) - 1
 
 
@@ -337,7 +340,7 @@ def choose_savings(
 
 
 _Step = Callable[[MemoryPlan], Iterator[MemoryPlan]]
-"""A plan's variants that do one thing more, at one stage."""
+"""Yields a plan's variants that each save memory in one more way, at one stage."""
 
 
 def _save(memory: MemoryPlan, step: _Step, limit_bytes: int) -> MemoryPlan:
@@ -423,8 +426,8 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
 
 
 def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
-    """The memory that a rank needs for a channel. On the host what is not encoded goes from and to where it
-    lies; a GPU encodes in its own memory."""
+    """Returns the memory that a rank needs for a channel. On the host, tensors without an encoding are sent
+    and received where they lie. A GPU encodes in its own memory."""
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)

@@ -1,12 +1,14 @@
-"""Signs of life: while a run is set up by the rendezvous, afterwards by the pulse of the core.
+"""Signs of life of the workers: by the rendezvous during the set-up of a run, and by the core's pulse
+afterwards.
 
-Until its links are open a rank says in the rendezvous, again and again, that it lives and what it does; once
-they are, they tell of its end. A rank that has not joined yet says nothing, and nothing follows from that.
+Until its links are open, a rank says in the rendezvous again and again that it lives and what it does.
+After that the links show when it ends. A rank that has not joined yet says nothing, and nothing follows
+from that.
 
-Then the core's transport thread says BEAT to the peers. It needs no interpreter, so a beat proves the process
-alone. The pulse is a thread that tells the core, again and again, that the interpreter runs: where some code
-holds the GIL for good the pulse stops, beats go on without one, and the peers give the worker up after
-peer_timeout. Each object is owned by one thread, the pulse by the one that owns the core.
+Then the core's transport thread sends BEAT to the peers. It needs no interpreter, so a beat shows only that
+the process lives. The pulse is a thread that tells the core again and again that the interpreter runs. If
+some code holds the GIL for good, the pulse stops and beats go on without it. The peers then give the worker
+up after peer_timeout. Each object is owned by one thread, the pulse by the core's owner.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pipedream import _core
 
 __all__ = ["LivenessMonitor", "Pulse", "Sign", "sign_period_s"]
 
-_SIGNS_PER_TIMEOUT = 8  # so that a few may be late
+_SIGNS_PER_TIMEOUT = 8  # so a few may be late
 
 
 def sign_period_s(peer_timeout_s: float) -> float:
@@ -34,11 +36,11 @@ class Sign:
 
     count: int
     peer_timeout_s: float
-    """Its own: it gives eight signs in this time."""
+    """The rank's own timeout. It gives eight signs in this time."""
     phase: str
     """ "opening links", for the sentence that says when it was lost."""
     is_done: bool = False
-    """The last one: its links are open."""
+    """Whether it is the rank's last sign, because its links are open."""
 
     def to_json(self) -> str:
         return json.dumps([self.count, self.peer_timeout_s, self.phase, self.is_done])
@@ -49,7 +51,7 @@ class Sign:
 
 
 class LivenessMonitor:
-    """Who of the other ranks is lost, by the signs that are read in rounds."""
+    """Finds out which of the other ranks are lost. It reads their signs in rounds."""
 
     def __init__(self, peer_timeout_s: float) -> None:
         self._peer_timeout_s = peer_timeout_s
@@ -58,7 +60,7 @@ class LivenessMonitor:
         self._silent_s: dict[int, float] = {}
 
     def observe(self, signs: Mapping[int, Sign], now_s: float) -> None:
-        """A round: the latest sign of every rank that has given one."""
+        """Takes a round: the latest sign of every rank that has given one."""
         # A round that comes late may be this process's own fault (it was stopped, or starved), and then that
         # of the others too, so it counts as no more than two.
         passed_s = 0.0
@@ -84,8 +86,8 @@ _PULSES_PER_TIMEOUT = 16
 
 
 class Pulse:
-    """Beats from its making to stop(). Use as a context manager around the core's life, close() included:
-    the peers wait for what lingers."""
+    """Beats from its construction to stop(). Use it as a context manager around the core's life, close()
+    included: the peers wait for what lingers."""
 
     def __init__(self, core: _core.Worker, peer_timeout_s: float) -> None:
         self._core = core
@@ -107,7 +109,7 @@ class Pulse:
         self.stop()
 
     def stop(self) -> None:
-        """Idempotent. Afterwards the core is not called any more."""
+        """Stops. May be called again. Afterwards the core is not called any more."""
         self._stopping.set()
         self._thread.join()
 

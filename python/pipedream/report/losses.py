@@ -28,8 +28,8 @@ __all__ = ["LateLossRecord", "LossRecord", "make_loss_record"]
 
 
 class LossRecord:
-    """The loss of each minibatch, a sum over the microbatches that this replica has of it, each by its share:
-    of all, it is the mean."""
+    """The loss of each minibatch. It is the sum over this replica's microbatches, each by its share of the
+    minibatch; over all replicas, the sum is the mean."""
 
     reads_late = False
     """Whether read_pending() must follow an add(): before the next one, and before its backward counts."""
@@ -37,8 +37,8 @@ class LossRecord:
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self.parts: deque[float] | None = None
-        """The parts in the loss of their minibatch of the microbatches whose backwards are still to come;
-        None if nobody wants them."""
+        """For each microbatch whose backward is still to come, its part of its minibatch's loss. None if
+        nobody wants the parts."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
@@ -49,13 +49,14 @@ class LossRecord:
         self._add(minibatch, loss.item(), weight)
 
     def close(self, minibatch: int) -> None:
-        """All its microbatches are added."""
+        """Ends a minibatch, when all its microbatches are added."""
         value, share, self._sum, self._share = self._sum, self._share, 0.0, 0.0
         self.values.append(value)
         self._on_minibatch(minibatch, value, share)
 
     def read_pending(self) -> None:
-        """Reads the losses that were added before, if it reads late: when the next item has been launched."""
+        """Reads the losses that were added before, if losses are read late. Call it when the next item has
+        been launched."""
 
     def _add(self, minibatch: int, value: float, weight: float) -> None:
         if not math.isfinite(value) and self._on_nonfinite == "stop":
@@ -140,8 +141,9 @@ class _PinnedCopier:
 def make_loss_record(
     on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], device: torch.device
 ) -> LossRecord:
-    """on_nonfinite: of run(). on_minibatch: takes each minibatch, its loss and what the microbatches of
-    that count in it, in order."""
+    """on_nonfinite: as in run(). on_minibatch: called for each minibatch in order, with its loss and the
+    share of it that the microbatches have.
+    """
     if device.type == "cpu":
         return LossRecord(on_nonfinite, on_minibatch)
     return LateLossRecord(on_nonfinite, on_minibatch, _PinnedCopier())

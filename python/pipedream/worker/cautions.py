@@ -1,5 +1,5 @@
-"""Cautions about a run that may not be meant so and is no error. They are said once, before any process
-starts."""
+"""Cautions about a run. Its options are allowed, but the user may not have meant them. Each caution is said
+once, before any process starts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 
-# Their mean divides by the weights of the samples that count, not by the number of samples.
+# Their mean is over the weights of the samples that count, not over the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
-_MICROBATCHES_TRIED_MAX = 64  # for a run that is late
+_MICROBATCHES_TRIED_MAX = 64  # to find a number for a run that is late
 
 _BETWEEN = ("pipedream", "contextlib")  # modules of the frames between a warning and the user's line
 
@@ -48,9 +48,10 @@ def cautions_of(
     autocast: Any = None,
     schedule: str | None = None,
 ) -> Iterator[str]:
-    """One line each. world_size: ranks that torchrun has started, None without it. rates_by_update: each
-    stage has a scheduler of its own that steps with its updates. codec: of the links. autocast, schedule: of
-    run()."""
+    """Yields the cautions, one line each. world_size: ranks that torchrun has started; None without it.
+    rates_by_update: whether each stage has a scheduler of its own, which steps with its updates. codec: the
+        codec of the links. autocast, schedule: as in run().
+    """
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         yield (
@@ -113,7 +114,7 @@ def cautions_of(
 
 
 def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[str]:
-    """A line where it was made for another schedule, or other microbatches."""
+    """Yields a line if the plan was made for another schedule, or for other microbatches."""
     made_for = (plan.schedule or schedule, plan.microbatches or microbatches)
     if made_for == (schedule, microbatches):
         return
@@ -150,8 +151,8 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
 
 
 def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller of gradients that are more than one update late, where an optimizer has momentum:
-    together they cost minibatches (docs/statistical_efficiency.md). optimizers: of some stages."""
+    """Warns the caller if gradients are more than one update late and an optimizer has momentum. The two
+    together cost minibatches (docs/statistical_efficiency.md). optimizers: those of some stages."""
     delay = mean_delay(options)
     names = [type(made).__name__ for made in optimizers if _has_momentum(made)]
     if delay <= 1 or not names:
@@ -172,8 +173,8 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
 
 
 def warn_if_coarse(optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller of an optimizer that steps in bfloat16, which loses small steps. optimizers: of some
-    stages."""
+    """Warns the caller of an optimizer that steps in bfloat16, which loses small steps. optimizers: those
+    of some stages."""
     for made in optimizers:
         keeps_masters = isinstance(made, MasterWeights) or type(made) in NATIVE_OPTIMIZERS
         if not keeps_masters and any(has_master(p) for group in made.param_groups for p in group["params"]):
@@ -198,10 +199,10 @@ def _has_momentum(optimizer: Optimizer) -> bool:
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
-    """One line where data hold a part of the model, whose weights are not where data are read. Raises
-    ValueError for a sampler that does: it has no other use for them than to choose."""
+    """Yields a line if data hold a part of the model: its weights are not where data are read. Raises
+    ValueError if a sampler does, because a sampler uses the model only to choose."""
     if plan.num_stages == 1 and plan.workers_used == 1:
-        return  # it is the model that is trained
+        return  # the data hold the model that is trained
     roots = [root for _, root in roots_of(model)]
     own = {id(model), *(id(part) for root in roots for part in (*root.modules(), *root.parameters()))}
     why = (
@@ -230,7 +231,7 @@ def _samplers_of(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Directly: a dataset may have a million parts."""
+    """Yields what the data hold directly, and no deeper: a dataset may have a million parts."""
     held: Mapping[str, Any] = {}
     path = "data.dataset" if isinstance(data, DataLoader) else "data"
     if isinstance(data, types.GeneratorType):

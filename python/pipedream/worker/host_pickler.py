@@ -34,7 +34,7 @@ from pipedream.worker.local_functions import reduced_function
 
 __all__ = ["HostPickler", "HostUnpickler", "MemoryFile", "room_told"]
 
-_MAPPED_BYTES_MIN = 1 << 16  # smaller memory is in the pickle
+_MAPPED_BYTES_MIN = 1 << 16  # bytes of memory; less is put into the pickle
 _ALIGNMENT = 64  # of memory within a file, as allocators align it
 
 
@@ -43,18 +43,19 @@ class _Sink(Protocol):
 
 
 class HostPickler(pickle.Pickler):
-    """Writes tensors as they are in host memory: an unpickled one lies on no device of the caller's, and
-    tensors that share memory, as a view that a module keeps of a buffer, share it there."""
+    """Pickles tensors as they are in host memory. An unpickled one lies on no device of the caller's.
+    Tensors that share memory still share it, such as a buffer and a module's view of it."""
 
     def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
-        """memory: for tensors and arrays of mapped_bytes_min and more. None leaves all in the pickle, and
-        functions to those who can import them."""
+        """memory: the file for tensors and arrays of mapped_bytes_min and more. None leaves all in the
+        pickle, and pickles functions by their names.
+        """
         super().__init__(content)
         self.mapped_bytes_min = _MAPPED_BYTES_MIN
         self.sends_functions = memory is not None
         self._memory = memory
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """By address, one object for each: the pickler knows objects again."""
+        """Storages by address. The pickler knows an object again, so there is one for each."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
@@ -105,7 +106,8 @@ class HostPickler(pickle.Pickler):
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
-    """(path, mode, offset) of what the user has mapped from a file; None: it may be something else there."""
+    """Returns (path, mode, offset) of memory that the user has mapped from a file. None: the file may have
+    other contents where it is unpickled."""
     filename, mapping, mode = array.filename, getattr(array, "_mmap", None), str(array.mode)
     if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
         return None
@@ -129,7 +131,7 @@ class MemoryFile:
         self.size = 0
 
     def append(self, content: np.ndarray[Any, Any]) -> tuple[str, int, int]:
-        """(path, offset, size in bytes)."""
+        """Appends the content. Returns (path, offset, size in bytes)."""
         with room_told(self._path.parent):
             if self._file is None:
                 self._file = self._path.open("wb")
@@ -140,7 +142,7 @@ class MemoryFile:
         return os.fspath(self._path), offset, content.nbytes
 
     def cut(self, size: int) -> None:
-        """Takes back what was appended since."""
+        """Cuts the file back to this size."""
         if self._file is not None:
             self._file.truncate(size)
             self._file.seek(size)
@@ -157,7 +159,7 @@ class MemoryFile:
 
 
 class HostUnpickler(pickle.Unpickler):
-    """Reads what a HostPickler has written. A page that is written to is this reader's own from then on."""
+    """Reads what a HostPickler has written. A page that this reader writes to becomes its own."""
 
     def __init__(self, content: BinaryIO) -> None:
         super().__init__(content)
@@ -176,7 +178,8 @@ _mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
 
 
 def _mapping_of(path: str, num_bytes: int) -> mmap.mmap:
-    """A mapping of at least so many bytes: the file may have grown since another part of it was read."""
+    """Returns a mapping of at least so many bytes. The file may have grown since another part of it was
+    read."""
     mappings = _mappings.get()
     if path not in mappings or len(mappings[path]) < num_bytes:
         with open(path, "rb") as file:
@@ -208,11 +211,11 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Whether the method is found by its name, which is all that pickle sends of it: not where it was made
-    for this one object, or has taken the place of the class's own."""
+    """Whether pickle can find the method by its name, which is all that it sends. A method cannot be found
+    if it was made for this one object, or replaces the class's own."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
-        return False  # something else has the name there
+        return False  # the name stands for something else there
     found = inspect.getattr_static(owner, method.__name__, None)
     return getattr(found, "__func__", found) is method.__func__
 

@@ -29,7 +29,7 @@ _ENDING = (
 )
 _ALONE = b"pipedream: ending at once: other ranks of stage 0 were not interrupted\n"
 _HEARD_S = 10.0
-"""How long rank 0 trains on, at most, until all replicas of stage 0 have heard of an interrupt."""
+"""Seconds that rank 0 trains on, at most, until all replicas of stage 0 have heard of an interrupt."""
 _ORDER_KEY = "where the run stops"
 
 
@@ -45,23 +45,23 @@ class Interrupt:
 
 
 class SharedInterrupt:
-    """The same at a rank of torchrun where the first stage has replicas, each of which gets the interrupt.
-    Those that have got it ask the store, and no others:
+    """The interrupts of a rank of torchrun, if the first stage has replicas. Each replica gets an interrupt
+    of its own. Only interrupted ranks ask the store:
 
         replica r    says that it has heard, and looks for the order at each of its boundaries from then on
         rank 0       when all have heard, chooses a boundary and writes the order, before it goes on
 
-    So nobody passes the boundary without having read the order. Rank 0 gives up where another rank of the
+    So no replica passes that boundary without having read the order. Rank 0 gives up if another rank of the
     stage was not interrupted."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, others: list[int]) -> None:
-        """others: the ranks of stage 0 but rank 0."""
+        """others: the ranks of stage 0 without rank 0."""
         self._rendezvous = rendezvous
         self._rank = rank
         self._others = others
         self._is_asked = False
         self._asked_s: float | None = None
-        """When this rank came to a boundary after it was interrupted."""
+        """The time at which this rank came to a boundary after it was interrupted."""
         self._stop_at = -1
 
     def ask_for_stop(self) -> None:
@@ -144,13 +144,13 @@ def interrupts_stop(
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            return  # a forked process of a DataLoader, whose data the minibatches in flight still need
+            return  # a forked process of a DataLoader: minibatches in flight still need its data
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not has_begun():
             raise KeyboardInterrupt
         ask()
         if speaks:
-            os.write(2, _STOPPING)  # print() may be what was interrupted
+            os.write(2, _STOPPING)  # the interrupt may have come in a print()
 
     signal.signal(signal.SIGINT, handle)
     try:

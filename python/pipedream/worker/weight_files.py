@@ -1,14 +1,14 @@
-"""Weights in files, one per stage, which the worker that has the stage writes: for the caller of local
-workers, and for the user.
+"""Files of weights, one per stage, for the caller of local workers and for the user. The worker that has
+the stage writes its file.
 
     model-00001-of-00002.safetensors      stage 0, of replica 0
     model-00002-of-00002.safetensors      stage 1
     model.safetensors.index.json          by name, as Hugging Face's checkpoints have it
 
-Replicas differ in their buffers alone. Each further replica of a stage writes its own, and the stage's
-buffers are the means over all replicas; they get a file of their own in the user's folder. A file is called
-*.part until it is whole, and a file for the user until all of them are. On the worker's compute thread, and
-the caller's.
+Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
+buffers are the means over all replicas, and get a file of their own in the user's folder. A file is called
+*.part until it is complete; a file for the user, until all are. On the worker's compute thread, and the
+caller's.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether files there take host memory, by the kind of the file system; no where that is not told."""
+    """Whether files in the folder take host memory, by the kind of the file system. False if that is
+    unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -129,8 +130,8 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Writes those of this worker's stages. persistent: only what a state_dict holds, for the user, to be
-    finished when all have written theirs."""
+    """Writes the weights of this worker's stages. persistent: writes only what a state_dict holds, for the
+    user; the files are finished when all workers have written theirs."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None
@@ -181,7 +182,7 @@ def _loss_file(replica: int) -> str:
 
 
 def are_complete(plan: Plan, folder: Path) -> bool:
-    """Whether all workers have saved theirs for the caller."""
+    """Whether all workers have saved their weights for the caller."""
     return all(
         _file_of(folder, plan, stage, replica).exists()
         for stage in range(plan.num_stages)
@@ -190,7 +191,7 @@ def are_complete(plan: Plan, folder: Path) -> bool:
 
 
 def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Makes what all workers saved the stages' state. Where that fails the files are kept."""
+    """Loads the weights that all workers saved into the stages. If that fails, the files are kept."""
     try:
         for stage in stages:
             index = stage.stage_index
@@ -226,8 +227,8 @@ def is_keeping(folder: Path) -> bool:
 
 
 def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list[int] | None:
-    """Makes what workers have kept after a failure the stages' state. Returns the stages of which nothing is
-    left, None where nothing was kept at all, and the model is as it was."""
+    """Loads the weights that workers have kept after a failure. Returns the stages of which nothing is
+    left. Returns None if nothing was kept at all; the model is then as it was."""
     missing: list[int] = []
     has_loaded = False
     for stage in stages:
@@ -244,8 +245,8 @@ def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list
 
 
 def finish_weights(plan: Plan, folder: Path) -> None:
-    """When all workers have written theirs for the user: the buffers' means, the files' names, and the
-    index. At rank 0."""
+    """Finishes the user's files when all workers have written theirs: the buffers' means, the files' names,
+    and the index. At rank 0."""
     file_of: dict[str, str] = {}
     means: dict[str, Tensor] = {}
     for stage in range(plan.num_stages):
@@ -268,14 +269,14 @@ def finish_weights(plan: Plan, folder: Path) -> None:
 
 
 def drop_weights(plan: Plan, folder: Path) -> None:
-    """Removes what is not finished."""
+    """Removes the files that are not finished."""
     for path in _unfinished(plan, folder):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def move_weights(plan: Plan, folder: Path) -> Path | None:
-    """Moves weights that are written, but not complete for all stages, into a folder of their own. None:
+    """Moves weights that are written, but not for all stages, into a folder of their own. Returns None if
     there are none."""
     written = [path for path in _unfinished(plan, folder) if path.exists()]
     if not written:
@@ -287,7 +288,7 @@ def move_weights(plan: Plan, folder: Path) -> Path | None:
 
 
 def keep_elsewhere(run: AgreedRun) -> str:
-    """Writes this worker's weights to where there is room, and says where."""
+    """Writes this worker's weights to a folder with enough room, and says where."""
     for place in (tempfile.gettempdir(), os.getcwd()):
         with contextlib.suppress(OSError):
             kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=place))
