@@ -1,6 +1,6 @@
 // Methods for calls at every work item, by Python's own calling convention, which passes a pointer to the
 // arguments. pybind11's packs the arguments into a tuple, looks for an overload and casts each by its type.
-// That is several times as much code, and it is not in the processor's caches when a work item gets there.
+// This code is several times as long, and it is not in the processor's caches when a work item gets there.
 // Called with the GIL held.
 #pragma once
 

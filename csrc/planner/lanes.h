@@ -60,25 +60,25 @@ struct SentItem {
   Lane* lane = nullptr;
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
-  double arrives_ms = 0;  // all of it: what Network::send() finds
+  double arrives_ms = 0;  // when all of it arrives; set by Network::send()
 };
 
 // All lines of a replay.
 class Network {
  public:
-  // transfers: null where nobody asks for them.
+  // transfers: gets every transfer; null if none is wanted.
   Network(std::size_t num_workers, std::vector<Transfer>* transfers);
 
-  // One more by which a worker sends; its index.
+  // Adds a line by which a worker sends, and returns its index.
   std::size_t add_line();
-  // Sends what one worker sends at once, by the same line.
+  // Sends the items that one worker sends at the same time, all on the same line.
   void send(std::vector<SentItem>& items, double now_ms);
   // Takes the lane's next item, for which its receiver has been ready since then. before: the lane of the
   // list's step before, null if that is of none.
   void receive(Lane& lane, const Lane* before, double since_ms);
 
  private:
-  // By which a worker gets what others send it.
+  // The line by which a worker receives.
   struct LineIn {
     double free_ms = 0;  // for what other stages send
     double exchanges_until_ms = 0;
@@ -89,13 +89,13 @@ class Network {
     double end_ms = 0;
   };
 
-  // An item that is sent now, chunk by chunk.
+  // An item that send() is sending, chunk by chunk.
   struct Made {
     SentItem* item = nullptr;
     double first_ms = 0;  // when the first chunk was there
     double last_ms = 0;   // and the last one
     double of_chunk_ms = 0;
-    double left_ms = 0;  // that is still to leave
+    double left_ms = 0;  // time that the item still needs on the line
     Span leaves = {};
   };
 

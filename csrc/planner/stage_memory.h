@@ -1,10 +1,11 @@
-// The memory of one replica of a planned stage, by a profile's figures: the sum that budget/memory.py finds
-// for a run, or a little more. Pure arithmetic; any thread.
+// Estimates the memory of one replica of a planned stage from a profile's figures: the sum that
+// budget/memory.py finds for a run, or a little more. Pure arithmetic; any thread.
 //
-// Stage s with r replicas and n microbatches in flight at each; a minibatch has m of them. What crosses and
-// what is kept is of a microbatch: a profile's figure of a minibatch over m. To each replica activations come
-// by u edges, from each other replica upstream that has a microbatch in common with it, and d gradients'
-// edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
+// Stage s has r replicas, each with n microbatches in flight; a minibatch has m microbatches. `input`,
+// `output`, `widest` and `saved` below are bytes of a microbatch: a profile's bytes of a minibatch over m.
+// Each replica receives activations over u edges, one from each upstream replica that has a microbatch in
+// common with it, and gradients over d edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r,
+// r_{s+1}).
 //
 //   what there is of the weights    replica_weight_bytes(), below
 //   + frozen weights                as given: model_copies of them, and nothing else

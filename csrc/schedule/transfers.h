@@ -171,9 +171,9 @@ class ProgramCursor {
   [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
-  // Says how many minibatches there are. Allowed once, and not below what was already forwarded: what is
-  // current may be the activation, the pull before a forward, the forward, or the push, of one that does not
-  // exist. A pull that stands before such a forward has its item all the same, and is not done again.
+  // Sets the number of minibatches. Allowed once, and not below the number already forwarded. The current
+  // instruction may belong to a minibatch that does not exist: its activation, the pull before its forward,
+  // the forward, or the push. A pull before such a forward still has an item, and is not done twice.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const {
     return compute_.may_set_num_minibatches(num_minibatches);

@@ -1,18 +1,17 @@
-// Replay of all workers' programs in memory. See validator.h.
+// The replay of all workers' programs in memory. See validator.h.
 //
-// In two steps. What a stage reads, keeps and updates depends on its worker's own list alone, so every
-// list is checked by itself (list_checks.h): what it computes, and what it receives for that and sends of it.
-// What then remains is whether the lists fit together (check_items, Pipeline).
-// There the workers form a Kahn network: each has one order of instructions and waits only for queues, so
-// whether a deadlock exists does not depend on the workers' speeds, and one replay in any order proves it.
-// How long a queue grows does depend on them: when its reader has done j instructions, what was written
-// into the queue is most when all other workers have gone as far as they can, so the worst case of all
-// queues of one reader is the replay in which that worker moves only when nobody else can. Evaluations have
-// queues that a writer waits for when they are full, which is a Kahn network again. Both steps are
-// linear in the number of instructions, the second once per worker.
-// What asynchronous shards do for others stands in lists of their own, which the second step takes for those
-// of further workers: each waits for one replica alone, so this is a Kahn network, too, though the order in
-// which a shard adds gradients is not fixed.
+// The first step checks every list by itself (list_checks.h): what a stage reads, keeps and updates depends
+// on its worker's own list alone. It checks what the worker computes, receives for that, and sends. The
+// second step checks that the lists fit together (check_items, Pipeline). The workers form a Kahn network:
+// each has a fixed order of instructions and waits only for queues. So whether there is a deadlock does not
+// depend on the workers' speeds, and one replay in any order proves it. The length of a queue does depend on
+// speeds. When its reader has done j instructions, the queue is longest if all other workers have gone as far
+// as they can. So one replay in which a worker moves only when no other can gives the worst case of all
+// queues that it reads. Writers wait for full queues of evaluations; that is a Kahn network again. Both steps
+// are linear in the number of instructions; the second runs once per worker. Asynchronous shards serve other
+// replicas by lists of their own. The second step treats these as lists of further workers. Each waits for
+// one replica alone, so this is a Kahn network, too, although the order in which a shard adds gradients is
+// not fixed.
 #include "schedule/validator.h"
 
 #include <algorithm>
@@ -49,8 +48,8 @@ struct Queue {
   std::int64_t num_queued_max = 0;
 };
 
-// All workers at work on lists that are right by themselves. Where replicas reduce together an UPDATE waits
-// until all of its stage's have come to theirs, as if each had sent the others a word.
+// All workers at work on lists that have passed their own checks. If replicas update by a collective, an
+// UPDATE waits until all replicas of its stage have come to theirs.
 class Pipeline {
  public:
   Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs);

@@ -1,7 +1,13 @@
-// Replays the programs of all workers in memory, sends and receives included, and proves, for the given
-// lists, that there is no deadlock, every read sees the version that the rule names, no more versions live
-// than are kept, every edge carries what its receiver expects next, and no more than is reported can wait on
-// it. Pure; any thread.
+// Replays the programs of all workers in memory, sends and receives included. For the given lists it proves
+// that
+//
+//   - there is no deadlock
+//   - every read sees the version that the rule names
+//   - no more versions live than are kept
+//   - every edge carries the item that its receiver expects next
+//   - no more items can wait on an edge than the report says
+//
+// Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -24,23 +30,27 @@ struct EdgeReport {
 struct ReplayReport {
   bool ok = true;
   std::string error;  // names worker, position and instruction at fault; empty when ok
-  // Empty unless ok. Per stage: the most that was alive at once. Versions: the newest, those that are still
-  // to be read (as under vertical sync before their forward), and during an update the one that is being
-  // written, except in place.
+  // Empty unless ok. The most live versions per stage at any time: the newest, those that are still to be
+  // read (under vertical sync even before their forward), and during an update the version that is being
+  // written, unless it is written in place.
   std::vector<std::int64_t> versions_live_max;
   std::vector<std::int64_t> activations_live_max;  // microbatches forwarded, not yet backwarded
   std::vector<EdgeReport> edges;                   // as edges_of()
 };
 
-// programs: one list per worker. Any list may be given; the report says whether it is one that trains
-// up to minibatch num_minibatches - 1 as the options say, in an order that may differ from make_program's.
-// Within a stage forwards, and backwards, must go in the order of (minibatch, microbatch); the update of a
-// minibatch comes before the next one's backwards (gradients add up in one place), and one microbatch at a
-// time is recomputed. Where every minibatch drains, a stage's forwards wait for its update, and a worker's
-// updates for the backwards of all its stages. A RECV stands between the uses of the item before it and its
-// own, a SEND before the next item of its kind is made, and norms are exchanged as transfers.h draws it. Of a
-// tied version nothing is overwritten that a minibatch still reads. Where replicas reduce together, an update
-// of one waits for those of the others.
+// programs: one list per worker, in any order of instructions. The report says whether the lists train up to
+// minibatch num_minibatches - 1 as the options say. The rules are:
+//
+//   - Within a stage forwards go in the order of (minibatch, microbatch), and so do backwards.
+//   - The update of a minibatch comes before the next one's backwards: gradients add up in one place.
+//   - One microbatch at a time is recomputed.
+//   - If every minibatch drains, a stage's forwards wait for its update, and a worker's updates wait for the
+//     backwards of all its stages.
+//   - A RECV stands after the uses of its edge's earlier item and before the use of its own.
+//   - A SEND stands before the next item of its kind is made.
+//   - Norms are exchanged as transfers.h draws it.
+//   - A tied version is not overwritten while a minibatch still reads it.
+//   - If replicas update by a collective, an update of one waits for those of the others.
 [[nodiscard]] ReplayReport replay(const ScheduleOptions& options,
                                   const std::vector<std::vector<Instruction>>& programs,
                                   std::int64_t num_minibatches);

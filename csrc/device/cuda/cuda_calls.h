@@ -14,8 +14,8 @@ namespace pipedream {
 // Throws DeviceError.
 void throw_if_failed(cudaError_t status, const char* call, int device_index);
 
-// For destructors: logs, never throws. After an error of the context everything fails alike: an error is
-// logged once. At process exit, and in a child of fork(), the driver is not there: that is no news.
+// For destructors: logs and never throws. After an error of the context every call fails alike, so an error
+// is logged once. Nothing is logged at process exit or in a child of fork(), where the driver is gone.
 void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept;
 
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
