@@ -2,7 +2,7 @@
 was killed.
 
 The board is a small file that all of them map, so it survives a worker. Each rank writes its own entry. The
-caller asks for an early end. Rank 0 writes where that end is, and where the run is saved.
+caller asks for an early end, and rank 0 writes where that end is.
 """
 
 from __future__ import annotations
