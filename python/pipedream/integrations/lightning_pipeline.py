@@ -376,6 +376,8 @@ class Pipeline:
         is.
         """
         assert self.steps is not None
+        if any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in self.steps.modules()):
+            return "batch norm would normalize each piece by itself"
         weight_fn = self.settings.run.get("weight_fn", _count_one)
         try:
             with self.steps.in_eval_mode():

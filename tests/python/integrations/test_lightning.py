@@ -256,6 +256,11 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (0.9 + torch.rand(()) / 5)
 
+    class Normalized(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = nn.Sequential(self.layers[0], nn.BatchNorm1d(24))
+
     cut: list[int] = []
 
     def run(*_: Any, microbatches: int, **__: Any) -> None:
@@ -268,14 +273,17 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         (Net(), {}),
         (Random(), {}),
         (Net("sum"), {}),
+        (Normalized(), {}),
         (Ignoring(), {}),
         (Ignoring(), {"run": {"weight_fn": count_labels}}),
         (Net("sum"), {"microbatches": 4}),
     ]:
         with pytest.raises(InterruptedError):
             front.fit(module.double(), *loaders(), plan=plan, **arguments(tmp_path), **given)
-    assert cut == [8, 8, 1, 1, 8, 4]
-    assert "batches are trained on whole: the loss of the first is" in capsys.readouterr().out
+    assert cut == [8, 8, 1, 1, 1, 8, 4]
+    told = capsys.readouterr().out
+    assert "batches are trained on whole: the loss of the first is" in told
+    assert "trained on whole: batch norm would normalize each piece by itself; microbatches=8 cuts" in told
 
 
 def test_a_stopped_fit_goes_on_as_the_trainer_does(farm: Any, tmp_path: Path) -> None:
