@@ -198,7 +198,7 @@ def _plateau(optimizer: torch.optim.Optimizer) -> Any:
         (lambda _: "sgd", None, TypeError, "optimizer returned str: it must return a torch.optim.Optimizer"),
         (torch.optim.LBFGS, None, ValueError, "optimizer is LBFGS, .* closure"),
         (_foreign, None, ValueError, "optimizer was made of other parameters"),
-        (_SGD, _plateau, ValueError, "lr_scheduler is a ReduceLROnPlateau, .*: use one that counts steps"),
+        (_SGD, _plateau, ValueError, "ReduceLROnPlateau, .*: use callbacks=.*, or a scheduler that counts"),
         (_SGD, lambda _: 0.1, TypeError, "lr_scheduler returned float: it must return"),
     ],
 )
