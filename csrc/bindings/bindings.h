@@ -6,6 +6,7 @@
 namespace pipedream {
 
 void bind_schedule(pybind11::module_& module);
+void bind_program(pybind11::module_& module);
 void bind_planner(pybind11::module_& module);
 void bind_simulation(pybind11::module_& module);
 void bind_weights(pybind11::module_& module);

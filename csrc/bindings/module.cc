@@ -16,6 +16,7 @@ PYBIND11_MODULE(_core, module) {
     }
   });
   pipedream::bind_schedule(module);
+  pipedream::bind_program(module);
   pipedream::bind_planner(module);
   pipedream::bind_simulation(module);
   pipedream::bind_weights(module);

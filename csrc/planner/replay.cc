@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/check.h"
 #include "base/failure.h"
 #include "schedule/listed_program.h"
 #include "schedule/transfers.h"
@@ -77,48 +78,45 @@ double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owne
 }
 
 double work_ms_of(const Instruction& step, const StageDurations& stage) {
-  const bool is_first = step.microbatch.value() == 0;
-  switch (step.opcode) {
-    case Opcode::kForward:
+  const OpcodeTraits& traits = traits_of(step.opcode);
+  // The lists do not say how large a minibatch is that is evaluated.
+  const bool is_first = step.microbatch.value() == 0 || traits.scope == Scope::kBoundary;
+  switch (traits.duration) {
+    case Duration::kNone:
+      return 0;
+    case Duration::kForward:
       return is_first ? stage.forward_ms : stage.later_forward_ms;
-    case Opcode::kRecompute:
+    case Duration::kRecompute:
       return stage.recompute_ms;
-    case Opcode::kBackward:
+    case Duration::kBackward:
       return is_first ? stage.backward_ms : stage.later_backward_ms;
-    case Opcode::kUpdate:
+    case Duration::kUpdate:
       return stage.is_spare(step.replica) ? stage.spare_update_ms : stage.update_ms;
-    case Opcode::kEvaluate:
-      return stage.forward_ms;  // of whatever size: the lists do not say it
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      break;
   }
-  return 0;  // they keep the link, not the worker
+  PD_CHECK(false, to_string(step));
 }
 
 double waking_ms_of(Opcode opcode, const WakingDurations& waking) {
-  switch (opcode) {
-    case Opcode::kForward:
+  switch (traits_of(opcode).duration) {
+    case Duration::kForward:
       return waking.forward_ms;
-    case Opcode::kBackward:
+    case Duration::kBackward:
       return waking.backward_ms;
-    case Opcode::kUpdate:
+    case Duration::kUpdate:
       return waking.update_ms;
-    case Opcode::kRecompute:
-    case Opcode::kEvaluate:
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      break;
+    case Duration::kRecompute:  // comes right before its backward
+    case Duration::kNone:
+      return 0;
   }
-  return 0;  // a recomputation comes right before its backward
+  PD_CHECK(false, opcode_name(opcode));
 }
 
 std::string describe(const Instruction& instruction) {
   std::string text = opcode_name(instruction.opcode);
-  text += " " + (travels(instruction.opcode) ? to_string(instruction.edge)
+  text += ' ' + (travels(instruction.opcode) ? to_string(instruction.edge)
                                              : to_string({instruction.stage, instruction.replica}));
   text += " minibatch " + std::to_string(instruction.minibatch.value());
-  if (instruction.opcode == Opcode::kUpdate) return text;
+  if (writes_version(instruction.opcode)) return text;
   return text + " microbatch " + std::to_string(instruction.microbatch.value());
 }
 
@@ -167,9 +165,11 @@ void check_list(const std::vector<Instruction>& program) {
   for (const Instruction& instruction : program) {
     Instruction done = instruction;
     done.version = {};
-    if (instruction.opcode == Opcode::kRecompute || instruction.opcode == Opcode::kBackward) {
-      done.opcode = Opcode::kForward;
-      if (!seen.contains(done)) throw UserError(describe(instruction) + " comes before its forward");
+    if (const auto follows = traits_of(instruction.opcode).follows) {
+      done.opcode = *follows;
+      if (!seen.contains(done)) {
+        throw UserError(describe(instruction) + " comes before its " + traits_of(*follows).meaning);
+      }
       done.opcode = instruction.opcode;
     }
     if (!seen.insert(done).second) throw UserError(describe(instruction) + " is in the lists twice");

@@ -26,7 +26,7 @@ bool contains(const UpdateEnds& ends, std::int64_t minibatch) {
 UpdateEnds update_ends(const std::vector<TimedStep>& row) {
   UpdateEnds ends;
   for (const TimedStep& step : row) {
-    if (step.opcode != Opcode::kUpdate) continue;
+    if (!writes_version(step.opcode)) continue;
     const auto at = std::ranges::lower_bound(ends, step.minibatch, {}, &UpdateEnd::minibatch);
     if (at != ends.end() && at->minibatch == step.minibatch) {
       at->end_ms = step.end_ms;
@@ -45,7 +45,7 @@ std::int64_t minibatches_per_update(const UpdateEnds& ends) {
 std::int64_t num_started_before_update(const std::vector<TimedStep>& row) {
   std::int64_t num_started = 0;
   for (const TimedStep& step : row) {
-    if (step.opcode == Opcode::kUpdate) break;
+    if (writes_version(step.opcode)) break;
     if (!travels(step.opcode)) num_started = std::max(num_started, step.minibatch + 1);
   }
   return num_started;

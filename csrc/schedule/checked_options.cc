@@ -1,8 +1,24 @@
 #include "schedule/checked_options.h"
 
+#include <algorithm>
 #include <numeric>
 
+#include "base/check.h"
+#include "schedule/listed_program.h"
+#include "schedule/schedule_rules.h"
+
 namespace pipedream {
+namespace {
+
+std::int64_t minibatches_per_round(const ScheduleOptions& options, StageIndex stage) {
+  if (options.program != nullptr) return options.program->minibatches_per_round(stage);
+  const std::int64_t m = options.num_microbatches;
+  return rules_of(options).drains() ? common_round(options)
+                                    : std::lcm(m, num_replicas_of(options, stage)) / m;
+}
+
+}  // namespace
+
 std::int64_t count_stages(const ScheduleOptions& options) {
   return static_cast<std::int64_t>(options.in_flight.size());
 }
@@ -48,6 +64,57 @@ std::int64_t common_round(const ScheduleOptions& options) {
     if (common > kMinibatchesPerRoundMax * m) break;
   }
   return common / m;
+}
+
+Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
+  return {options.first_minibatch.value(), num_replicas_of(options, stage),
+          minibatches_per_round(options, stage), options.asynchronous, options.num_microbatches};
+}
+
+bool drains(const ScheduleOptions& options) {
+  return options.program != nullptr ? options.program->drains() : rules_of(options).drains();
+}
+
+std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage) {
+  return num_replicas_of(options, stage) > 1 ? (options.staleness + 1) / 2 : 0;
+}
+
+MicrobatchOrder order_of(const ScheduleOptions& options) {
+  if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // its lists have one of their own
+  const std::int64_t workers = count_workers(options);
+  const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
+  return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
+}
+
+Rounds positions_of(const ScheduleOptions& options, StageIndex stage) {
+  Rounds positions = make_rounds(options, stage);
+  positions.num_microbatches = order_of(options).num_positions();
+  return positions;
+}
+
+std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
+  const StageIndex first_stage = stages_at(options, rank).front();
+  const std::int64_t num_in_round = make_rounds(options, first_stage).own_per_round();
+  const std::int64_t in_flight = in_flight_at(options, first_stage);
+  const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
+  switch (rules_of(options).in_flight) {
+    case InFlight::kAsPlanned:
+      return in_flight;
+    case InFlight::kAsPlannedOfRound:
+      return std::min(num_in_round, in_flight);
+    case InFlight::kRound:
+      return num_in_round;
+    case InFlight::kOne:
+      return 1;
+    case InFlight::kListed:
+      return options.program->num_in_flight(first_stage);
+    case InFlight::kOverChunks: {
+      const MicrobatchOrder order = order_of(options);
+      if (order.num_chunks == 1) return std::min(num_in_round, num_downstream + 1);
+      return 2 * num_downstream + (order.num_chunks - 1) * order.group_size + 1;
+    }
+  }
+  PD_CHECK(false, options.schedule);
 }
 
 }  // namespace pipedream

@@ -1,5 +1,6 @@
 // Checks the computing instructions of one worker's list. See validator.h.
 #include <algorithm>
+#include <array>
 
 #include "base/check.h"
 #include "schedule/evaluations.h"
@@ -10,6 +11,8 @@ namespace {
 
 // Why an instruction cannot be done, without its place; empty when it can.
 using Fault = std::string;
+
+std::size_t index_of(Opcode opcode) { return static_cast<std::size_t>(opcode); }
 
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
@@ -36,10 +39,10 @@ class StageChecker {
   [[nodiscard]] Fault check_boundary(const Instruction& evaluate) const;
   [[nodiscard]] Fault check_evaluate(const Instruction& instruction) const;
   [[nodiscard]] Fault check_forward(const Instruction& instruction) const;
-  [[nodiscard]] Fault check_recompute(const Instruction& instruction) const;
-  [[nodiscard]] Fault check_backward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_order(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_behind_forward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_recomputed(const Instruction& instruction) const;
   [[nodiscard]] Fault check_stashed(const Instruction& instruction) const;
-  [[nodiscard]] Fault check_next_backward(const Instruction& instruction) const;
   [[nodiscard]] Fault check_update(const Instruction& instruction) const;
   [[nodiscard]] Fault check_read(WeightVersion version, WeightVersion rule) const;
   [[nodiscard]] std::int64_t num_versions_live(Opcode opcode) const;
@@ -73,7 +76,8 @@ class StageChecker {
   const bool stashes_;
   const bool recomputes_;
 
-  std::int64_t num_forwarded_ = 0;  // items
+  std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};  // by opcode; of items, which go in order
+  std::int64_t num_forwarded_ = 0;                             // items
   std::int64_t num_backwarded_ = 0;
   bool recomputed_ = false;       // the next item to go backward
   MinibatchId evaluated_at_{-1};  // the boundary of the last evaluation, and its items so far
@@ -102,34 +106,29 @@ StageChecker::StageChecker(const ScheduleOptions& options, StageReplica here, st
 
 Fault StageChecker::check(const Instruction& instruction) const {
   if (Fault fault = check_range(instruction); !fault.empty()) return fault;
-  switch (instruction.opcode) {
-    case Opcode::kForward:
-      return check_forward(instruction);
-    case Opcode::kRecompute:
-      return check_recompute(instruction);
-    case Opcode::kBackward:
-      return check_backward(instruction);
-    case Opcode::kUpdate:
+  const OpcodeTraits& traits = traits_of(instruction.opcode);
+  switch (traits.scope) {
+    case Scope::kRound:
       return check_update(instruction);
-    case Opcode::kEvaluate:
+    case Scope::kBoundary:
       return check_evaluate(instruction);
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      break;
+    case Scope::kMicrobatch:
+      if (Fault fault = check_order(instruction); !fault.empty()) return fault;
+      return traits.follows ? check_behind_forward(instruction) : check_forward(instruction);
   }
-  PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
+  PD_CHECK(false, to_string(instruction));
 }
 
 Fault StageChecker::check_range(const Instruction& instruction) const {
   const std::int64_t first = options_.first_minibatch.value();
-  if (instruction.opcode == Opcode::kEvaluate) return check_boundary(instruction);
+  if (is_of_boundary(instruction.opcode)) return check_boundary(instruction);
   if (instruction.minibatch.value() >= 0 && instruction.minibatch.value() < first) {
     return "the minibatch is before the first, " + std::to_string(first);
   }
   if (instruction.minibatch.value() < 0 || instruction.minibatch.value() >= num_minibatches_) {
     return "the minibatch does not exist; there are " + std::to_string(num_minibatches_);
   }
-  const bool is_update = instruction.opcode == Opcode::kUpdate;
+  const bool is_update = writes_version(instruction.opcode);
   const std::int64_t due = is_update ? rounds_.begin_of(rounds_.round_of(instruction.minibatch)).value()
                                      : instruction.minibatch.value();
   if (instruction.minibatch.value() != due) {
@@ -174,12 +173,20 @@ Fault StageChecker::check_evaluate(const Instruction& instruction) const {
   return "the newest version is " + std::to_string(newest_);
 }
 
-Fault StageChecker::check_forward(const Instruction& instruction) const {
+// Every opcode of microbatches goes through them in their order, behind the one that it follows.
+Fault StageChecker::check_order(const Instruction& instruction) const {
+  const OpcodeTraits& traits = traits_of(instruction.opcode);
   const std::int64_t item = item_of(instruction);
-  if (item < num_forwarded_) return "the microbatch was already forwarded";
-  if (item > num_forwarded_) {
-    return "forwards go in order; the next is " + name_of(num_forwarded_);
+  const std::int64_t due = num_done_.at(index_of(instruction.opcode));
+  if (item < due) return "the microbatch's " + std::string(traits.meaning) + " was already done";
+  if (traits.follows && item >= num_done_.at(index_of(*traits.follows))) {
+    return "the microbatch's " + std::string(traits_of(*traits.follows).meaning) + " was not done yet";
   }
+  if (item == due) return {};
+  return std::string(traits.meaning) + "s go in order; the next is " + name_of(due);
+}
+
+Fault StageChecker::check_forward(const Instruction& instruction) const {
   if (drains_ && rounds_.round_of(instruction.minibatch) != newest_) {
     return "the schedule drains every minibatch, and the update of minibatch " +
            std::to_string(rounds_.begin_of(newest_).value()) + " was not done yet";
@@ -192,20 +199,27 @@ Fault StageChecker::check_forward(const Instruction& instruction) const {
                     forward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
 }
 
-Fault StageChecker::check_recompute(const Instruction& instruction) const {
-  if (!recomputes_) return "the options ask for no recompute at the stage";
-  if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
-  if (recomputed_) return "the microbatch was already recomputed";
-  return check_read(instruction.version,
-                    backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
+// Checks the rules that recompute and backward share.
+Fault StageChecker::check_behind_forward(const Instruction& instruction) const {
+  if (rounds_.round_of(instruction.minibatch) >= newest_ + num_gradients_kept_) {
+    return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) +
+           " is due first: gradients of two minibatches would be added up";
+  }
+  if (Fault fault = check_recomputed(instruction); !fault.empty()) return fault;
+  const WeightVersion rule =
+      backward_version(options_, stage_, instruction.minibatch, instruction.microbatch);
+  if (Fault fault = check_read(instruction.version, rule); !fault.empty()) return fault;
+  return check_stashed(instruction);
 }
 
-Fault StageChecker::check_backward(const Instruction& instruction) const {
-  if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
-  if (recomputes_ && !recomputed_) return "the options ask for a recompute first";
-  Fault fault = check_read(instruction.version,
-                           backward_version(options_, stage_, instruction.minibatch, instruction.microbatch));
-  return fault.empty() ? check_stashed(instruction) : fault;
+// Only the next one is recomputed: the activations of more than one microbatch would have to be held.
+Fault StageChecker::check_recomputed(const Instruction& instruction) const {
+  if (traits_of(instruction.opcode).stash != Stash::kRestored) {
+    return recomputes_ && !recomputed_ ? "the options ask for a recompute first" : "";
+  }
+  if (!recomputes_) return "the options ask for no recompute at the stage";
+  if (!recomputed_) return {};
+  return "the microbatch before waits for its backward: only the next one is recomputed";
 }
 
 // The forward's saved tensors lie in its version's slot.
@@ -215,20 +229,6 @@ Fault StageChecker::check_stashed(const Instruction& instruction) const {
   if (instruction.version == forwarded || num_kept_ == 1) return {};
   return "its forward has read version " + std::to_string(forwarded.value()) + ", and the stage keeps " +
          std::to_string(num_kept_) + ": where several are kept a backward reads its forward's";
-}
-
-// Rules that backward and recompute have in common. Only the next one is recomputed: the activations of more
-// than one microbatch would have to be held.
-Fault StageChecker::check_next_backward(const Instruction& instruction) const {
-  const std::int64_t item = item_of(instruction);
-  if (item >= num_forwarded_) return "the microbatch was not forwarded yet";
-  if (item < num_backwarded_) return "the backward was already done";
-  if (item > num_backwarded_) {
-    return "backwards go in order; the next is " + name_of(num_backwarded_);
-  }
-  if (rounds_.round_of(instruction.minibatch) < newest_ + num_gradients_kept_) return {};
-  return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) +
-         " is due first: gradients of two minibatches would be added up";
 }
 
 Fault StageChecker::check_update(const Instruction& instruction) const {
@@ -267,7 +267,7 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
 // own shard and those that others update are kept in the same slots, each at versions of its own.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   // The newest, and beside it what an update writes, unless it writes in place.
-  const std::int64_t num_newest = opcode == Opcode::kUpdate && num_kept_ > 1 ? 2 : 1;
+  const std::int64_t num_newest = writes_version(opcode) && num_kept_ > 1 ? 2 : 1;
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
   if (options_.program != nullptr) {  // whose reads go in any order
     const std::int64_t oldest = rule_.oldest_from(rounds_.own_number(replica_, num_backwarded_)).value();
@@ -297,30 +297,21 @@ void StageChecker::apply(const Instruction& instruction) {
   PD_CHECK(num_live <= num_kept_,
            to_string(instruction) << ": " << num_live << " versions are live, " << num_kept_ << " are kept");
   versions_live_max_ = std::max(versions_live_max_, num_live);
-  switch (instruction.opcode) {
-    case Opcode::kForward:
-      ++num_forwarded_;
-      num_in_flight_max_ = std::max(num_in_flight_max_, num_forwarded_ - num_backwarded_);
-      return;
-    case Opcode::kRecompute:
-      recomputed_ = true;
-      return;
-    case Opcode::kBackward:
-      recomputed_ = false;
-      ++num_backwarded_;
-      return;
-    case Opcode::kUpdate:
-      ++newest_;
-      return;
-    case Opcode::kEvaluate:
-      num_evaluated_ = instruction.microbatch.value() + 1;
-      evaluated_at_ = instruction.minibatch;
-      return;
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      break;
+  const OpcodeTraits& traits = traits_of(instruction.opcode);
+  PD_CHECK(!traits.travels, to_string(instruction));
+  ++num_done_.at(index_of(instruction.opcode));
+  if (traits.stash == Stash::kKept) ++num_forwarded_;
+  num_in_flight_max_ = std::max(num_in_flight_max_, num_forwarded_ - num_backwarded_);
+  if (traits.stash == Stash::kReleased) {
+    ++num_backwarded_;
+    recomputed_ = false;
   }
-  PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
+  if (traits.stash == Stash::kRestored) recomputed_ = true;
+  if (traits.writes_version) ++newest_;
+  if (traits.scope == Scope::kBoundary) {
+    num_evaluated_ = instruction.microbatch.value() + 1;
+    evaluated_at_ = instruction.minibatch;
+  }
 }
 
 Fault StageChecker::missing_at_end() const {
@@ -380,7 +371,7 @@ class ListChecker {
              std::to_string(rank.value());
     }
     if (Fault fault = stage_of(instruction).check(instruction); !fault.empty()) return fault;
-    return instruction.opcode == Opcode::kUpdate ? check_drained(instruction) : Fault();
+    return writes_version(instruction.opcode) ? check_drained(instruction) : Fault();
   }
 
   // If every minibatch drains, a norm over all stages is taken before the first update.

@@ -32,6 +32,9 @@ inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
 
+// Whether items of the kind, between neighbouring stages, go to the one upstream.
+[[nodiscard]] constexpr bool goes_upstream(EdgeKind kind) { return kind == EdgeKind::kGradient; }
+
 struct StageReplica {
   StageIndex stage;
   ReplicaIndex replica;

@@ -32,7 +32,7 @@ void Evaluations::begin(MinibatchId boundary) {
 }
 
 bool Evaluations::may_be_before(const Instruction& forward, WeightVersion newest) const {
-  return may_be_first_ && boundaries_.empty() && forward.opcode == Opcode::kForward &&
+  return may_be_first_ && boundaries_.empty() && keeps_stash(forward.opcode) &&
          forward.stage == stages_.front() && forward.microbatch == MicrobatchIndex(0) &&
          forward.minibatch.value() % group_size_ == 0 &&
          newest == version_at_boundary(rounds_, forward.minibatch);
@@ -40,9 +40,9 @@ bool Evaluations::may_be_before(const Instruction& forward, WeightVersion newest
 
 bool Evaluations::is_due(const std::optional<Instruction>& next, WeightVersion newest) const {
   if (boundaries_.empty() || newest != version_at_boundary(rounds_, boundaries_.front())) return false;
-  if (is_early_ || !next || next->opcode == Opcode::kUpdate) return true;
+  if (is_early_ || !next || writes_version(next->opcode)) return true;
   const std::int64_t bound = rounds_.number_of(boundaries_.front(), MicrobatchIndex(num_ahead_));
-  return next->opcode == Opcode::kForward && rounds_.number_of(next->minibatch, next->microbatch) >= bound;
+  return keeps_stash(next->opcode) && rounds_.number_of(next->minibatch, next->microbatch) >= bound;
 }
 
 Instruction Evaluations::current() const {

@@ -14,6 +14,16 @@ namespace {
 
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
 
+// "a, b or c"
+std::string one_of(const auto& values, auto name_of) {
+  std::string text = name_of(values.front());
+  for (std::size_t index = 1; index < values.size(); ++index) {
+    text += index + 1 < values.size() ? ", " : " or ";
+    text += name_of(values[index]);
+  }
+  return text;
+}
+
 // Takes an instruction's text apart, word by word.
 class Reader {
  public:
@@ -22,15 +32,14 @@ class Reader {
   Opcode read_opcode() {
     const std::string_view word = next_word();
     if (const auto opcode = find_opcode(word)) return *opcode;
-    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND or RECV is expected");
+    const auto name_of = [](const OpcodeTraits& traits) { return traits.name; };
+    fail(found(word) + " where " + one_of(kOpcodeTraits, name_of) + " is expected");
   }
 
   EdgeKind read_edge_kind() {
     const std::string_view word = next_word();
     if (const auto kind = find_edge_kind(word)) return *kind;
-    fail(found(word) +
-         " where activation, gradient, tied_gradient, tied_version, norm, push, pull or evaluation is "
-         "expected");
+    fail(found(word) + " where " + one_of(kEdgeKinds, edge_kind_name) + " is expected");
   }
 
   // "stage 1", or "stage 1 replica 2"
@@ -92,27 +101,11 @@ class Reader {
   std::string_view rest_;
 };
 
-}  // namespace
-
-std::optional<Opcode> find_opcode(std::string_view name) {
-  for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
-    if (name == kOpcodeTraits.at(opcode).name) return static_cast<Opcode>(opcode);
-  }
-  return std::nullopt;
-}
-
-namespace {
-
-// Whether each item of such an edge is a microbatch's.
-bool is_by_microbatch(EdgeKind kind) {
-  return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
-}
-
 std::string transfer_to_string(const Instruction& instruction) {
   std::ostringstream text;
   text << opcode_name(instruction.opcode) << ' ' << to_string(instruction.edge) << " minibatch "
        << instruction.minibatch.value();
-  if (is_by_microbatch(instruction.edge.kind)) text << " microbatch " << instruction.microbatch.value();
+  if (find_user(instruction.edge.kind)) text << " microbatch " << instruction.microbatch.value();
   return text.str();
 }
 
@@ -127,7 +120,7 @@ Instruction parse_transfer(Opcode opcode, Reader& reader) {
   instruction.stage = here.stage;
   instruction.replica = here.replica;
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
-  if (is_by_microbatch(instruction.edge.kind)) {
+  if (find_user(instruction.edge.kind)) {
     instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
   }
   reader.read_end_of_text();
@@ -143,7 +136,7 @@ std::string to_string(const Instruction& instruction) {
   text << opcode_name(instruction.opcode) << ' '
        << to_string(StageReplica{instruction.stage, instruction.replica}) << " minibatch "
        << instruction.minibatch.value();
-  if (traits.is_of_microbatch) text << " microbatch " << instruction.microbatch.value();
+  if (traits.scope != Scope::kRound) text << " microbatch " << instruction.microbatch.value();
   text << (traits.writes_version ? " writes" : " reads") << " version " << instruction.version.value();
   return text.str();
 }
@@ -159,7 +152,8 @@ Instruction parse_instruction(std::string_view text) {
   instruction.stage = here.stage;
   instruction.replica = here.replica;
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
-  if (traits.is_of_microbatch) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
+  if (traits.scope != Scope::kRound)
+    instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
   reader.read_word(traits.writes_version ? "writes" : "reads");
   instruction.version = WeightVersion(reader.read_number("version"));
   reader.read_end_of_text();

@@ -23,8 +23,8 @@ bool is_at(const Instruction& instruction, const Place& place) {
 void ListedProgram::count_facts() {
   for (StageIndex stage; stage.value() < num_stages(); stage = stage.next()) {
     Facts& facts = facts_.emplace_back();
-    facts.forwards = reads_of(stage, Opcode::kForward);
-    facts.backwards = reads_of(stage, Opcode::kBackward);
+    facts.forwards = reads_of(stage, Stash::kKept);
+    facts.backwards = reads_of(stage, Stash::kReleased);
     const std::int64_t end = std::max(facts.forwards.end(), facts.backwards.end());
     for (std::int64_t number = 0; number < end + facts.forwards.numbers_per_body(); ++number) {
       if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) facts.stashes = false;
@@ -46,7 +46,7 @@ void ListedProgram::count_facts() {
 }
 
 // The reads of all replicas, by the microbatches' numbers.
-ListedReads ListedProgram::reads_of(StageIndex stage, Opcode opcode) const {
+ListedReads ListedProgram::reads_of(StageIndex stage, Stash stash) const {
   const Rounds& rounds = rounds_of_stage(stage);
   const std::int64_t own_per_body = versions_per_body(stage) * rounds.own_per_round();
   std::vector<std::vector<std::int64_t>> by_replica;
@@ -54,7 +54,7 @@ ListedReads ListedProgram::reads_of(StageIndex stage, Opcode opcode) const {
   for (ReplicaIndex replica; replica.value() < rounds.num_replicas; replica = replica.next()) {
     std::vector<std::int64_t>& versions = by_replica.emplace_back();
     for (const Instruction& instruction : list_of(placement_.rank_of(stage, replica)).instructions) {
-      if (instruction.opcode == opcode && instruction.stage == stage) {
+      if (traits_of(instruction.opcode).stash == stash && instruction.stage == stage) {
         versions.push_back(instruction.version.value());
       }
     }
@@ -95,13 +95,13 @@ std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedRe
     for (std::int64_t position = 0; position < length; ++position) {
       const Instruction instruction = at(place.rank, position);
       if (!is_at(instruction, place)) continue;
-      if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
+      if (releases_stash(instruction.opcode)) ++num_backwarded;
       const std::int64_t oldest = tied.oldest_from(rounds.own_number(place.replica, num_backwarded));
       std::int64_t newest = 0;
       if (place.stage > owner) {  // comes before the first forward that reads it
         const std::int64_t number = rounds.number_of(instruction.minibatch, instruction.microbatch);
-        if (instruction.opcode == Opcode::kForward) newest = tied.newest_until(number);
-      } else if (instruction.opcode == Opcode::kUpdate) {
+        if (keeps_stash(instruction.opcode)) newest = tied.newest_until(number);
+      } else if (writes_version(instruction.opcode)) {
         newest = instruction.version.value();
       } else if (rounds.num_replicas > 1) {  // may have come from another replica
         newest = num_backwarded / rounds.own_per_round();
@@ -122,14 +122,14 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
   for (std::int64_t position = 0; position < list_of(place.rank).length(num_bodies); ++position) {
     const Instruction instruction = at(place.rank, position);
     if (!is_at(instruction, place)) continue;
-    if (instruction.opcode == Opcode::kForward) ++num_forwarded;
-    if (instruction.opcode == Opcode::kBackward) ++num_backwarded;
+    if (keeps_stash(instruction.opcode)) ++num_forwarded;
+    if (releases_stash(instruction.opcode)) ++num_backwarded;
     facts.num_in_flight = std::max(facts.num_in_flight, num_forwarded - num_backwarded);
     const std::int64_t oldest =
         std::min(facts.forwards.oldest_from(rounds.own_number(place.replica, num_forwarded)),
                  facts.backwards.oldest_from(rounds.own_number(place.replica, num_backwarded)));
     std::int64_t newest = 0;
-    if (instruction.opcode == Opcode::kUpdate) {
+    if (writes_version(instruction.opcode)) {
       newest = instruction.version.value();
     } else if (rounds.num_replicas > 1 && facts.stashes) {  // may have come from another replica
       newest = num_backwarded / rounds.own_per_round();
@@ -151,21 +151,14 @@ bool ListedProgram::drains_at(Rank rank) const {
     const auto index =
         static_cast<std::size_t>(std::ranges::find(stages, instruction.stage) - stages.begin());
     const std::int64_t round = rounds.round_of(instruction.minibatch);
-    switch (instruction.opcode) {
-      case Opcode::kForward:
-        if (num_updated[index] < round || instruction.version.value() != round) return false;
-        break;
-      case Opcode::kBackward:
-        ++num_backwarded;
-        break;
-      default:
-        if (index > 0 && num_updated[index - 1] == num_updated[index]) return false;
-        if (num_backwarded <
-            (round + 1) * rounds.own_per_round() * static_cast<std::int64_t>(stages.size())) {
-          return false;
-        }
-        ++num_updated[index];
-    }
+    const bool reads_newest = num_updated[index] >= round && instruction.version.value() == round;
+    if (keeps_stash(instruction.opcode) && !reads_newest) return false;
+    if (releases_stash(instruction.opcode)) ++num_backwarded;
+    if (!writes_version(instruction.opcode)) continue;
+    if (index > 0 && num_updated[index - 1] == num_updated[index]) return false;
+    const auto num_stages = static_cast<std::int64_t>(stages.size());
+    if (num_backwarded < (round + 1) * rounds.own_per_round() * num_stages) return false;
+    ++num_updated[index];
   }
   return std::ranges::all_of(rounds_, [&](const Rounds& of_stage) {
     return of_stage.minibatches_per_round == rounds_.front().minibatches_per_round;

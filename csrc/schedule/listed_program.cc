@@ -47,12 +47,13 @@ Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t
   return Placement::at_ranks(ranks);
 }
 
-// The worker's list of a schedule without an end, up to where it repeats for sure.
-std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t length) {
+// The worker's list of a schedule without an end, up to so many updates.
+std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t num_updates) {
   ComputeCursor cursor(options, rank);
   std::vector<Instruction> list;
-  for (std::int64_t position = 0; position < length; ++position) {
+  while (num_updates > 0) {
     list.push_back(*cursor.current());
+    if (writes_version(list.back().opcode)) --num_updates;
     cursor.advance();
   }
   return list;
@@ -120,20 +121,22 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     const Rounds rounds = rounds_of(options, stages_at(options, rank).front());
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
     const std::int64_t own = versions * rounds.own_per_round();  // microbatches of a body
-    const auto num_stages = static_cast<std::int64_t>(stages_at(options, rank).size());
-    const std::int64_t per_body = num_stages * (2 * own + versions);
-    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;
-    std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * per_body);
+    const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
+    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // up to where it repeats for sure
+    std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
+    const auto last_body =
+        static_cast<std::int64_t>(begin_of_list(options, rank, (num_bodies - 1) * num_updates).size());
+    const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;
     // It repeats from behind the last instruction that the one a body later does not repeat. A body ends with
     // its updates.
     const auto is_end = [&](std::int64_t position) {
-      return list[position - 1].opcode == Opcode::kUpdate && list[position].opcode != Opcode::kUpdate;
+      return writes_version(list[position - 1].opcode) && !writes_version(list[position].opcode);
     };
-    std::int64_t begin = (num_bodies - 1) * per_body;
+    std::int64_t begin = last_body;
     while (begin > 0 && list[begin - 1 + per_body] == moved_by(list[begin - 1], minibatches, versions))
       --begin;
     while (begin > 0 && !is_end(begin)) ++begin;
-    PD_CHECK(begin <= (num_bodies - 1) * per_body, to_string(list[begin]));
+    PD_CHECK(begin <= last_body, to_string(list[begin]));
     list.resize(begin + per_body);
     workers.push_back({std::move(list), static_cast<std::size_t>(begin)});
   }
@@ -172,13 +175,16 @@ std::int64_t ListedProgram::num_bodies_before(Rank rank, std::int64_t position) 
 Phase ListedProgram::phase_of(const Instruction& instruction,
                               std::optional<std::int64_t> num_minibatches) const {
   // A RECOMPUTE, which lists do not have, stands beside its BACKWARD.
-  const Opcode opcode = instruction.opcode == Opcode::kRecompute ? Opcode::kBackward : instruction.opcode;
+  const auto is_it = [&](Opcode listed) {
+    const bool is_beside = traits_of(instruction.opcode).stash == Stash::kRestored;
+    return is_beside ? releases_stash(listed) : listed == instruction.opcode;
+  };
   const Rank rank = placement_.rank_of(instruction.stage, instruction.replica);
   const List& list = list_of(rank);
   for (std::size_t position = 0; position < list.instructions.size(); ++position) {
     const Instruction& listed = list.instructions[position];
     const std::int64_t later = instruction.minibatch.value() - listed.minibatch.value();
-    if (listed.opcode != opcode || listed.stage != instruction.stage ||
+    if (!is_it(listed.opcode) || listed.stage != instruction.stage ||
         listed.microbatch != instruction.microbatch) {
       continue;
     }
@@ -226,12 +232,8 @@ void ListedProgram::place_workers() {
   };
   std::vector<std::int64_t> num_replicas;
   for_each([&](const Instruction& instruction, Rank rank, std::int64_t position) {
-    if (travels(instruction.opcode) || instruction.opcode == Opcode::kRecompute) {
-      refuse(rank, position, "sends, receives and recomputing are added to a program; leave the line out");
-    }
-    if (instruction.opcode == Opcode::kEvaluate) {
-      refuse(rank, position, "a program of your own has no evaluations");
-    }
+    const char* const why = traits_of(instruction.opcode).unlisted_because;
+    if (why != nullptr) refuse(rank, position, why);
     const std::int64_t largest =
         std::max({instruction.stage.value(), instruction.replica.value(), instruction.minibatch.value(),
                   instruction.microbatch.value(), instruction.version.value()});
@@ -285,7 +287,8 @@ void ListedProgram::count_rounds() {
   for (StageIndex stage; stage.value() < num_stages(); stage = stage.next()) {
     const std::int64_t num_replicas = placement_.num_replicas(stage);
     const std::int64_t shortest = std::lcm(num_microbatches_, num_replicas) / num_microbatches_;
-    const std::int64_t num_updates = count_in_body({stage, {}, placement_.rank_of(stage)}, Opcode::kUpdate);
+    const std::int64_t num_updates =
+        count_in_body({stage, {}, placement_.rank_of(stage)}, traits_of(Opcode::kUpdate));
     const std::int64_t per_round = num_updates * of_all == minibatches_per_body_ ? of_all : shortest;
     if (minibatches_per_body_ % per_round != 0) {
       throw UserError("stage " + std::to_string(stage.value()) + " of " + std::to_string(num_replicas) +
@@ -301,11 +304,13 @@ void ListedProgram::count_rounds() {
 void ListedProgram::check_whole_body(const Place& place, std::int64_t num_updates) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
   const bool is_alone = placement_.places_at(place.rank).size() == 1;
-  for (const Opcode opcode : {Opcode::kForward, Opcode::kBackward, Opcode::kUpdate}) {
-    const std::int64_t due = opcode == Opcode::kUpdate ? num_updates : num_updates * rounds.own_per_round();
-    const std::int64_t listed = count_in_body(place, opcode);
+  for (const OpcodeTraits& traits : kOpcodeTraits) {
+    const bool is_counted = traits.stash != Stash::kNone || traits.writes_version;
+    if (!is_counted || traits.unlisted_because != nullptr) continue;
+    const std::int64_t due = traits.writes_version ? num_updates : num_updates * rounds.own_per_round();
+    const std::int64_t listed = count_in_body(place, traits);
     if (listed == due) continue;
-    throw UserError(name_of(place.rank) + ": the body has " + in_number(listed, opcode_name(opcode)) +
+    throw UserError(name_of(place.rank) + ": the body has " + in_number(listed, traits.name) +
                     (is_alone ? "" : " of " + name_of(place)) + ", and " +
                     in_number(minibatches_per_body_, "minibatch") + " of " +
                     in_number(num_microbatches_, "microbatch") + " need " + std::to_string(due) +
@@ -314,9 +319,12 @@ void ListedProgram::check_whole_body(const Place& place, std::int64_t num_update
   }
 }
 
-std::int64_t ListedProgram::count_in_body(const Place& place, Opcode opcode) const {
+// Instructions that do to a stash, or to the weights, what these traits say.
+std::int64_t ListedProgram::count_in_body(const Place& place, const OpcodeTraits& traits) const {
   return std::ranges::count_if(list_of(place.rank).body(), [&](const Instruction& instruction) {
-    return instruction.opcode == opcode && is_at(instruction, place);
+    const OpcodeTraits& listed = traits_of(instruction.opcode);
+    return listed.stash == traits.stash && listed.writes_version == traits.writes_version &&
+           is_at(instruction, place);
   });
 }
 
@@ -329,7 +337,7 @@ void ListedProgram::check_order(Rank rank) const {
       const Instruction& instruction = instructions[position];
       if (!is_at(instruction, place)) continue;
       const std::int64_t index = num_listed.at(static_cast<std::size_t>(instruction.opcode))++;
-      const bool is_of_microbatch = traits_of(instruction.opcode).is_of_microbatch;
+      const bool is_of_microbatch = traits_of(instruction.opcode).scope == Scope::kMicrobatch;
       const std::int64_t due = is_of_microbatch ? rounds.own_number(place.replica, index)
                                                 : rounds.number_of(rounds.begin_of(index), {});
       if (rounds.number_of(instruction.minibatch, instruction.microbatch) == due) continue;

@@ -143,8 +143,8 @@ class ListedProgram {
   void check_whole_body(const Place& place, std::int64_t num_updates) const;
   [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
   [[noreturn]] void refuse_run(const std::string& error) const;
-  [[nodiscard]] std::int64_t count_in_body(const Place& place, Opcode opcode) const;
-  [[nodiscard]] ListedReads reads_of(StageIndex stage, Opcode opcode) const;
+  [[nodiscard]] std::int64_t count_in_body(const Place& place, const OpcodeTraits& traits) const;
+  [[nodiscard]] ListedReads reads_of(StageIndex stage, Stash stash) const;
   [[nodiscard]] ListedReads tied_reads_of(StageIndex owner) const;
   [[nodiscard]] std::int64_t count_tied_versions(StageIndex owner, const ListedReads& tied) const;
   void count_at(const Place& place, Facts& facts) const;

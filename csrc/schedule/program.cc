@@ -19,22 +19,6 @@ namespace {
 // Far above any cluster; keeps n_s r_s, at most twice the sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-std::int64_t minibatches_per_round(const ScheduleOptions& options, StageIndex stage) {
-  if (options.program != nullptr) return options.program->minibatches_per_round(stage);
-  const std::int64_t m = options.num_microbatches;
-  return rules_of(options).drains() ? common_round(options)
-                                    : std::lcm(m, num_replicas_of(options, stage)) / m;
-}
-
-Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
-  return {options.first_minibatch.value(), num_replicas_of(options, stage),
-          minibatches_per_round(options, stage), options.asynchronous, options.num_microbatches};
-}
-
-bool drains(const ScheduleOptions& options) {
-  return options.program != nullptr ? options.program->drains() : rules_of(options).drains();
-}
-
 // By how many microbatches of a replica, of the stage or under vertical sync of the input stage, a forward's
 // version is older than the newest that there could be.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
@@ -85,6 +69,8 @@ VersionRule listed_rule(const ScheduleOptions& options, StageIndex stage, const 
   return rule;
 }
 
+}  // namespace
+
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
   if (options.program != nullptr) return listed_rule(options, stage, options.program->forward_reads(stage));
   return make_rule(options, stage, counted_at(options, stage), forward_delay(options, stage));
@@ -95,6 +81,8 @@ VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
   return make_rule(options, stage, counted_at(options, stage), backward_delay(options, stage));
 }
 
+namespace {
+
 // In the owner's rounds. Where the stages read different versions, as vertical sync would there.
 VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
   if (options.program != nullptr) return listed_rule(options, owner, options.program->tied_reads(owner));
@@ -102,54 +90,8 @@ VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
   return make_rule(options, owner, StageIndex(0), options.in_flight.front() - 1);
 }
 
-// By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
-// wait for the others' gradients, so long may they wait for what it writes.
-std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage) {
-  return num_replicas_of(options, stage) > 1 ? (options.staleness + 1) / 2 : 0;
-}
-
 std::int64_t number_of(const ScheduleOptions& options, MinibatchId minibatch, MicrobatchIndex microbatch) {
   return minibatch.value() * options.num_microbatches + microbatch.value();
-}
-
-MicrobatchOrder order_of(const ScheduleOptions& options) {
-  if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // its lists have one of their own
-  const std::int64_t workers = count_workers(options);
-  const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
-  return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
-}
-
-// The positions of the order, absent ones counted too, as the microbatches of the stage's rounds.
-Rounds positions_of(const ScheduleOptions& options, StageIndex stage) {
-  Rounds positions = make_rounds(options, stage);
-  positions.num_microbatches = order_of(options).num_positions();
-  return positions;
-}
-
-// The most positions of the order that are forwarded and not yet backwarded at the worker.
-std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
-  const StageIndex first_stage = stages_at(options, rank).front();
-  const std::int64_t num_in_round = make_rounds(options, first_stage).own_per_round();
-  const std::int64_t in_flight = in_flight_at(options, first_stage);
-  const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
-  switch (rules_of(options).in_flight) {
-    case InFlight::kAsPlanned:
-      return in_flight;
-    case InFlight::kAsPlannedOfRound:
-      return std::min(num_in_round, in_flight);
-    case InFlight::kRound:
-      return num_in_round;
-    case InFlight::kOne:
-      return 1;
-    case InFlight::kListed:
-      return options.program->num_in_flight(first_stage);
-    case InFlight::kOverChunks: {
-      const MicrobatchOrder order = order_of(options);
-      if (order.num_chunks == 1) return std::min(num_in_round, num_downstream + 1);
-      return 2 * num_downstream + (order.num_chunks - 1) * order.group_size + 1;
-    }
-  }
-  PD_CHECK(false, options.schedule);
 }
 
 Phase listed_phase_of(const ScheduleOptions& options, Instruction instruction,
@@ -167,8 +109,8 @@ std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex
   std::int64_t num_in_flight = 0;
   std::int64_t num_in_flight_max = 0;
   for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {
-    if (instruction->stage == stage && instruction->opcode == Opcode::kForward) ++num_in_flight;
-    if (instruction->stage == stage && instruction->opcode == Opcode::kBackward) --num_in_flight;
+    if (instruction->stage == stage && keeps_stash(instruction->opcode)) ++num_in_flight;
+    if (instruction->stage == stage && releases_stash(instruction->opcode)) --num_in_flight;
     num_in_flight_max = std::max(num_in_flight_max, num_in_flight);
     cursor.advance();
   }
@@ -340,7 +282,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                std::optional<std::int64_t> num_minibatches) {
   check_stage(options, instruction.stage);
   check_minibatch(instruction.minibatch);
-  if (instruction.opcode == Opcode::kEvaluate) return Phase::kSteady;
+  if (is_of_boundary(instruction.opcode)) return Phase::kSteady;
   check_microbatch(options, instruction.microbatch);
   if (options.program != nullptr) return listed_phase_of(options, instruction, num_minibatches);
   const Rounds rounds = make_rounds(options, instruction.stage);
@@ -364,11 +306,11 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const auto own_index = [&](std::int64_t position) {
     return positions.own_index(positions.number_of(instruction.minibatch, MicrobatchIndex(position)));
   };
-  if (instruction.opcode == Opcode::kForward) {
+  if (keeps_stash(instruction.opcode)) {
     return own_index(order.forward_position(item)) - origin < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
   }
   std::int64_t backward = 0;
-  if (instruction.opcode == Opcode::kUpdate) {  // as the backward that it follows
+  if (writes_version(instruction.opcode)) {  // as the backward that it follows
     const std::int64_t num_delayed =
         num_rounds_delayed(options, instruction.stage) * positions.own_per_round();
     backward =
@@ -382,199 +324,6 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const bool is_paired =
       starts_anew ? partner < end_of_round - num_absent_at_end : !num_minibatches || partner < num_own;
   return is_paired ? Phase::kSteady : Phase::kCoolDown;
-}
-
-ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std::move(options)), rank_(rank) {
-  check_rank(options_, rank_);
-  stages_ = stages_at(options_, rank_);
-  const StageIndex first_stage = stages_.front();
-  replica_ = replica_at(options_, rank_);
-  order_ = order_of(options_);
-  rounds_ = make_rounds(options_, first_stage);
-  positions_ = positions_of(options_, first_stage);
-  forward_rule_ = forward_rule(options_, first_stage);
-  backward_rule_ = backward_rule(options_, first_stage);
-  window_ = window_of(options_, rank_);
-  drains_ = drains(options_);
-  num_delayed_ = num_rounds_delayed(options_, first_stage);
-}
-
-std::optional<Instruction> ComputeCursor::current() const {
-  if (options_.program != nullptr) return listed();
-  if (is_update_due()) return update();
-  if (may_forward()) return forward();
-  if (num_backwarded_ < num_forwarded_) return recompute_or_backward();
-  return std::nullopt;
-}
-
-void ComputeCursor::advance() {
-  const std::optional<Instruction> instruction = current();
-  PD_CHECK(instruction.has_value(),
-           "rank " << rank_.value() << ": the program is over after " << num_updates_ << " updates");
-  switch (instruction->opcode) {
-    case Opcode::kForward:
-      if (instruction->stage == stages_.front() || options_.program == nullptr) ++num_forwarded_;
-      break;
-    case Opcode::kRecompute:
-      recomputed_ = true;
-      break;
-    case Opcode::kBackward:
-      recomputed_ = false;
-      ++num_backwarded_;
-      break;
-    case Opcode::kUpdate:
-      ++num_updates_;
-      break;
-    case Opcode::kEvaluate:
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      PD_CHECK(false, to_string(*instruction) << " is not computed by a schedule");
-  }
-  options_.program != nullptr ? advance_listed() : pass_over_absent();
-}
-
-void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
-  PD_CHECK(!num_minibatches_.has_value(), "rank " << rank_.value() << ": num_minibatches was already set to "
-                                                  << *num_minibatches_ << ", now " << num_minibatches);
-  PD_CHECK(may_set_num_minibatches(num_minibatches),
-           "rank " << rank_.value() << ": num_minibatches " << num_minibatches << " is below the "
-                   << num_forwarded_ << " microbatches already forwarded since minibatch "
-                   << options_.first_minibatch.value());
-  num_minibatches_ = num_minibatches;
-  if (options_.program != nullptr) pass_over_absent_of_list();
-}
-
-bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const {
-  return !num_minibatches_ && num_minibatches >= options_.first_minibatch.value() &&
-         num_minibatches <= kNumMinibatchesMax &&
-         positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
-}
-
-// The run's next instruction of the list, with recomputing in front of a backward.
-std::optional<Instruction> ComputeCursor::listed() const {
-  const std::int64_t first_version = rounds_.first_version().value();
-  if (num_minibatches_) {
-    const std::int64_t num_rounds = rounds_.last_version(replica_, *num_minibatches_).value() - first_version;
-    if (num_updates_ == num_rounds * static_cast<std::int64_t>(stages_.size())) return std::nullopt;
-  }
-  Instruction instruction = options_.program->at(rank_, position_);
-  instruction.minibatch = MinibatchId(instruction.minibatch.value() + options_.first_minibatch.value());
-  instruction.version = WeightVersion(instruction.version.value() + first_version);
-  if (instruction.opcode == Opcode::kBackward && must_recompute(instruction.stage) && !recomputed_) {
-    instruction.opcode = Opcode::kRecompute;
-  }
-  return instruction;
-}
-
-void ComputeCursor::advance_listed() {
-  if (recomputed_) return;  // its backward is at the same position
-  ++position_;
-  pass_over_absent_of_list();
-}
-
-// Bounded: the updates of all minibatches that there are come before the list is over.
-void ComputeCursor::pass_over_absent_of_list() {
-  if (!num_minibatches_) return;
-  for (auto next = listed(); next && next->minibatch.value() >= *num_minibatches_; next = listed()) {
-    ++position_;
-  }
-}
-
-std::int64_t ComputeCursor::num_own() const {
-  return positions_.num_own(replica_, num_minibatches_.value_or(2 * kNumMinibatchesMax));
-}
-
-bool ComputeCursor::is_update_due() const {
-  const std::int64_t round = num_updates_ / order_.num_chunks;  // since the start
-  const std::int64_t version = rounds_.first_version().value() + round;
-  if (num_minibatches_ && version >= rounds_.last_version(replica_, *num_minibatches_).value()) return false;
-  return num_backwarded_ >= std::min((round + 1 + num_delayed_) * positions_.own_per_round(), num_own());
-}
-
-bool ComputeCursor::may_forward() const {
-  if (num_forwarded_ - num_backwarded_ >= window_ || num_forwarded_ >= num_own()) return false;
-  return !drains_ || num_forwarded_ / positions_.own_per_round() == num_updates_ / order_.num_chunks;
-}
-
-Instruction ComputeCursor::update() const {
-  const std::int64_t version = rounds_.first_version().value() + num_updates_ / order_.num_chunks;
-  return {Opcode::kUpdate,
-          stage_of(num_updates_ % order_.num_chunks),
-          rounds_.begin_of(version),
-          MicrobatchIndex(0),
-          WeightVersion(version + 1),
-          {},
-          replica_};
-}
-
-Instruction ComputeCursor::forward() const {
-  const std::int64_t number = positions_.own_number(replica_, num_forwarded_);
-  const MinibatchId minibatch = positions_.minibatch_of(number);
-  const MicrobatchOrder::Item item = order_.forward_at(positions_.microbatch_of(number).value());
-  const MicrobatchIndex microbatch(item.microbatch);
-  return {Opcode::kForward,
-          stage_of(item.chunk),
-          minibatch,
-          microbatch,
-          forward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
-          {},
-          replica_};
-}
-
-Instruction ComputeCursor::recompute_or_backward() const {
-  const std::int64_t number = positions_.own_number(replica_, num_backwarded_);
-  const MinibatchId minibatch = positions_.minibatch_of(number);
-  const MicrobatchOrder::Item item = order_.backward_at(positions_.microbatch_of(number).value());
-  const MicrobatchIndex microbatch(item.microbatch);
-  const StageIndex stage = stage_of(item.chunk);
-  const bool recompute_first = must_recompute(stage) && !recomputed_;
-  return {recompute_first ? Opcode::kRecompute : Opcode::kBackward,
-          stage,
-          minibatch,
-          microbatch,
-          backward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
-          {},
-          replica_};
-}
-
-StageIndex ComputeCursor::stage_of(std::int64_t chunk) const {
-  return stages_[static_cast<std::size_t>(chunk)];
-}
-
-bool ComputeCursor::must_recompute(StageIndex stage) const {
-  return !options_.recompute.empty() && options_.recompute[static_cast<std::size_t>(stage.value())];
-}
-
-// Bounded by the positions of a minibatch: its first forward, and its update, always exist.
-void ComputeCursor::pass_over_absent() {
-  if (order_.num_chunks == 1) return;  // there are none
-  const auto item_is_there = [&](std::int64_t index, bool is_forward) {
-    const std::int64_t position = positions_.microbatch_of(positions_.own_number(replica_, index)).value();
-    return order_.exists(is_forward ? order_.forward_at(position) : order_.backward_at(position));
-  };
-  while (!is_update_due()) {
-    if (may_forward()) {
-      if (item_is_there(num_forwarded_, true)) return;
-      ++num_forwarded_;
-    } else {
-      if (num_backwarded_ == num_forwarded_ || item_is_there(num_backwarded_, false)) return;
-      ++num_backwarded_;
-    }
-  }
-}
-
-std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
-                                              std::int64_t num_minibatches) {
-  check_schedule_options(options);
-  check_num_minibatches(options, num_minibatches);
-  ComputeCursor cursor(options, rank);
-  cursor.set_num_minibatches(num_minibatches);
-  std::vector<Instruction> instructions;
-  for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {
-    instructions.push_back(*instruction);
-    cursor.advance();
-  }
-  return instructions;
 }
 
 }  // namespace pipedream

@@ -273,7 +273,6 @@ class ComputeCursor {
   [[nodiscard]] bool must_recompute(StageIndex stage) const;
   void pass_over_absent();
   [[nodiscard]] std::optional<Instruction> listed() const;
-  void advance_listed();
   void pass_over_absent_of_list();
 
   ScheduleOptions options_;

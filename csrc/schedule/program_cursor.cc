@@ -29,7 +29,7 @@ std::optional<Instruction> ProgramCursor::following() const {
 void ProgramCursor::advance() {
   PD_CHECK(position_ < instructions_.size(), "rank " << rank().value() << ": the program is over");
   if (++position_ < instructions_.size()) return;
-  if (computed_ && computed_->opcode == Opcode::kEvaluate) {
+  if (computed_ && is_of_boundary(computed_->opcode)) {
     evaluations_.advance();
   } else if (computed_) {
     compute_.advance();
@@ -45,7 +45,7 @@ void ProgramCursor::begin_evaluation(MinibatchId boundary) {
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
-  if (computed_ && computed_->opcode == Opcode::kEvaluate) return;
+  if (computed_ && is_of_boundary(computed_->opcode)) return;
   if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
   keep_done();  // before a forward that does not exist pulls may have been done
   refill();
@@ -154,12 +154,13 @@ std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
   for (;;) {
     const std::optional<Instruction> instruction = cursor.current();
     const bool evaluates = next != evaluated.end() && here.replica == ReplicaIndex(0);
-    const bool begins = evaluates && (!instruction || (instruction->opcode == Opcode::kForward &&
-                                                       instruction->minibatch == next->boundary));
+    const bool begins =
+        evaluates &&
+        (!instruction || (keeps_stash(instruction->opcode) && instruction->minibatch == next->boundary));
     if (begins) cursor.begin_evaluation((next++)->boundary);
     if (!instruction && !begins) return instructions;
     if (!instruction) continue;
-    if (instruction->opcode == Opcode::kEvaluate && ends_at(*instruction)) cursor.end_evaluation();
+    if (is_of_boundary(instruction->opcode) && ends_at(*instruction)) cursor.end_evaluation();
     instructions.push_back(*instruction);
     cursor.advance();
   }

@@ -188,14 +188,15 @@ class TransferChecker {
 
   [[nodiscard]] Fault compute(const Instruction& instruction) {
     if (Fault fault = take_received(instruction); !fault.empty()) return fault;
-    const bool adds_up = instruction.opcode == Opcode::kBackward || instruction.opcode == Opcode::kUpdate;
+    const OpcodeTraits& traits = traits_of(instruction.opcode);
+    const bool adds_up = traits.stash == Stash::kReleased || traits.writes_version;
     if (adds_up && !owed_.empty() && owed_.front().stage == instruction.stage) return first_owed();
     for (const Instruction& due : unsent_) {
-      if (due.stage == instruction.stage && is_made_by(due.edge.kind, instruction.opcode)) {
+      if (due.stage == instruction.stage && is_made_by(due.edge.kind, traits)) {
         return to_string(due) + " comes first";
       }
     }
-    if (instruction.opcode == Opcode::kUpdate) {
+    if (traits.writes_version) {
       Fault fault = check_tied_overwritten(instruction.stage, instruction.version);
       if (!fault.empty()) return fault;
     }
@@ -204,8 +205,8 @@ class TransferChecker {
       return due.opcode == Opcode::kRecv && due.edge.kind == EdgeKind::kTiedGradient;
     });
     std::erase_if(unsent_, [](const Instruction& due) { return due.opcode == Opcode::kRecv; });
-    if (instruction.opcode == Opcode::kBackward) ++num_backwarded_.at(instruction.stage);
-    if (instruction.opcode == Opcode::kUpdate && ++num_updated_ == stages_.size()) {
+    if (traits.stash == Stash::kReleased) ++num_backwarded_.at(instruction.stage);
+    if (traits.writes_version && ++num_updated_ == stages_.size()) {
       ++next_round_;
       begin_update();
     }
@@ -221,7 +222,7 @@ class TransferChecker {
           due.opcode == Opcode::kSend && std::find(pushes_.begin(), pushes_.end(), due) == pushes_.end();
       if (!is_sent && std::erase(unused_, due) == 0) return to_string(due) + " comes first";
     }
-    if (instruction.opcode == Opcode::kUpdate && num_norms_ < norms_.size()) {
+    if (writes_version(instruction.opcode) && num_norms_ < norms_.size()) {
       return to_string(norms_[num_norms_]) + " comes first";
     }
     return check_received(instruction);
@@ -229,17 +230,17 @@ class TransferChecker {
 
   // Checks that everything the instruction reads has come.
   [[nodiscard]] Fault check_received(const Instruction& instruction) const {
-    if (instruction.opcode == Opcode::kUpdate) return {};
-    const bool evaluates = instruction.opcode == Opcode::kEvaluate;
+    if (writes_version(instruction.opcode)) return {};
+    const bool evaluates = is_of_boundary(instruction.opcode);
+    const bool forwards = keeps_stash(instruction.opcode);
     for (const auto& [edge, newest] : newest_received_) {
       const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
-      const bool reads_tied = evaluates || instruction.opcode == Opcode::kForward;
-      if (edge.to.stage != instruction.stage || (is_tied && !reads_tied)) continue;
+      if (edge.to.stage != instruction.stage || (is_tied && !evaluates && !forwards)) continue;
       WeightVersion read = instruction.version;
       // At a stage that owns ties, pulls bring those too.
       if (evaluates) {
         read = version_at_boundary(rounds_of(options_, edge.from.stage), instruction.minibatch);
-      } else if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
+      } else if (is_tied || (forwards && owns_ties(instruction.stage))) {
         const WeightVersion tied =
             tied_version(options_, edge.from.stage, instruction.minibatch, instruction.microbatch);
         read = is_tied ? tied : std::max(read, tied);
@@ -251,22 +252,19 @@ class TransferChecker {
     return {};
   }
 
-  [[nodiscard]] static bool is_made_by(EdgeKind kind, Opcode opcode) {
+  [[nodiscard]] static bool is_made_by(EdgeKind kind, const OpcodeTraits& traits) {
     switch (kind) {
-      case EdgeKind::kActivation:
-        return opcode == Opcode::kForward;
-      case EdgeKind::kGradient:
       case EdgeKind::kTiedGradient:
-        return opcode == Opcode::kBackward;
+      case EdgeKind::kPush:
+        return traits.stash == Stash::kReleased;
       case EdgeKind::kTiedVersion:
       case EdgeKind::kPull:
-        return opcode == Opcode::kUpdate;
-      case EdgeKind::kPush:
-        return opcode == Opcode::kBackward;
+        return traits.writes_version;
+      case EdgeKind::kActivation:
+      case EdgeKind::kGradient:
       case EdgeKind::kEvaluation:
-        return opcode == Opcode::kEvaluate;
       case EdgeKind::kNorm:
-        return false;
+        return traits.makes == kind;
     }
     PD_CHECK(false, "edge kind " << static_cast<int>(kind));
   }

@@ -14,8 +14,6 @@ StageIndex last_stage(const ScheduleOptions& options) {
   return StageIndex(static_cast<std::int64_t>(options.in_flight.size()) - 1);
 }
 
-StageIndex upstream_of(StageIndex stage) { return StageIndex(stage.value() - 1); }
-
 Instruction send(const Edge& edge, MinibatchId minibatch, MicrobatchIndex microbatch = {}) {
   return {Opcode::kSend, edge.from.stage, minibatch, microbatch, {}, edge, edge.from.replica};
 }
@@ -177,35 +175,16 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
 }
 
 void Transfers::add_before(const Instruction& computed, std::vector<Instruction>& instructions) const {
-  const StageIndex stage = computed.stage;
-  const MinibatchId minibatch = computed.minibatch;
-  const std::int64_t number = rounds().number_of(minibatch, computed.microbatch);
-  switch (computed.opcode) {
-    case Opcode::kForward: {
-      if (stage.value() > 0) {
-        const StageIndex upstream = upstream_of(stage);
-        const Edge edge{EdgeKind::kActivation, end_at(upstream, number), end_at(stage, number)};
-        instructions.push_back(receive(edge, minibatch, computed.microbatch));
-      }
-      return add_before_forward(computed, instructions);
+  const OpcodeTraits& traits = traits_of(computed.opcode);
+  if (traits.needs) {
+    const std::int64_t distance = goes_upstream(*traits.needs) ? 1 : -1;
+    if (const auto neighbour = neighbour_of(computed, distance)) {
+      const Edge edge{*traits.needs, *neighbour, {computed.stage, computed.replica}};
+      instructions.push_back(receive(edge, computed.minibatch, computed.microbatch));
     }
-    case Opcode::kBackward: {
-      if (stage == last_stage(options_)) return;
-      const Edge edge{EdgeKind::kGradient, end_at(stage.next(), number), end_at(stage, number)};
-      instructions.push_back(receive(edge, minibatch, computed.microbatch));
-      return;
-    }
-    case Opcode::kUpdate:
-      return add_before_update(computed, instructions);
-    case Opcode::kEvaluate:
-      if (stage.value() == 0) return;
-      instructions.push_back(receive(evaluation_edge(upstream_of(stage)), minibatch, computed.microbatch));
-      return;
-    case Opcode::kRecompute:
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      return;
   }
+  if (traits.stash == Stash::kKept) add_before_forward(computed, instructions);
+  if (traits.writes_version) add_before_update(computed, instructions);
 }
 
 // The versions that the microbatch is the first of the replica's to read.
@@ -266,44 +245,42 @@ void Transfers::add_before_update(const Instruction& update, std::vector<Instruc
 }
 
 void Transfers::add_after(const Instruction& computed, std::vector<Instruction>& instructions) const {
-  const StageIndex stage = computed.stage;
-  const MinibatchId minibatch = computed.minibatch;
-  const std::int64_t number = rounds().number_of(minibatch, computed.microbatch);
-  switch (computed.opcode) {
-    case Opcode::kForward: {
-      if (stage == last_stage(options_)) return;
-      const Edge edge{EdgeKind::kActivation, end_at(stage, number), end_at(stage.next(), number)};
-      instructions.push_back(send(edge, minibatch, computed.microbatch));
-      return;
+  const OpcodeTraits& traits = traits_of(computed.opcode);
+  if (traits.makes) {
+    const std::int64_t distance = goes_upstream(*traits.makes) ? -1 : 1;
+    if (const auto neighbour = neighbour_of(computed, distance)) {
+      const Edge edge{*traits.makes, {computed.stage, computed.replica}, *neighbour};
+      instructions.push_back(send(edge, computed.minibatch, computed.microbatch));
     }
-    case Opcode::kBackward:
-      if (stage.value() > 0) {
-        const StageIndex upstream = upstream_of(stage);
-        const Edge edge{EdgeKind::kGradient, end_at(stage, number), end_at(upstream, number)};
-        instructions.push_back(send(edge, minibatch, computed.microbatch));
-      }
-      if (rounds().is_last_of_minibatch(computed.microbatch)) add_tied_gradients(computed, instructions);
-      if (exchanges_shards_ && !drains_ && rounds().is_last_own(number, std::nullopt)) {
-        send_pushes(rounds().round_of(minibatch), instructions);
-      }
-      return;
-    case Opcode::kUpdate:
-      for (const TiedStages& tied : options_.ties) {
-        if (tied.owner == stage) send_version(tied, minibatch, instructions);
-      }
-      if (!exchanges_shards_ || options_.asynchronous) return;
-      send_pulls(computed.version, instructions);
-      if (!stashes_) receive_pulls(computed.version, instructions);
-      return;
-    case Opcode::kEvaluate:
-      if (stage == last_stage(options_)) return;
-      instructions.push_back(send(evaluation_edge(stage), minibatch, computed.microbatch));
-      return;
-    case Opcode::kRecompute:
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      return;
   }
+  if (traits.stash == Stash::kReleased) add_after_backward(computed, instructions);
+  if (traits.writes_version) add_after_update(computed, instructions);
+}
+
+// The replica that has the same work so many stages downstream; none beyond the first and the last stage.
+std::optional<StageReplica> Transfers::neighbour_of(const Instruction& computed,
+                                                    std::int64_t distance) const {
+  const StageIndex stage(computed.stage.value() + distance);
+  if (stage < StageIndex(0) || stage > last_stage(options_)) return std::nullopt;
+  if (is_of_boundary(computed.opcode)) return StageReplica{stage, {}};
+  return end_at(stage, rounds().number_of(computed.minibatch, computed.microbatch));
+}
+
+void Transfers::add_after_backward(const Instruction& backward,
+                                   std::vector<Instruction>& instructions) const {
+  if (rounds().is_last_of_minibatch(backward.microbatch)) add_tied_gradients(backward, instructions);
+  const std::int64_t number = rounds().number_of(backward.minibatch, backward.microbatch);
+  if (!exchanges_shards_ || drains_ || !rounds().is_last_own(number, std::nullopt)) return;
+  send_pushes(rounds().round_of(backward.minibatch), instructions);
+}
+
+void Transfers::add_after_update(const Instruction& update, std::vector<Instruction>& instructions) const {
+  for (const TiedStages& tied : options_.ties) {
+    if (tied.owner == update.stage) send_version(tied, update.minibatch, instructions);
+  }
+  if (!exchanges_shards_ || options_.asynchronous) return;
+  send_pulls(update.version, instructions);
+  if (!stashes_) receive_pulls(update.version, instructions);
 }
 
 // Each replica of a user sends its part of the minibatch to that replica of the owner which has its last

@@ -118,6 +118,10 @@ class Transfers {
  private:
   void add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const;
   void add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const;
+  void add_after_backward(const Instruction& backward, std::vector<Instruction>& instructions) const;
+  void add_after_update(const Instruction& update, std::vector<Instruction>& instructions) const;
+  [[nodiscard]] std::optional<StageReplica> neighbour_of(const Instruction& computed,
+                                                         std::int64_t distance) const;
   void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;

@@ -134,7 +134,7 @@ bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
   const std::size_t position = positions_[worker];
   const std::size_t edge = edge_indices_[worker][position];
-  if (programs_[worker][position].opcode == Opcode::kUpdate && groups_[worker].size() > 1) {
+  if (writes_version(programs_[worker][position].opcode) && groups_[worker].size() > 1) {
     return step_together(worker);
   }
   if (edge != kNoEdge) {

@@ -10,11 +10,8 @@ namespace {
 // Beyond, the record grows by doubling.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-// Whether the edge carries what FORWARD, BACKWARD and EVALUATE make and need, so that it comes and leaves
-// with them.
-bool goes_with_work(EdgeKind kind) {
-  return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient || kind == EdgeKind::kEvaluation;
-}
+// Whether the edge's items come and leave with what is computed.
+bool goes_with_work(EdgeKind kind) { return find_user(kind).has_value(); }
 
 Failure untrue_end_of_evaluation(const std::string& channel) {
   return {FailureKind::kCorruptFrame,
@@ -32,9 +29,7 @@ Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
 // In an error: by the work that waits for it.
 std::string describe(const Instruction& instruction) {
   if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
-  if (instruction.edge.kind == EdgeKind::kActivation) return opcode_name(Opcode::kForward);
-  if (instruction.edge.kind == EdgeKind::kGradient) return opcode_name(Opcode::kBackward);
-  if (instruction.edge.kind == EdgeKind::kEvaluation) return opcode_name(Opcode::kEvaluate);
+  if (const auto user = find_user(instruction.edge.kind)) return opcode_name(*user);
   return std::string(opcode_name(instruction.opcode)) + " of " + to_string(instruction.edge);
 }
 
@@ -47,8 +42,7 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
       channels_(std::move(channels)),
       wakeup_(wakeup),
       exchange_(exchange),
-      spans_(num_spans_max) {
-  PD_CHECK(num_spans_max > 0, num_spans_max);
+      times_(num_spans_max) {
   const std::vector<Place> places = placement_of(options).places_at(rank);
   PD_CHECK(parts.size() == places.size(),
            parts.size() << " stages given for rank " << rank.value() << " of " << places.size());
@@ -117,9 +111,7 @@ std::vector<StageEngine::KeptVersion> StageEngine::kept_versions(StageIndex stag
 
 Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
-  if (asked_ns_ == 0) asked_ns_ = now_ns();
-  if (started_ns_ == 0) started_ns_ = asked_ns_;
-
+  times_.ask();
   for (;;) {
     if (exchange_ != nullptr && cursor_.num_minibatches()) {
       const Result<bool> is_told = exchange_->tell_end(*cursor_.num_minibatches(), end_events_, deadline);
@@ -137,7 +129,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!travels(instruction->opcode)) {
       // Without a wait a failure elsewhere would pass unseen.
       if (const auto failure = wakeup_.failure()) return located(*failure);
-      if (instruction->opcode == Opcode::kEvaluate) {
+      if (is_of_boundary(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
         if (!may_begin) return may_begin.failure();
         if (!may_begin.value()) return std::optional<WorkItem>();
@@ -181,7 +173,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
       }
     }
     if (!goes_with_work(instruction->edge.kind)) return hand_out_transfer(std::move(item));
-    if (item) keep(std::move(*item));
+    if (item) received_of(part_of(doing_.stage), doing_.edge.kind) = std::move(item);
     cursor_.advance();
   }
 }
@@ -228,16 +220,6 @@ void StageEngine::begin_item() {
 void StageEngine::end_item() {
   handed_out_ = false;
   wakeup_.end_item();
-}
-
-// By the one after it, which the item is for.
-void StageEngine::keep(ReceivedItem item) {
-  Part& part = part_of(doing_.stage);
-  if (doing_.edge.kind == EdgeKind::kEvaluation) {
-    part.evaluation = std::move(item);
-  } else {
-    (doing_.edge.kind == EdgeKind::kActivation ? part.activation : part.gradient) = std::move(item);
-  }
 }
 
 Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<ReceivedItem> received) {
@@ -292,9 +274,9 @@ std::optional<WorkItem> StageEngine::upcoming() const {
 
 // Until what it makes has room: how many there will be is not known, so the program does not bound it.
 Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
-  const Part& part = part_of(doing_.stage);
-  const bool is_last = part.evaluation && part.evaluation->fields.is_end_of_data;
-  if (part.evaluation && !cursor_.may_evaluation_be(is_last)) {
+  const std::optional<ReceivedItem>& received = received_of(part_of(doing_.stage), EdgeKind::kEvaluation);
+  const bool is_last = received && received->fields.is_end_of_data;
+  if (received && !cursor_.may_evaluation_be(is_last)) {
     return located(untrue_end_of_evaluation(to_string(doing_)));
   }
   const std::optional<Instruction> next = cursor_.following();
@@ -316,7 +298,7 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
     return is_there || is_first;
   };
   static_cast<void>(wakeup_.wait_until(deadline, has_come));
-  wait_ns_ += now_ns() - wait_began_ns;
+  times_.add_wait(now_ns() - wait_began_ns);
   if (!is_first || wakeup_.failure()) return false;
   cursor_.evaluate_first();
   return true;
@@ -327,7 +309,7 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
 Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
   const std::int64_t wait_began_ns = now_ns();
   const bool has_room = channel.wait_for_room(deadline);
-  wait_ns_ += now_ns() - wait_began_ns;
+  times_.add_wait(now_ns() - wait_began_ns);
   if (const auto failure = wakeup_.failure()) return located(*failure);
   return has_room;
 }
@@ -342,7 +324,7 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
     return exhausted;
   });
   const std::int64_t wait_ns = now_ns() - wait_began_ns;
-  wait_ns_ += wait_ns;
+  times_.add_wait(wait_ns);
   channel.add_wait(wait_ns);
   if (accepted && !exhausted) {
     PD_CHECK(item.is_end || (item.minibatch == doing_.minibatch && item.microbatch == doing_.microbatch),
@@ -367,75 +349,53 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
   work.minibatch = instruction.minibatch;
   work.microbatch = instruction.microbatch;
   work.read_version = instruction.version;
-  switch (instruction.opcode) {
-    case Opcode::kForward:
-      // Without stashing the version is not kept for the backward: the update writes over it. One from before
-      // the start the worker holds itself, for the slot of the newest.
-      work.read_slot = part.stashes
-                           ? slots.acquire(instruction.version)
-                           : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
-      part.versions.push_back({instruction.version, instruction.version});
-      ++part.num_forwards;
-      work.received = std::exchange(part.activation, std::nullopt);
-      break;
-    case Opcode::kRecompute:
-      work.read_slot = slots.slot_of(instruction.version);
-      break;
-    case Opcode::kBackward:
-      work.read_slot = slots.slot_of(instruction.version);
-      part.versions.at(own_index(part, instruction)).backward = instruction.version;
-      work.received = std::exchange(part.gradient, std::nullopt);
-      break;
-    case Opcode::kUpdate:
-      work.read_version = slots.newest();
-      work.read_slot = slots.slot_of(slots.newest());
-      work.write_version = slots.newest().next();
-      work.write_slot = slots.begin_update();
-      PD_CHECK(work.write_version == instruction.version, to_string(instruction));
-      break;
-    case Opcode::kEvaluate:  // nothing is kept: the next UPDATE stands behind it
-      work.read_slot = slots.slot_of(instruction.version);
-      work.received = std::exchange(part.evaluation, std::nullopt);
-      break;
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      PD_CHECK(false, to_string(instruction) << " is not computed");
+  const OpcodeTraits& traits = traits_of(instruction.opcode);
+  PD_CHECK(!traits.travels, to_string(instruction));
+  if (traits.writes_version) {
+    work.read_version = slots.newest();
+    work.read_slot = slots.slot_of(slots.newest());
+    work.write_version = slots.newest().next();
+    work.write_slot = slots.begin_update();
+    PD_CHECK(work.write_version == instruction.version, to_string(instruction));
+  } else if (traits.stash == Stash::kKept) {
+    // Without stashing the version is not kept for the backward: the update writes over it. One from before
+    // the start the worker holds itself, for the slot of the newest.
+    work.read_slot = part.stashes ? slots.acquire(instruction.version)
+                                  : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
+    part.versions.push_back({instruction.version, instruction.version});
+    ++part.num_forwards;
+  } else {  // its version stays: a stash has it, or no UPDATE comes between
+    work.read_slot = slots.slot_of(instruction.version);
   }
+  if (traits.stash == Stash::kReleased) {
+    part.versions.at(own_index(part, instruction)).backward = instruction.version;
+  }
+  if (traits.needs) work.received = std::exchange(received_of(part, *traits.needs), std::nullopt);
   begin_item();
-  ready_ns_ = now_ns();
+  times_.begin();
   return work;
 }
 
 std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std::int64_t compute_ns) {
   PD_CHECK(handed_out_ && doing_.opcode == opcode, opcode_name(opcode)
                                                        << " completed while doing " << to_string(doing_));
+  const OpcodeTraits& traits = traits_of(opcode);
   std::optional<SlotIndex> freed;
-  switch (opcode) {
-    case Opcode::kForward:
-      send_with_work(std::move(made));
-      if (parts_.size() > 1 && cursor_.num_minibatches()) send_end_behind_last(doing_.stage);
-      break;
-    case Opcode::kBackward:
-      send_with_work(std::move(made));
-      freed = release_version();
-      break;
-    case Opcode::kUpdate: {
+  if (traits.travels) {
+    if (opcode == Opcode::kSend) send(doing_, std::move(made));
+  } else {
+    if (is_of_boundary(opcode) && made.fields.is_end_of_data) cursor_.end_evaluation();
+    if (traits.makes) send_with_work(std::move(made));
+    if (traits.stash == Stash::kKept && parts_.size() > 1 && cursor_.num_minibatches()) {
+      send_end_behind_last(doing_.stage);
+    }
+    if (traits.stash == Stash::kReleased) freed = release_version();
+    if (traits.writes_version) {
       VersionSlots& slots = *part_of(doing_.stage).stage_part.slots;
       slots.publish(slots.begin_update());
-      break;
     }
-    case Opcode::kEvaluate:
-      if (made.fields.is_end_of_data) cursor_.end_evaluation();
-      send_with_work(std::move(made));
-      break;
-    case Opcode::kSend:
-      send(doing_, std::move(made));
-      break;
-    case Opcode::kRecompute:
-    case Opcode::kRecv:
-      break;
+    times_.end(doing_, compute_ns);
   }
-  if (!travels(doing_.opcode)) record(opcode, compute_ns);
   cursor_.advance();
   end_item();
   return freed;
@@ -461,13 +421,12 @@ bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) co
 }
 
 void StageEngine::begin_evaluation(MinibatchId boundary) {
-  PD_CHECK(!handed_out_ || doing_.opcode == Opcode::kForward, to_string(doing_));
+  PD_CHECK(!handed_out_ || keeps_stash(doing_.opcode), to_string(doing_));
   cursor_.begin_evaluation(boundary);
 }
 
 void StageEngine::evaluate_first() {
-  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && cursor_.may_evaluate_first(),
-           to_string(doing_));
+  PD_CHECK(handed_out_ && keeps_stash(doing_.opcode) && cursor_.may_evaluate_first(), to_string(doing_));
   take_back_forward();
   cursor_.evaluate_first();
 }
@@ -482,7 +441,7 @@ void StageEngine::take_back_forward() {
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches, std::uint8_t events) {
-  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && num_minibatches <= doing_.minibatch.value() &&
+  PD_CHECK(handed_out_ && keeps_stash(doing_.opcode) && num_minibatches <= doing_.minibatch.value() &&
                cursor_.may_set_num_minibatches(num_minibatches),
            num_minibatches << " minibatches at " << to_string(doing_));
   const bool is_told = std::any_of(channels_.begin(), channels_.end(), [&](const EdgeChannel& channel) {
@@ -512,7 +471,7 @@ void StageEngine::send_end_behind_last(StageIndex stage) {
   }
 }
 
-// Sends what a FORWARD or BACKWARD made: the program has its SEND right after it.
+// The program has the SEND of what is computed right after it.
 void StageEngine::send_with_work(Outgoing made) {
   const std::optional<Instruction> next = cursor_.following();
   if (!next || next->opcode != Opcode::kSend || !goes_with_work(next->edge.kind)) return;
@@ -526,44 +485,6 @@ void StageEngine::send(const Instruction& instruction, Outgoing made) {
   if (std::ranges::find(sending_, target) == sending_.end()) sending_.push_back(target);
   target->send(instruction.minibatch, instruction.microbatch, made.fields, made.tensors,
                std::move(made.ready), std::move(made.keep_alive));
-}
-
-void StageEngine::record(Opcode opcode, std::int64_t compute_ns) {
-  const std::int64_t completed_ns = now_ns();
-  const bool is_later = compute_ns == kComputedLater;
-  PD_CHECK(is_later || num_told_ == 0, "compute_ns " << compute_ns << " after some that came later");
-  spans_.add({opcode, doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_, ready_ns_, completed_ns,
-              wait_ns_, is_later ? 0 : compute_ns});
-  ++totals_.num_work_items;
-  num_completed_.fetch_add(1);
-  totals_.wait_ns += wait_ns_;
-  if (!is_later) totals_.compute_ns += compute_ns;
-  totals_.elapsed_ns = std::max(totals_.elapsed_ns, completed_ns - started_ns_);
-  asked_ns_ = 0;
-  wait_ns_ = 0;
-}
-
-//   host    | wait for item 2 |launch|
-//   device  | item 1 |               | item 2 |
-//                    |--wait--|        only now it had nothing to do but to wait
-void StageEngine::add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
-  PD_CHECK(num_told_ < spans_.num_added(), "no item is left of " << spans_.num_added());
-  PD_CHECK(compute_ended_ns_ <= began_ns && began_ns <= ended_ns,
-           compute_ended_ns_ << ", " << began_ns << ", " << ended_ns);
-  totals_.compute_ns += ended_ns - began_ns;
-  totals_.elapsed_ns = std::max(totals_.elapsed_ns, ended_ns - started_ns_);
-  if (Span* span = spans_.find(num_told_)) {
-    const std::int64_t free_ns = std::min(std::max(span->asked_ns, compute_ended_ns_), began_ns);
-    const std::int64_t idle_wait_ns = std::clamp<std::int64_t>(span->ready_ns - free_ns, 0, span->wait_ns);
-    totals_.wait_ns -= span->wait_ns - idle_wait_ns;
-    span->asked_ns = free_ns;
-    span->ready_ns = began_ns;
-    span->completed_ns = ended_ns;
-    span->wait_ns = idle_wait_ns;
-    span->compute_ns = ended_ns - began_ns;
-  }
-  ++num_told_;
-  compute_ended_ns_ = ended_ns;
 }
 
 std::string StageEngine::position() const {

@@ -20,7 +20,7 @@
 // and makes every call, unless a function says otherwise.
 #pragma once
 
-#include <atomic>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -32,12 +32,12 @@
 #include "base/clock.h"
 #include "base/failure.h"
 #include "base/ids.h"
-#include "base/newest_log.h"
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
 #include "channel/wakeup.h"
 #include "param_server/shard_exchange.h"
 #include "schedule/transfers.h"
+#include "stage/work_times.h"
 #include "weights/version_slots.h"
 #include "wire/item_fields.h"
 
@@ -54,8 +54,8 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // the item's tensors are in device memory
-  // kForward, kEvaluate: activations from upstream, absent at the first stage. kBackward: gradients from
-  // downstream, absent at the last. kRecv: the edge's item, absent where the edge has no channel.
+  // The item that the opcode needs: absent where no stage makes it, as for the first stage's forward. kRecv:
+  // the edge's item, absent where the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
@@ -85,35 +85,10 @@ struct Outgoing {
   std::shared_ptr<void> keep_alive;
 };
 
-// The times of one work item: when it was asked for, when its inputs were there, and when it was completed.
-// compute_ns is the part in user code. If the device still works after the completion, add_compute() replaces
-// these times by the device's: asked when it ran out of work, ready when it began, completed when it ended.
-struct Span {
-  Opcode opcode = Opcode::kForward;
-  StageIndex stage;
-  MinibatchId minibatch;
-  MicrobatchIndex microbatch;
-  std::int64_t asked_ns = 0;
-  std::int64_t ready_ns = 0;
-  std::int64_t completed_ns = 0;
-  std::int64_t wait_ns = 0;  // the part from asked to ready that a channel blocked
-  std::int64_t compute_ns = 0;
-};
-
-// compute_ns of a completion whose work the device has not done yet; add_compute() follows.
-inline constexpr std::int64_t kComputedLater = -1;
-
 // The weight versions that one microbatch read.
 struct VersionsRead {
   WeightVersion forward;
   WeightVersion backward;
-};
-
-struct EngineTotals {
-  std::int64_t num_work_items = 0;
-  std::int64_t wait_ns = 0;     // blocked until the input was there
-  std::int64_t compute_ns = 0;  // reported with the completions
-  std::int64_t elapsed_ns = 0;  // first ask to last completion
 };
 
 class StageEngine {
@@ -140,7 +115,7 @@ class StageEngine {
   void collect_released();
   // Sets the device's times, on the clock of now_ns(), for the oldest item that was completed with
   // kComputedLater and has none yet. began_ns is not before the end of the item before.
-  void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
+  void add_compute(std::int64_t began_ns, std::int64_t ended_ns) { times_.add_compute(began_ns, ended_ns); }
   // Requests an evaluation of the weights before this minibatch. Called at replica 0 of every stage, during
   // the first FORWARD of the minibatch or when all is done. The program then has EVALUATEs at their place.
   // One that is completed with is_end_of_data is the stage's last, and tells the stage downstream so.
@@ -171,10 +146,10 @@ class StageEngine {
     SlotIndex slot;
   };
   [[nodiscard]] std::vector<KeptVersion> kept_versions(StageIndex stage) const;
-  [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
-  [[nodiscard]] EngineTotals totals() const { return totals_; }
+  [[nodiscard]] std::vector<Span> spans() const { return times_.spans(); }  // oldest first
+  [[nodiscard]] EngineTotals totals() const { return times_.totals(); }
   // The number of completed work items. Any thread.
-  [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
+  [[nodiscard]] std::uint64_t num_completed() const { return times_.num_completed(); }
   // The worker's position: the instruction that it waits for or does.
   [[nodiscard]] std::string position() const;
   // The failure with the position in front of its message. A peer's message that has a position stays as it
@@ -183,7 +158,7 @@ class StageEngine {
   // Adds time to the current item's wait: it waited for something outside the schedule, or the caller did
   // something else until the item came.
   void add_wait(std::int64_t wait_ns) {
-    if (handed_out_ || asked_ns_ != 0) wait_ns_ += wait_ns;
+    if (handed_out_ || times_.is_asking()) times_.add_wait(wait_ns);
   }
 
  private:
@@ -195,16 +170,17 @@ class StageEngine {
     bool stashes = true;                 // a forward keeps its version until its backward
     std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
-    // Received for the next forward, the next backward and the next evaluation.
-    std::optional<ReceivedItem> activation;
-    std::optional<ReceivedItem> gradient;
-    std::optional<ReceivedItem> evaluation;
+    // Received for what is computed next and needs an item of the kind.
+    std::array<std::optional<ReceivedItem>, kEdgeKinds.size()> received;
     ReceiveChannel* evaluations = nullptr;  // from upstream
   };
 
   [[nodiscard]] Part& part_of(StageIndex stage);
   [[nodiscard]] const Part& part_of(StageIndex stage) const;
   [[nodiscard]] static std::size_t own_index(const Part& part, const Instruction& instruction);
+  [[nodiscard]] static std::optional<ReceivedItem>& received_of(Part& part, EdgeKind kind) {
+    return part.received.at(static_cast<std::size_t>(kind));
+  }
   [[nodiscard]] const EdgeChannel* find_channel(const Edge& edge) const;
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
   [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;
@@ -217,7 +193,6 @@ class StageEngine {
   [[nodiscard]] Result<bool> transfer_between_replicas(const Instruction& instruction, Deadline deadline);
   void begin_item();
   void end_item();
-  void keep(ReceivedItem item);
   void send_with_work(Outgoing made);
   void send(const Instruction& instruction, Outgoing made);
   [[nodiscard]] WorkItem hand_out(const Instruction& instruction);
@@ -225,7 +200,6 @@ class StageEngine {
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
   void learn_end(std::int64_t num_minibatches, std::uint8_t events);
   void send_end_behind_last(StageIndex stage);
-  void record(Opcode opcode, std::int64_t compute_ns);
 
   ProgramCursor cursor_;
   std::vector<Part> parts_;
@@ -240,15 +214,7 @@ class StageEngine {
   std::uint8_t end_events_ = 0;
   bool handed_out_ = false;
   Instruction doing_;
-  std::int64_t asked_ns_ = 0;  // 0: not asking
-  std::int64_t ready_ns_ = 0;
-  std::int64_t wait_ns_ = 0;
-  std::int64_t started_ns_ = 0;
-  std::uint64_t num_told_ = 0;         // by add_compute()
-  std::int64_t compute_ended_ns_ = 0;  // of the last one
-  NewestLog<Span> spans_;
-  EngineTotals totals_;
-  std::atomic<std::uint64_t> num_completed_{0};
+  WorkTimes times_;
 };
 
 }  // namespace pipedream

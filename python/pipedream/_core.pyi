@@ -21,10 +21,38 @@ class Edge:
     @property
     def to_replica(self) -> int: ...
 
+class OpcodeTraits:
+    """An opcode's row of csrc/schedule/opcode.h."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def meaning(self) -> str:
+        """In a sentence."""
+    @property
+    def letter(self) -> str:
+        """In pictures and traces."""
+    @property
+    def travels(self) -> bool: ...
+    @property
+    def writes_version(self) -> bool: ...
+    @property
+    def scope(self) -> str:
+        """The number that names it: "microbatch", "round" or "boundary"."""
+    @property
+    def stash(self) -> str:
+        """The effect on its microbatch's stash: "none", "kept", "restored" or "released"."""
+    @property
+    def duration(self) -> str:
+        """The measured time that it takes: "none", "forward", "recompute", "backward" or "update"."""
+
+OPCODES: dict[str, OpcodeTraits]
+
 class Instruction:
     """One step of a worker's program; str() is its text."""
     @property
     def opcode(self) -> str: ...
+    @property
+    def traits(self) -> OpcodeTraits: ...
     @property
     def stage(self) -> int: ...
     @property

@@ -227,3 +227,26 @@ def test_no_source_but_the_schedules_rules_chooses_by_a_schedules_name() -> None
                 for found in re.findall(rf"\S+ (?:==|!=) {name}|{name} (?:==|!=) \S+", text)
             ]
     assert not asking
+
+
+def test_no_source_but_the_executors_chooses_by_an_opcodes_name() -> None:
+    table = _CORE / "schedule" / "opcode.h"
+    names = set(re.findall(r'\.name = "(\w+)"', table.read_text()))
+    assert {"FORWARD", "BACKWARD", "UPDATE", "EVALUATE", "SEND", "RECV"} <= names
+    names -= {"SEND", "RECV"}  # the two ends of an edge
+    # One does what is handed out, the other measures a forward, a backward and an update for predictions.
+    may_choose = {"stage.stage_loop", "launch.measured_costs"}
+    asking = []
+    for module, path in _modules().items():
+        if module in may_choose or module.startswith("reference."):
+            continue
+        asking += [
+            f"{module}:{line}: {text}"
+            for line, text in _texts_that_choose(ast.parse(path.read_text()))
+            if text in names
+        ]
+    for path in sorted(_CORE.rglob("*")):
+        if path.suffix in (".h", ".cc", ".cu"):
+            found = re.findall(r"(?:[=!]= |case )Opcode::k(?!Send\b|Recv\b)\w+", path.read_text())
+            asking += [f"{path.relative_to(_TOP)}: {one}" for one in found]
+    assert not asking

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pipedream import _core
 
 __all__ = [
-    "TRANSFERS",
     "SharedHost",
     "Simulation",
     "StageTimes",
@@ -216,9 +215,6 @@ def _conditions(
         "factors": spread.factors,
         "shuffled": spread.shuffler(),
     }
-
-
-TRANSFERS = ("SEND", "RECV")
 
 
 @dataclass(frozen=True)

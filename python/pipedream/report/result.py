@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipedream import _core
 from pipedream.budget.memory import describe_memory
 from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.table import format_table, html_of
@@ -29,7 +30,7 @@ class WorkSpan(NamedTuple):
     whenever the host asked and launched."""
 
     kind: str
-    """FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
+    """The name of its opcode: FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
     stage: int
     minibatch: int
     """The minibatch. An EVALUATE has the one before which the weights are evaluated; its microbatch is the
@@ -44,6 +45,10 @@ class WorkSpan(NamedTuple):
     """The part of asked to ready that waits for a neighbour's tensors, with nothing else to do."""
     compute_ns: int
     """The part of ready to completed that is in user code."""
+
+    @property
+    def traits(self) -> _core.OpcodeTraits:
+        return _core.OPCODES[self.kind]
 
 
 class Evaluation(NamedTuple):
@@ -288,7 +293,7 @@ class RunResult:
 
     def _has_microbatches(self) -> bool:
         spans = (span for worker in self.spans for span in worker)
-        return any(span.microbatch > 0 and span.kind != "EVALUATE" for span in spans)
+        return any(span.microbatch > 0 and span.traits.scope == "microbatch" for span in spans)
 
     def _process_names(self) -> list[str]:
         return [f"worker {rank} ({name})" for rank, name in enumerate(self.worker_names)]
@@ -304,9 +309,10 @@ class RunResult:
                 }
                 if span.wait_ns > 0:
                     yield Span(worker_name, "waiting", "wait", span.asked_ns, span.ready_ns, arguments)
-                is_part = span.kind == "EVALUATE" or (has_parts and span.kind != "UPDATE")
+                scope = span.traits.scope
+                is_part = scope == "boundary" or (has_parts and scope == "microbatch")
                 part = f".{span.microbatch}" if is_part else ""
-                name = f"{span.kind[0]}{span.minibatch}{part}"
+                name = f"{span.traits.letter}{span.minibatch}{part}"
                 yield Span(worker_name, "compute", name, span.ready_ns, span.completed_ns, arguments)
 
 

@@ -200,7 +200,7 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 
 def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
     """Time that a worker spent on evaluations, and waiting for them, between two updates."""
-    evaluated = (span for span in spans if span.kind == "EVALUATE")
+    evaluated = (span for span in spans if span.traits.scope == "boundary")
     return sum(
         span.completed_ns - span.asked_ns
         for span in evaluated
@@ -219,7 +219,7 @@ def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[
     done = [
         (span.minibatch, span.completed_ns)
         for span in named
-        if span.kind == "UPDATE" and span.stage == last_stage
+        if span.traits.writes_version and span.stage == last_stage
     ]
     elapsed_ns, num_minibatches = 0, 0
     for begin, end in itertools.zip_longest(begins, begins[1:]):

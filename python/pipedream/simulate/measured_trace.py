@@ -2,8 +2,8 @@
 difference first.
 
 Both are measured in the same way: per worker, the milliseconds per minibatch of forwards, recomputes,
-backwards, updates and idling, over the middle half of the worker's minibatches. Pure except for the file; any
-thread; needs no torch.
+backwards, updates, evaluations and idling, over the middle half of the worker's minibatches. Pure except for
+the file; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pipedream.planning.simulator import Simulation
 
 __all__ = ["Comparison", "WorkTime", "compare_with_trace", "read_trace"]
 
-_KINDS = {"F": "forward", "R": "recompute", "B": "backward", "U": "update"}
 _IDLE = "idle"
 _ROWS_SHOWN = 6
 
@@ -32,7 +31,7 @@ class WorkTime(NamedTuple):
     """One work item of a worker."""
 
     kind: str
-    """One of the values of _KINDS."""
+    """The meaning of its opcode (`OpcodeTraits`)."""
     minibatch: int
     begin_ms: float
     end_ms: float
@@ -92,7 +91,7 @@ def compare_with_trace(simulation: Simulation, path: str | os.PathLike[str]) -> 
     measured = read_trace(path)
     simulated = [
         [
-            WorkTime(_KINDS[timed.instruction.opcode[0]], timed.instruction.minibatch, *timed[1:])
+            WorkTime(timed.instruction.traits.meaning, timed.instruction.minibatch, *timed[1:])
             for timed in row
             if timed.instruction.edge is None
         ]
@@ -120,7 +119,10 @@ def read_trace(path: str | os.PathLike[str]) -> list[list[WorkTime]]:
 
     Raises FileFormatError for any other file.
     """
+    from pipedream import _core
+
     source = os.fspath(path)
+    kinds = {traits.letter: traits.meaning for traits in _core.OPCODES.values() if not traits.travels}
     try:
         data = Path(path).read_bytes()
         document = json.loads(gzip.decompress(data) if source.endswith(".gz") else data)
@@ -138,7 +140,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[list[WorkTime]]:
             begin_ms = event["ts"] / 1e3
             rows.setdefault(worker, []).append(
                 WorkTime(
-                    _KINDS[event["name"][0]],
+                    kinds[event["name"][0]],
                     event["args"]["minibatch"],
                     begin_ms,
                     begin_ms + event["dur"] / 1e3,

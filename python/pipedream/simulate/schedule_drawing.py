@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.planning.simulator import Simulation, TimedInstruction
-from pipedream.simulate.step_labels import MEANINGS, StepLabels, computed, name_rows
+from pipedream.simulate.step_labels import StepLabels, computed, is_mark, name_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,18 +25,13 @@ __all__ = ["ROWS_MAX", "DrawnPart", "PhaseSpan", "ScheduleDrawing", "drawn_part"
 _CHART_WIDTH_MAX = 30.0  # inches of the time axis
 
 # Blue and orange of the Okabe-Ito palette. They differ for every kind of colour vision, and in lightness.
-_COLOURS = {
-    "FORWARD": (0.34, 0.71, 0.91),
-    "RECOMPUTE": (0.75, 0.88, 0.95),
-    "BACKWARD": (0.95, 0.67, 0.18),
-    "EVALUATE": (0.80, 0.60, 0.70),
+_COLOURS = {  # by the opcode's duration
+    "forward": (0.34, 0.71, 0.91),
+    "recompute": (0.75, 0.88, 0.95),
+    "backward": (0.95, 0.67, 0.18),
 }
-_DARKEST = {
-    "FORWARD": 0.62,
-    "RECOMPUTE": 0.84,
-    "BACKWARD": 0.62,
-    "EVALUATE": 0.62,
-}  # factor for the colour of a worker's last stage
+_BOUNDARY_COLOUR = (0.80, 0.60, 0.70)
+_DARKEST, _DARKEST_RECOMPUTE = 0.62, 0.84  # factors for the colour of a worker's last stage
 _IDLE_COLOUR = "#f1f1f1"
 _UPDATE_COLOUR = "#303030"
 _QUIET_COLOUR = "#666666"
@@ -131,7 +126,7 @@ class ScheduleDrawing:
             (self._label_width(timed.instruction) + 0.07) / (timed.end_ms - timed.begin_ms)
             for row in self.simulation.timeline
             for timed in row
-            if timed.end_ms > timed.begin_ms and timed.instruction.opcode != "UPDATE"
+            if timed.end_ms > timed.begin_ms and not is_mark(timed.instruction)
         ]
         makespan_ms = self.simulation.makespan_ms
         if not makespan_ms:
@@ -157,17 +152,17 @@ class ScheduleDrawing:
         self._write(self.left - 0.08, bottom + _ROW / 2, self.row_names[worker], _TEXT_PT, align="right")
         self._fill(self.left, self._x(self.simulation.makespan_ms), bottom, _IDLE_COLOUR)
         for timed in computed(row):
-            if timed.instruction.opcode != "UPDATE":
+            if not is_mark(timed.instruction):
                 self._draw_box(worker, timed, bottom)
         for timed in row:  # above the boxes' edges
-            if timed.instruction.opcode == "UPDATE":
+            if is_mark(timed.instruction):
                 self._draw_update(timed, bottom)
 
     def _draw_box(self, worker: int, timed: TimedInstruction, bottom: float) -> None:
         step = timed.instruction
         begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
-        colour = self._colour(step.opcode, self.stages_of_worker[worker].index(step.stage))
-        self._fill(begin, end, bottom, colour, is_hatched=step.opcode == "RECOMPUTE")
+        colour = self._colour(step.traits, self.stages_of_worker[worker].index(step.stage))
+        self._fill(begin, end, bottom, colour, is_hatched=step.traits.stash == "restored")
         name, version = self.labels.name(step), self.labels.version(step)
         points = min(_TEXT_PT, (end - begin - 0.03) / (len(name) * _INCHES_PER_CHARACTER_PT))
         if points < _TEXT_PT_MIN:
@@ -235,17 +230,15 @@ class ScheduleDrawing:
 
     def _draw_legend(self) -> None:
         x, bottom, height = self.left, _MARGIN, 0.15
-        for opcode, meaning in MEANINGS.items():
-            if opcode not in self.labels.opcodes:
-                continue
-            is_update = opcode == "UPDATE"
+        for traits in self.labels.opcodes:
+            is_update = traits.writes_version
             for chunk in range(1 if is_update else self.num_chunks):
                 width = 0.02 if is_update else 0.24
-                colour = _UPDATE_COLOUR if is_update else self._colour(opcode, chunk)
-                is_hatched = opcode == "RECOMPUTE"
+                colour = _UPDATE_COLOUR if is_update else self._colour(traits, chunk)
+                is_hatched = traits.stash == "restored"
                 self._fill(x, x + width, bottom, colour, height=height, is_hatched=is_hatched)
                 x += width
-            x = self._legend_text(x, meaning)
+            x = self._legend_text(x, traits.meaning)
         self._fill(x, x + 0.24, bottom, _IDLE_COLOUR, height=height)
         x = self._legend_text(x + 0.24, "idle")
         text = self.labels.name_legend()
@@ -258,14 +251,15 @@ class ScheduleDrawing:
         self._write(x + 0.06, _MARGIN + 0.075, text, _SMALL_PT, colour=_QUIET_COLOUR)
         return x + 0.06 + _text_width(text, _SMALL_PT) + 0.16
 
-    def _colour(self, opcode: str, chunk: int) -> tuple[float, float, float]:
-        base = _COLOURS[opcode]
+    def _colour(self, traits: _core.OpcodeTraits, chunk: int) -> tuple[float, float, float]:
+        base = _BOUNDARY_COLOUR if traits.scope == "boundary" else _COLOURS[traits.duration]
         if self.num_chunks == 1:
             return base
         # The shades go from a lighter colour to a darker one than the base, one for each chunk.
         share = chunk / (self.num_chunks - 1)
         light = tuple(1 - 0.5 * (1 - part) for part in base)
-        dark = tuple(_DARKEST[opcode] * part for part in base)
+        darkest = _DARKEST_RECOMPUTE if traits.stash == "restored" else _DARKEST
+        dark = tuple(darkest * part for part in base)
         red, green, blue = (a + share * (b - a) for a, b in zip(light, dark, strict=True))
         return red, green, blue
 
@@ -393,7 +387,7 @@ def _drawn_ms(
         narrowest_inches(timed.instruction) / (timed.end_ms - timed.begin_ms)
         for row in simulation.timeline
         for timed in row
-        if timed.end_ms > timed.begin_ms and timed.instruction.opcode != "UPDATE"
+        if timed.end_ms > timed.begin_ms and not is_mark(timed.instruction)
     )
     inches_per_ms = wanted[int(_READABLE_SHARE * (len(wanted) - 1))] if wanted else 0.0
     if inches_per_ms * simulation.makespan_ms <= width_max:

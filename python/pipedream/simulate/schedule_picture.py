@@ -12,7 +12,7 @@ from pathlib import Path
 from pipedream.common.figure_file import FIGURE_SUFFIXES, import_figure, save_figure
 from pipedream.planning.simulator import Simulation, TimedInstruction
 from pipedream.simulate.schedule_drawing import PhaseSpan, ScheduleDrawing
-from pipedream.simulate.step_labels import MEANINGS, StepLabels, computed, name_replicas, name_rows
+from pipedream.simulate.step_labels import StepLabels, computed, is_mark, name_replicas, name_rows
 from pipedream.simulate.trace import Counter, Span, write_trace
 
 __all__ = ["check_picture_path", "draw_text", "is_drawn", "make_spans", "write_picture"]
@@ -99,8 +99,8 @@ def make_spans(simulation: Simulation) -> Iterator[Span]:
                 "microbatch": instruction.microbatch,
                 "version": instruction.version,
             }
-            name = f"{MEANINGS[instruction.opcode]} {instruction.minibatch}"
-            if instruction.opcode != "UPDATE":
+            name = f"{instruction.traits.meaning} {instruction.minibatch}"
+            if not is_mark(instruction):
                 name += f".{instruction.microbatch}"
             yield Span(f"worker {worker}", "compute", name, _ns(begin_ms), _ns(end_ms), args)
     for what, from_worker, to_worker, minibatch, microbatch, begin_ms, end_ms in simulation.transfers:
@@ -151,7 +151,7 @@ def _scale(simulation: Simulation, labels: StepLabels) -> float:
         (len(labels.text(timed.instruction)) + 1) / (timed.end_ms - timed.begin_ms)
         for row in simulation.timeline
         for timed in row
-        if timed.end_ms > timed.begin_ms and timed.instruction.opcode != "UPDATE"
+        if timed.end_ms > timed.begin_ms and not is_mark(timed.instruction)
     ]
     if not simulation.makespan_ms:
         return 1.0
@@ -163,7 +163,7 @@ def _row(row: Sequence[TimedInstruction], labels: StepLabels, columns_per_ms: fl
     for instruction, begin_ms, end_ms in computed(row):
         first, last = round(begin_ms * columns_per_ms), round(end_ms * columns_per_ms)
         cells[last] = "|"
-        if instruction.opcode == "UPDATE":
+        if is_mark(instruction):
             cells[first : last + 1] = "*" * (last + 1 - first)
             continue
         room = last - first - 1

@@ -81,10 +81,11 @@ def _changes(
     for instruction, begin_ms, end_ms in row:
         own = stages[instruction.stage]
         place = (instruction.stage, instruction.minibatch, instruction.microbatch)
-        if instruction.opcode == own.saves_at:
+        stash = instruction.traits.stash
+        if stash == own.saves_at:
             held[place] += own.saved
             yield end_ms, own.saved
-        elif instruction.opcode == "BACKWARD":
+        elif stash == "released":
             yield end_ms, -held.pop(place, 0.0)
         elif instruction.edge is not None and instruction.edge.kind in _BETWEEN_STAGES:
             kind = instruction.edge.kind
@@ -120,7 +121,7 @@ class _StageBytes(NamedTuple):
     input: float
     output: float
     saves_at: str
-    """The opcode of the instruction that saves what the backward needs."""
+    """The stash (`OpcodeTraits`) of the opcode that saves what the backward needs."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:
@@ -146,7 +147,7 @@ class _StageBytes(NamedTuple):
             saved=saved / m,
             input=before / m,
             output=layers[-1].activation_bytes / m,
-            saves_at="RECOMPUTE" if schedule.recompute and schedule.recompute[index] else "FORWARD",
+            saves_at="restored" if schedule.recompute and schedule.recompute[index] else "kept",
         )
 
     def weight_bytes(self, optimizer_copies: float) -> float:

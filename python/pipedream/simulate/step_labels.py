@@ -7,32 +7,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipedream.planning.simulator import TRANSFERS, Simulation, TimedInstruction
+from pipedream.planning.simulator import Simulation, TimedInstruction
 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["MEANINGS", "StepLabels", "computed", "name_replicas", "name_rows"]
-
-MEANINGS = {
-    "FORWARD": "forward",
-    "RECOMPUTE": "recompute",
-    "BACKWARD": "backward",
-    "UPDATE": "update",
-    "EVALUATE": "evaluation",
-}
-_LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U", "EVALUATE": "E"}
+__all__ = ["StepLabels", "computed", "name_replicas", "name_rows"]
 
 
 class StepLabels:
     """Labels of the instructions of one simulation."""
 
     def __init__(self, simulation: Simulation, show_versions: bool | None) -> None:
+        from pipedream import _core
+
         steps = [timed.instruction for row in simulation.timeline for timed in computed(row)]
-        self.opcodes = {step.opcode for step in steps}
+        names = {step.opcode for step in steps}
+        self.opcodes = [traits for name, traits in _core.OPCODES.items() if name in names]
         self.has_microbatches = any(step.microbatch > 0 for step in steps)
         if show_versions is None:
-            show_versions = any(step.version != step.minibatch for step in steps if step.opcode != "UPDATE")
+            show_versions = any(step.version != step.minibatch for step in steps if not is_mark(step))
         self.shows_versions = show_versions
 
     def name(self, step: _core.Instruction) -> str:
@@ -45,20 +39,25 @@ class StepLabels:
         return f"v{step.version}" if self.shows_versions else ""
 
     def text(self, step: _core.Instruction) -> str:
-        return f"{_LETTERS[step.opcode]}{self.name(step)}{self.version(step)}"
+        return f"{step.traits.letter}{self.name(step)}{self.version(step)}"
 
     def name_legend(self) -> str:
         parts = ["3.1  minibatch 3, microbatch 1"] if self.has_microbatches else ["3  minibatch 3"]
         return ",   ".join([*parts, "v2  reads weight version 2"] if self.shows_versions else parts)
 
     def text_legend(self) -> str:
-        letters = [f"{_LETTERS[o]} {MEANINGS[o]}" for o in MEANINGS if o in self.opcodes and o != "UPDATE"]
+        letters = [f"{one.letter} {one.meaning}" for one in self.opcodes if not one.writes_version]
         return ",   ".join([*letters, "* update", ". idle", self.name_legend()])
 
 
 def computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
     """Returns the instructions that a worker computes, without transfers."""
-    return [timed for timed in row if timed.instruction.opcode not in TRANSFERS]
+    return [timed for timed in row if timed.instruction.edge is None]
+
+
+def is_mark(step: _core.Instruction) -> bool:
+    """Returns whether the instruction is drawn as a mark without a label, as updates are."""
+    return step.traits.writes_version
 
 
 def name_rows(simulation: Simulation) -> list[str]:

@@ -221,7 +221,8 @@ def _make_options(
     num_microbatches = request.microbatches
     if num_microbatches is None:
         num_microbatches = _enough_microbatches(rules_of(request.schedule), placement, in_flight)
-    recomputed = {step.stage for program in given or [] for step in program if step.opcode == "RECOMPUTE"}
+    steps = [step for program in given or [] for step in program]
+    recomputed = {step.stage for step in steps if step.traits.stash == "restored"}
     return _core.ScheduleOptions(
         schedule=request.schedule,
         in_flight=in_flight,

@@ -99,6 +99,18 @@ TEST(Instruction, TextOfATransferThatIsBrokenIsRefusedAndNamed) {
             "where the end is expected");
 }
 
+TEST(Opcode, NamesAndLettersOfTheTableTellOpcodesApart) {
+  std::string letters;
+  for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+    const OpcodeTraits& traits = kOpcodeTraits.at(opcode);
+    EXPECT_EQ(find_opcode(traits.name), static_cast<Opcode>(opcode));
+    if (traits.travels) continue;
+    EXPECT_EQ(letters.find(traits.letter), std::string::npos) << traits.name;
+    letters += traits.letter;
+  }
+  EXPECT_EQ(find_opcode("forward"), std::nullopt);
+}
+
 TEST(Instruction, BlanksAtBothEndsAndBetweenWordsAreAllowed) {
   EXPECT_EQ(parse_instruction(" \tUPDATE  stage 1\tminibatch 2 writes version 3 \r\n"),
             make(Opcode::kUpdate, 1, 2, 0, 3));

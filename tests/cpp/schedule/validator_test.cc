@@ -373,9 +373,8 @@ TEST_F(BrokenList, MissingInstructionIsNamedWhereTheNextOneNeedsIt) {
   use("pipedream", {2, 1}, 1, 4);
   program(1).erase(find(program(1), Opcode::kForward, 1));
   expect_fault(
-      "worker 1, position 3, BACKWARD stage 1 minibatch 1 microbatch 0 reads version 1: the microbatch was "
-      "not "
-      "forwarded yet");
+      "worker 1, position 3, BACKWARD stage 1 minibatch 1 microbatch 0 reads version 1: the "
+      "microbatch's forward was not done yet");
   use("pipedream", {2, 1}, 1, 4);
   program(1).erase(find(program(1), Opcode::kBackward, 1));
   expect_fault(
@@ -413,13 +412,13 @@ TEST_F(BrokenList, RepeatedForwardBackwardAndUpdate) {
   use("pipedream", {3, 2, 1}, 1, 3);
   program(0).insert(program(0).begin(), program(0).front());
   expect_fault(
-      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
-      "already forwarded");
+      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's forward was already done");
   use("pipedream", {3, 2, 1}, 1, 3);
   program(0).insert(find(program(0), Opcode::kUpdate, 0), *find(program(0), Opcode::kBackward, 0));
   expect_fault(
-      "worker 0, position 4, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the backward was "
-      "already done");
+      "worker 0, position 4, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's backward was already done");
   use("pipedream", {3, 2, 1}, 1, 3);
   program(0).insert(find(program(0), Opcode::kUpdate, 0), *find(program(0), Opcode::kUpdate, 0));
   expect_fault(
@@ -495,9 +494,8 @@ TEST_F(BrokenList, BackwardBeforeItsForward) {
   use("pipedream", {1}, 1, 2);
   std::swap(program(0)[0], program(0)[1]);
   expect_fault(
-      "worker 0, position 0, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
-      "not "
-      "forwarded yet");
+      "worker 0, position 0, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's forward was not done yet");
 }
 
 TEST_F(BrokenList, UpdateBeforeAllMicrobatchesWentBackward) {
@@ -581,18 +579,18 @@ TEST_F(BrokenList, RecomputeThatIsEarlyRepeatedLateOrOfAnotherVersion) {
   use(options, 1);
   std::swap(program(0)[0], program(0)[2]);  // F0.0 F0.1 R0.0 B0.0 ...
   expect_fault(
-      "worker 0, position 0, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
-      "not forwarded yet");
+      "worker 0, position 0, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's forward was not done yet");
   use(options, 1);
   program(0).insert(program(0).begin() + 2, program(0)[2]);
   expect_fault(
-      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
-      "already recomputed");
+      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's recompute was already done");
   use(options, 1);
   std::swap(program(0)[2], program(0)[4]);
   expect_fault(
-      "worker 0, position 2, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: backwards go in "
-      "order; the next is minibatch 0 microbatch 0");
+      "worker 0, position 2, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: recomputes go "
+      "in order; the next is minibatch 0 microbatch 0");
   use(options, 1);
   program(0)[2].version = WeightVersion(1);
   expect_fault(
@@ -606,8 +604,8 @@ TEST_F(BrokenList, RecomputeOfTwoMicrobatchesAtOnce) {
   use(options, 1);
   std::swap(program(0)[3], program(0)[4]);  // F F R0.0 B0.0 R0.1 B0.1 becomes F F R0.0 R0.1 B0.0 B0.1
   expect_fault(
-      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: backwards go in "
-      "order; the next is minibatch 0 microbatch 0");
+      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: the microbatch "
+      "before waits for its backward: only the next one is recomputed");
 }
 
 TEST_F(BrokenList, WrongStage) {
@@ -628,8 +626,8 @@ TEST_F(BrokenList, WrongStage) {
   use(make_interleaved(2, 2, 1), 1);
   program(0)[1].stage = StageIndex(0);
   expect_fault(
-      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
-      "already forwarded");
+      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the "
+      "microbatch's forward was already done");
 }
 
 TEST_F(BrokenList, MinibatchesAndMicrobatchesThatDoNotExist) {

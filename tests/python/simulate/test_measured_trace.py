@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_work_is_read_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     rows = read_trace(_write(simulation, tmp_path / "trace.json"))
     assert [len(row) for row in rows] == [72, 72]
     assert (rows[1][0].kind, rows[1][0].minibatch, rows[1][0].begin_ms) == ("forward", 0, pytest.approx(1.0))
+
+
+def test_a_run_with_evaluations_shows_their_time_apart(tmp_path: Path) -> None:
+    simulation = _simulation([StageTimes(1.0, 2.0, 0.5)] * 2)
+    path = _write(simulation, tmp_path / "trace.json")
+    document = json.loads(path.read_text())
+    update = next(event for event in document["traceEvents"] if event["name"] == "U12")
+    document["traceEvents"].append(update | {"name": "E12.0", "dur": 0.24e3})
+    path.write_text(json.dumps(document))
+    (shown,) = (one for one in compare_with_trace(simulation, path).differences if one.kind == "evaluation")
+    assert (shown.simulated_ms, shown.measured_ms) == (0.0, pytest.approx(0.02))
 
 
 def test_other_files_and_other_runs_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+// The opcodes of instructions, and one table of their traits, which all other sources ask. A new opcode needs
+// a row here, a generator and an executor (stage/engine.cc, python/pipedream/stage/). Plain values; any
+// thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <string_view>
+
+#include "schedule/edge.h"
+
+namespace pipedream {
+
+enum class Opcode {
+  // Opcodes that compute.
+  kForward,    // reads `version` of the weights, and the activation from upstream
+  kRecompute,  // the forward again, from the stashed input and the same version; needs nothing from a
+               // neighbour
+  kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
+  kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
+  kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
+  // Opcodes that travel. An item is made by the instruction before it, or needed by the one after it.
+  kSend,  // never waits: the validator bounds the items on an edge (validator.h)
+  kRecv,  // waits for the edge's next item
+};
+
+// The number that names an instruction.
+enum class Scope {
+  kMicrobatch,
+  kRound,     // its first minibatch
+  kBoundary,  // the minibatch before which the weights are read, and a number of its own
+};
+
+// The effect of an opcode on the stash of its microbatch: the version that the forward has read, and the
+// activations that it has saved.
+enum class Stash {
+  kNone,
+  kKept,
+  kRestored,  // the activations are computed again, just before they are used
+  kReleased,  // the microbatch's gradient is complete
+};
+
+// The measured time that an opcode takes. A transfer keeps the link busy, not the worker.
+enum class Duration { kNone, kForward, kRecompute, kBackward, kUpdate };
+
+struct OpcodeTraits {
+  const char* name = "";     // in programs
+  const char* meaning = "";  // in pictures and sentences
+  char letter = ' ';         // in pictures and traces
+  bool travels = false;
+  Scope scope = Scope::kMicrobatch;
+  bool writes_version = false;  // else, where it computes, it reads one
+  Stash stash = Stash::kNone;
+  std::optional<Opcode> follows = std::nullopt;  // must be done before, for the same microbatch
+  std::optional<EdgeKind> needs = std::nullopt;  // an item of this kind comes with it
+  std::optional<EdgeKind> makes = std::nullopt;  // an item of this kind leaves with it
+  Duration duration = Duration::kNone;
+  const char* unlisted_because = nullptr;  // none where a program that somebody writes may have it
+};
+
+inline constexpr const char* kAdded =
+    "sends, receives and recomputing are added to a program; leave the line out";
+
+inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
+    {.name = "FORWARD",
+     .meaning = "forward",
+     .letter = 'F',
+     .stash = Stash::kKept,
+     .needs = EdgeKind::kActivation,
+     .makes = EdgeKind::kActivation,
+     .duration = Duration::kForward},
+    {.name = "RECOMPUTE",
+     .meaning = "recompute",
+     .letter = 'R',
+     .stash = Stash::kRestored,
+     .follows = Opcode::kForward,
+     .duration = Duration::kRecompute,
+     .unlisted_because = kAdded},
+    {.name = "BACKWARD",
+     .meaning = "backward",
+     .letter = 'B',
+     .stash = Stash::kReleased,
+     .follows = Opcode::kForward,
+     .needs = EdgeKind::kGradient,
+     .makes = EdgeKind::kGradient,
+     .duration = Duration::kBackward},
+    {.name = "UPDATE",
+     .meaning = "update",
+     .letter = 'U',
+     .scope = Scope::kRound,
+     .writes_version = true,
+     .duration = Duration::kUpdate},
+    {.name = "EVALUATE",
+     .meaning = "evaluation",
+     .letter = 'E',
+     .scope = Scope::kBoundary,
+     .needs = EdgeKind::kEvaluation,
+     .makes = EdgeKind::kEvaluation,
+     .duration = Duration::kForward,
+     .unlisted_because = "a program of your own has no evaluations"},
+    // The edge's items say how a transfer is numbered.
+    {.name = "SEND", .travels = true, .unlisted_because = kAdded},
+    {.name = "RECV", .travels = true, .unlisted_because = kAdded},
+});
+
+[[nodiscard]] constexpr const OpcodeTraits& traits_of(Opcode opcode) {
+  return kOpcodeTraits.at(static_cast<std::size_t>(opcode));
+}
+[[nodiscard]] constexpr const char* opcode_name(Opcode opcode) { return traits_of(opcode).name; }
+[[nodiscard]] constexpr bool travels(Opcode opcode) { return traits_of(opcode).travels; }
+[[nodiscard]] constexpr bool writes_version(Opcode opcode) { return traits_of(opcode).writes_version; }
+[[nodiscard]] constexpr bool keeps_stash(Opcode opcode) { return traits_of(opcode).stash == Stash::kKept; }
+[[nodiscard]] constexpr bool releases_stash(Opcode opcode) {
+  return traits_of(opcode).stash == Stash::kReleased;
+}
+[[nodiscard]] constexpr bool is_of_boundary(Opcode opcode) {
+  return traits_of(opcode).scope == Scope::kBoundary;
+}
+
+[[nodiscard]] constexpr std::optional<Opcode> find_opcode(std::string_view name) {
+  for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+    if (name == kOpcodeTraits.at(opcode).name) return static_cast<Opcode>(opcode);
+  }
+  return std::nullopt;
+}
+
+// The opcode that items of this kind come with; none where they are handed to the worker by themselves.
+[[nodiscard]] constexpr std::optional<Opcode> find_user(EdgeKind kind) {
+  for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
+    if (kOpcodeTraits.at(opcode).needs == kind) return static_cast<Opcode>(opcode);
+  }
+  return std::nullopt;
+}
+
+}  // namespace pipedream

@@ -1,0 +1,74 @@
+// How long a worker's items took, and waited. Owned by the compute thread; every call is on it, but where
+// another is said.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/newest_log.h"
+#include "schedule/instruction.h"
+
+namespace pipedream {
+
+// The times of one work item: when it was asked for, when its inputs were there, and when it was completed.
+// compute_ns is the part in user code. If the device still works after the completion, add_compute() replaces
+// these times by the device's: asked when it ran out of work, ready when it began, completed when it ended.
+struct Span {
+  Opcode opcode = Opcode::kForward;
+  StageIndex stage;
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  std::int64_t asked_ns = 0;
+  std::int64_t ready_ns = 0;
+  std::int64_t completed_ns = 0;
+  std::int64_t wait_ns = 0;  // the part from asked to ready that a channel blocked
+  std::int64_t compute_ns = 0;
+};
+
+// compute_ns of a completion whose work the device has not done yet; add_compute() follows.
+inline constexpr std::int64_t kComputedLater = -1;
+
+struct EngineTotals {
+  std::int64_t num_work_items = 0;
+  std::int64_t wait_ns = 0;     // blocked until the input was there
+  std::int64_t compute_ns = 0;  // reported with the completions
+  std::int64_t elapsed_ns = 0;  // first ask to last completion
+};
+
+class WorkTimes {
+ public:
+  // The last num_spans_max spans are kept.
+  explicit WorkTimes(std::size_t num_spans_max);
+
+  // The next item is asked for; again until it is there.
+  void ask();
+  [[nodiscard]] bool is_asking() const { return asked_ns_ != 0; }
+  // The item waited for something.
+  void add_wait(std::int64_t wait_ns) { wait_ns_ += wait_ns; }
+  // The item has all its inputs, and is handed out.
+  void begin();
+  // It is done. compute_ns: or kComputedLater for all.
+  void end(const Instruction& done, std::int64_t compute_ns);
+  // Sets the device's times, as StageEngine::add_compute() says.
+  void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
+
+  [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
+  [[nodiscard]] EngineTotals totals() const { return totals_; }
+  // Items so far. Any thread.
+  [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
+
+ private:
+  std::int64_t asked_ns_ = 0;  // 0: not asking
+  std::int64_t ready_ns_ = 0;
+  std::int64_t wait_ns_ = 0;
+  std::int64_t started_ns_ = 0;
+  std::uint64_t num_told_ = 0;         // by add_compute()
+  std::int64_t compute_ended_ns_ = 0;  // of the last one
+  NewestLog<Span> spans_;
+  EngineTotals totals_;
+  std::atomic<std::uint64_t> num_completed_{0};
+};
+
+}  // namespace pipedream
