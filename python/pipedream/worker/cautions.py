@@ -107,8 +107,9 @@ def cautions_of(
         if any(isinstance(module, _BatchNorm) and module.training for module in modules):
             yield (
                 f"batch norm takes its statistics from each of a minibatch's {microbatches} microbatches by"
-                " itself, so losses differ from those of whole minibatches; microbatches=1 keeps them, and"
-                " group norm does not depend on it"
+                " itself, so losses differ from those of whole minibatches, and its running statistics take"
+                " one step a minibatch, so evaluations differ from those of accumulated batches;"
+                " microbatches=1 keeps both, and group norm does not depend on it"
             )
         yield from _cautions_of_loss(loss_fn, microbatches)
 
