@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pipedream
 import pytest
@@ -152,6 +152,31 @@ def test_chunks_of_a_shard_have_orders_of_their_own(farm: Farm) -> None:
     )
     assert_close_losses(result.losses, expected.losses, 1e-9)
     assert_close_state(state, model.state_dict(), 1e-9)
+
+
+class _SeedRecordingSGD(torch.optim.SGD):
+    """SGD that records the seed of torch's generator at each step."""
+
+    seeds: ClassVar[set[int]] = set()
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        self.seeds.add(torch.initial_seed())
+        return super().step(*arguments, **options)
+
+
+def _seeds_at_steps(training: Training) -> int:
+    _SeedRecordingSGD.seeds.clear()
+    train_in_pipeline(training)
+    return len(_SeedRecordingSGD.seeds)
+
+
+def test_steps_of_asynchronous_shards_do_not_seed_the_generators_that_data_and_forwards_draw_from(
+    farm: Farm,
+) -> None:
+    optimizer = functools.partial(_SeedRecordingSGD, lr=0.05)
+    training = _training("mlp", (2,), num_minibatches=8, optimizer=optimizer)
+    assert farm.results(_seeds_at_steps, training, num_ranks=2) == [1, 1]
+    assert min(farm.results(_seeds_at_steps, replace(training, sync="bsp"), num_ranks=2)) > 1
 
 
 def test_all_replicas_have_the_same_weights_in_the_end(farm: Farm) -> None:

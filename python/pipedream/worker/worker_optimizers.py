@@ -79,7 +79,10 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
-            if run.plan.workers_used > 1:
+            # Asynchronous shards step on a thread of their own, beside the one on which data and forwards
+            # draw: it must leave the process's generators alone.
+            has_own_thread = run.options.is_asynchronous and run.plan.stages[index].num_replicas > 1
+            if run.plan.workers_used > 1 and not has_own_thread:
                 optimizer.draw_by_name(run.base_seed, index)
             decay = run.options.call_points.ema_decay
             if decay is not None:
