@@ -125,32 +125,24 @@ Instruction ComputeCursor::update() const {
 
 Instruction ComputeCursor::forward() const {
   const std::int64_t number = positions_.own_number(replica_, num_forwarded_);
-  const MinibatchId minibatch = positions_.minibatch_of(number);
   const MicrobatchOrder::Item item = order_.forward_at(positions_.microbatch_of(number).value());
-  const MicrobatchIndex microbatch(item.microbatch);
-  return {Opcode::kForward,
-          stage_of(item.chunk),
-          minibatch,
-          microbatch,
-          forward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
-          {},
-          replica_};
+  return pass(Opcode::kForward, positions_.minibatch_of(number), item, forward_rule_);
 }
 
 Instruction ComputeCursor::recompute_or_backward() const {
   const std::int64_t number = positions_.own_number(replica_, num_backwarded_);
-  const MinibatchId minibatch = positions_.minibatch_of(number);
   const MicrobatchOrder::Item item = order_.backward_at(positions_.microbatch_of(number).value());
+  const bool recompute_first = must_recompute(stage_of(item.chunk)) && !recomputed_;
+  const Opcode opcode = recompute_first ? Opcode::kRecompute : Opcode::kBackward;
+  return pass(opcode, positions_.minibatch_of(number), item, backward_rule_);
+}
+
+// The instruction for the microbatch of this item, at the version that the rule gives.
+Instruction ComputeCursor::pass(Opcode opcode, MinibatchId minibatch, const MicrobatchOrder::Item& item,
+                                const VersionRule& rule) const {
   const MicrobatchIndex microbatch(item.microbatch);
-  const StageIndex stage = stage_of(item.chunk);
-  const bool recompute_first = must_recompute(stage) && !recomputed_;
-  return {recompute_first ? Opcode::kRecompute : Opcode::kBackward,
-          stage,
-          minibatch,
-          microbatch,
-          backward_rule_.version_of(rounds_.number_of(minibatch, microbatch)),
-          {},
-          replica_};
+  const WeightVersion version = rule.version_of(rounds_.number_of(minibatch, microbatch));
+  return {opcode, stage_of(item.chunk), minibatch, microbatch, version, {}, replica_};
 }
 
 StageIndex ComputeCursor::stage_of(std::int64_t chunk) const {

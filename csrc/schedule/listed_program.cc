@@ -59,6 +59,15 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
   return list;
 }
 
+// The length of the list's beginning that has so many updates, and ends with one.
+std::int64_t length_with_updates(const std::vector<Instruction>& list, std::int64_t num_updates) {
+  std::int64_t length = 0;
+  for (; num_updates > 0; ++length) {
+    if (writes_version(list.at(static_cast<std::size_t>(length)).opcode)) --num_updates;
+  }
+  return length;
+}
+
 Instruction moved_by(Instruction instruction, std::int64_t minibatches, std::int64_t versions) {
   instruction.minibatch = MinibatchId(instruction.minibatch.value() + minibatches);
   instruction.version = WeightVersion(instruction.version.value() + versions);
@@ -124,8 +133,7 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
     const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // up to where it repeats for sure
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
-    const auto last_body =
-        static_cast<std::int64_t>(begin_of_list(options, rank, (num_bodies - 1) * num_updates).size());
+    const std::int64_t last_body = length_with_updates(list, (num_bodies - 1) * num_updates);
     const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;
     // It repeats from behind the last instruction that the one a body later does not repeat. A body ends with
     // its updates.

@@ -269,6 +269,8 @@ class ComputeCursor {
   [[nodiscard]] Instruction update() const;
   [[nodiscard]] Instruction forward() const;
   [[nodiscard]] Instruction recompute_or_backward() const;
+  [[nodiscard]] Instruction pass(Opcode opcode, MinibatchId minibatch, const MicrobatchOrder::Item& item,
+                                 const VersionRule& rule) const;
   [[nodiscard]] StageIndex stage_of(std::int64_t chunk) const;
   [[nodiscard]] bool must_recompute(StageIndex stage) const;
   void pass_over_absent();
