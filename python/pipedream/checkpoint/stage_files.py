@@ -26,6 +26,7 @@ from pipedream.checkpoint.manifest import (
 )
 from pipedream.checkpoint.snapshot import StageSnapshot
 from pipedream.checkpoint.state import saved_values, write_tensors
+from pipedream.model.layers import flat_view
 from pipedream.model.stage_module import StageModule, Tie
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "RECORD",
     "Content",
     "contents_of",
-    "flat_view",
     "has_pieces",
     "join_pieces",
     "names_of_stage",
@@ -203,11 +203,6 @@ def piece_name(name: str, first: int, count: int) -> str:
     return f"{name}[{first}:{first + count}]"
 
 
-def flat_view(tensor: Tensor) -> Tensor:
-    """The elements in the order of their memory, without a copy."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
-
-
 def piece_in(name: str) -> tuple[str, int, int]:
     """(name of the whole parameter, first element, end) of what piece_of() has named; of a whole one (name,
     0, 0)."""
@@ -232,8 +227,7 @@ def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict
         if whole not in joined:
             shape, strides = names["layouts"][whole]
             joined[whole] = torch.empty_strided(shape, strides, dtype=tensor.dtype)
-        flat = torch.as_strided(joined[whole], (joined[whole].numel(),), (1,))
-        flat[first : first + tensor.numel()] = tensor
+        flat_view(joined[whole])[first : first + tensor.numel()] = tensor
     return joined
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "check_parameters",
     "check_shapes",
     "dtype_name",
+    "flat_view",
     "is_list_of_layers",
     "layers_of",
     "model_name",
@@ -188,3 +189,8 @@ def check_shapes(module: nn.Module, prefix: str = "") -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32": a dtype's name on the wire and in errors."""
     return str(dtype).removeprefix("torch.")
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

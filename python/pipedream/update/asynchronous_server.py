@@ -35,8 +35,9 @@ from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, make_meter
-from pipedream.checkpoint.stage_files import flat_view, piece_name
+from pipedream.checkpoint.stage_files import piece_name
 from pipedream.common.errors import PipelineError, describe_error
+from pipedream.model.layers import flat_view
 from pipedream.update.gradients import RunStep
 from pipedream.update.pushes import bytes_of, item_of
 from pipedream.update.shard_client import ShardClient

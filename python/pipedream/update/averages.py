@@ -19,8 +19,9 @@ from torch import Tensor
 from pipedream.checkpoint.snapshot import on_host
 from pipedream.checkpoint.stage_files import piece_in
 from pipedream.model.factories import NamedParameters
+from pipedream.model.layers import flat_view
 from pipedream.optim.master_weights import master_dtype
-from pipedream.update.shards import Piece, flat_view, piece_of
+from pipedream.update.shards import Piece, piece_of
 from pipedream.update.weights import state_layout, view_like
 
 __all__ = ["Averages"]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.common.regions import Region
+from pipedream.model.layers import flat_view
 from pipedream.model.stage_module import StageModule, Tie
 from pipedream.optim.master_weights import has_master
-from pipedream.update.shards import flat_view
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters, ties_by_owner
 from pipedream.update.weights import StageWeights, split_tied

@@ -6,22 +6,20 @@ all pieces share. Pure; any thread.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["cut_out", "joined_states", "whole_name"]
+from pipedream.checkpoint.stage_files import piece_in
 
-_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]\Z")
+__all__ = ["cut_out", "joined_states", "whole_name"]
 
 
 def whole_name(name: str) -> str:
     """The name of the parameter that a piece "name[first:end]" is of."""
-    match = _PIECE.match(name)
-    return name if match is None else match.group(1)
+    return piece_in(name)[0]
 
 
 class _Elements(NamedTuple):
@@ -34,11 +32,8 @@ def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Joins the states of parameters, or of their pieces, to states of whole parameters."""
     pieces: dict[str, list[tuple[int, int | None, Any]]] = {}
     for name, state in named:
-        match = _PIECE.match(name)
-        first, count = 0, None
-        if match is not None:
-            first, count = int(match.group(2)), int(match.group(3)) - int(match.group(2))
-        pieces.setdefault(whole_name(name), []).append((first, count, state))
+        whole, first, end = piece_in(name)
+        pieces.setdefault(whole, []).append((first, end - first or None, state))
     joined: dict[str, Any] = {}
     for name, found in pieces.items():
         of_pieces = [
@@ -71,8 +66,7 @@ def cut_out(state: Any, name: str, master: Tensor) -> Any:
     says."""
     if not isinstance(state, dict):
         return state
-    match = _PIECE.match(name)
-    first = 0 if match is None else int(match.group(2))
+    _, first, _ = piece_in(name)
 
     def cut(value: Any) -> Any:
         if not isinstance(value, _Elements):

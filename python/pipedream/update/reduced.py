@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.links.replica_group import ReplicaGroup
+from pipedream.model.layers import flat_view
 from pipedream.update.gradients import RunStep, StageGradients, in_order
-from pipedream.update.shards import flat_view
 from pipedream.update.stage_optimizer import StageOptimizer
 from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import StageWeights

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from pipedream import _core, optim
 from pipedream.model.factories import NamedParameters, parameter_like
-from pipedream.model.layers import dtype_name
+from pipedream.model.layers import dtype_name, flat_view
 
 __all__ = [
     "Chunk",
     "Piece",
     "ShardLayout",
     "ShardPart",
-    "flat_view",
     "in_leaving_order",
     "keep_pieces",
     "parts_of",
@@ -261,11 +260,6 @@ def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool)
     in_chunks = {position for part in parts for position in range(part.first, part.first + len(part.pieces))}
     alone = [position for position in range(len(pieces)) if position not in in_chunks]
     return [*parts, *(ShardPart([], [pieces[position]], position) for position in alone)]
-
-
-def flat_view(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def piece_of(leaf: Tensor, piece: Piece) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pipedream import optim
-from pipedream.update.shards import ShardLayout, flat_view, keep_pieces, piece_of, works_by_element
+from pipedream.model.layers import flat_view
+from pipedream.update.shards import ShardLayout, keep_pieces, piece_of, works_by_element
 from pipedream.update.weights import weight_layout
 from torch import nn
 
