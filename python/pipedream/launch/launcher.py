@@ -64,7 +64,7 @@ from pipedream.update.gradients import updated_parameters
 from pipedream.worker.cautions import warn_if_coarse, warn_if_late
 from pipedream.worker.devices import choose_device_type
 from pipedream.worker.failure import cause_of, is_explained, traceback_of
-from pipedream.worker.interrupts import interrupts_end, interrupts_stop, may_stop_early
+from pipedream.worker.interrupts import interrupts_end, interrupts_stop
 from pipedream.worker.kept_state import STATE_FOLDER
 from pipedream.worker.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.worker.notices import noticed_checkpoints, notices_save
@@ -174,7 +174,7 @@ def _adopted_state(folder: Path) -> RunState:
 
 
 def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.AbstractContextManager[None]:
-    if not may_stop_early(options):
+    if not options.may_choose_boundaries:
         return interrupts_end(speaks=True)
     return interrupts_stop(board.ask_for_stop, lambda: board.newest() >= 0, speaks=True)
 

@@ -223,6 +223,9 @@ class Rendezvous:
     def publish(self, key: str, value: Any) -> None:
         self._ask(lambda store: store.set(key, json.dumps(value)))
 
+    def forget(self, key: str) -> None:
+        self._ask(lambda store: store.delete_key(key))
+
     def read(self, keys: list[str]) -> list[Any] | None:
         """The values of these keys; None where one is not there yet."""
         return self._ask(

@@ -186,6 +186,20 @@ class JobOptions:
         """Whether every gradient of a replica is an update of its own."""
         return self.replication.sync == "asp" and self.has_replicas
 
+    def has_shards_at(self, stage: int) -> bool:
+        """Whether each replica of the stage updates a shard of its parameters."""
+        return self.plan.stages[stage].num_replicas > 1 and not self.reduces_together
+
+    def is_asynchronous_at(self, stage: int) -> bool:
+        """Whether the stage's replicas have asynchronous shards."""
+        return self.is_asynchronous and self.plan.stages[stage].num_replicas > 1
+
+    @property
+    def may_choose_boundaries(self) -> bool:
+        """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed. With
+        asynchronous shards a replica may be ahead of rank 0 as far as it likes."""
+        return not self.is_asynchronous_at(0)
+
     @property
     def sums_shares(self) -> bool:
         """Whether replicas of a stage update by the mean over their own microbatches alone."""

@@ -129,9 +129,9 @@ class StageSaver:
         begun = self._begun[stage].pop(0)
         assert begun.minibatch == minibatch
         part = self._parts[stage]
-        is_asynchronous = isinstance(part.gradients, AsynchronousServer)
-        if isinstance(part.gradients, AsynchronousServer):
-            part.gradients.wait_for_minibatches(minibatch)
+        server = part.gradients if isinstance(part.gradients, AsynchronousServer) else None
+        if server is not None:
+            server.wait_for_minibatches(minibatch)
         snapshot = self._snapshot(stage, begun)
         contents = [
             *contents_of(snapshot),
@@ -145,7 +145,7 @@ class StageSaver:
             self._header, minibatch=minibatch, epoch=self._epoch_of(stage, minibatch)
         )
         self._writer.save(header, (stage, self._replica), contents, state)
-        if is_asynchronous:
+        if server is not None:
             self._meet(stage, minibatch)
 
     @property

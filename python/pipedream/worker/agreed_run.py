@@ -7,6 +7,7 @@ The rendezvous alone carries it. On the worker's compute thread.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ from pipedream.splitting.splitter import split
 from pipedream.stage.job import Continued, JobOptions, WorkerPlace
 from pipedream.worker.continuing import with_checkpoint
 
-__all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
+__all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,13 @@ def wait_for(
     rank does not join within START_TIMEOUT_S, or is lost after it joined."""
     with failures_of_others():
         return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
+
+
+def wait_while_linked(rendezvous: Rendezvous, keys: list[str], check_links: Callable[[], None]) -> list[Any]:
+    """Returns the values of the keys, which other ranks publish while the links are open. It waits as long
+    as they take: check_links is called meanwhile, and raises what the links know."""
+    with failures_of_others():
+        return rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 
 
 def _check_world(plan: Plan, world_size: int) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,16 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.manifest import Header
 from pipedream.checkpoint.stage_files import names_of_stage
 from pipedream.checkpoint.writer import CheckpointWriter
-from pipedream.common.errors import failures_of_others
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.links.residuals import Residuals
 from pipedream.planning.shapes import Shapes, listed
 from pipedream.stage.decisions import Saving, stop_lead
 from pipedream.stage.saving import EVALUATED, KINDS, StageSaver
 from pipedream.stage.stage_loop import PreparedStage
-from pipedream.worker.agreed_run import AgreedRun
-from pipedream.worker.notices import LOOK_S, SaveRequests, saves_on_notice
+from pipedream.worker.agreed_run import AgreedRun, wait_while_linked
+from pipedream.worker.notices import LOOK_S, SaveRequests
 
 __all__ = ["Checkpointing"]
-
-_LOOKS_AGAIN_S = 0.001
 
 
 class Checkpointing:
@@ -107,8 +103,7 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
     replicas = range(run.plan.stages[stage].num_replicas)
     keys = [run.key(f"saved before {minibatch}/{stage}/{replica}") for replica in replicas]
     rendezvous.publish(keys[run.plan.replica_of(run.rank)], True)
-    with failures_of_others():
-        rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
+    wait_while_linked(rendezvous, keys, check_links)
 
 
 class _StoredWords:
@@ -118,35 +113,25 @@ class _StoredWords:
         """num_kept: words that a replica may not have heard yet, at most."""
         self._rendezvous = run.place.rendezvous
         self._num_kept = num_kept
-        self._num_said = self._num_heard = 0
+        self._said: deque[str] = deque()
+        """The keys of the words that are there."""
 
     def say(self, boundary: int, word: list[int]) -> None:
-        self._rendezvous.publish(self._key(self._num_said), [boundary, *word])
-        self._num_said += 1
+        self._rendezvous.publish(_word_key(boundary), word)
+        self._said.append(_word_key(boundary))
+        if len(self._said) > self._num_kept:
+            self._rendezvous.forget(self._said.popleft())
 
     def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        while True:
-            with failures_of_others():
-                (heard,) = self._rendezvous.wait_for(
-                    [self._key(self._num_heard)],
-                    math.inf,
-                    lambda missing: f"no {missing[0]}",
-                    meanwhile=check,
-                )
-                if heard[0] == boundary:
-                    break
-                self._rendezvous.raise_if_failed()  # an older word is there still
-            check()
-            time.sleep(_LOOKS_AGAIN_S)
-        self._num_heard += 1
-        return list(heard[1:])
+        return list(wait_while_linked(self._rendezvous, [_word_key(boundary)], check)[0])
 
-    def _key(self, index: int) -> str:
-        return f"word about saving/{index % self._num_kept}"
+
+def _word_key(boundary: int) -> str:
+    return f"word about saving/{boundary}"
 
 
 def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
-    if not saves_on_notice(run.options):
+    if not run.options.may_choose_boundaries:
         return None
     group_size = _core.minibatches_between_drains(run.schedule())
     lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)

@@ -18,7 +18,7 @@ from pipedream.links.rendezvous import Rendezvous
 from pipedream.stage.decisions import StopOrder
 from pipedream.stage.job import JobOptions
 
-__all__ = ["Interrupt", "interrupts_end", "interrupts_stop", "may_stop_early", "stop_order"]
+__all__ = ["Interrupt", "interrupts_end", "interrupts_stop", "stop_order"]
 
 _STOPPING = (
     b"pipedream: stopping when the minibatches in flight are done; Ctrl-C again ends the run at once\n"
@@ -104,16 +104,11 @@ def _heard_key(rank: int) -> str:
 
 def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> StopOrder | None:
     """The stop order of a rank of torchrun, or None where nobody may end the run early."""
-    if not may_stop_early(options):
+    if not options.may_choose_boundaries:
         return None
     num_replicas = options.plan.stages[0].num_replicas
     others = [options.plan.placement.rank_of(0, replica) for replica in range(1, num_replicas)]
     return SharedInterrupt(rendezvous, rank, others) if others else Interrupt()
-
-
-def may_stop_early(options: JobOptions) -> bool:
-    """Whether rank 0 can choose a boundary that the other replicas of stage 0 have not passed."""
-    return options.plan.stages[0].num_replicas == 1 or not options.is_asynchronous
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ STATE_FOLDER = "state"
 def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
     """Returns this worker's snapshots, by stage index, and puts each one's buffers into its stage.
 
-    Where the earlier run has not gathered its weights into the model, the stages get them, too. Where it has,
-    raises ValueError if a weight has changed since."""
+    The stages also get their weights, if the earlier run has not gathered them into the model. If it has,
+    raises ValueError for a weight that has changed since."""
     snapshots = {snapshot.stage_index: snapshot for snapshot in state.of_rank(run.rank).snapshots}
     for stage in run.own_stages():
         snapshot = snapshots[stage.stage_index]

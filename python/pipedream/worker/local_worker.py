@@ -24,7 +24,6 @@ from pipedream.model.seeding import RngState
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
 from pipedream.worker.failure import write_error
-from pipedream.worker.interrupts import may_stop_early
 from pipedream.worker.kept_state import STATE_FOLDER
 from pipedream.worker.notices import signals_left_to_caller
 from pipedream.worker.script_logging import ScriptLogging
@@ -120,7 +119,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             incarnation=0,
             rendezvous=rendezvous,
             board=board,
-            stop_order=board if may_stop_early(options) else None,
+            stop_order=board if options.may_choose_boundaries else None,
             folder=folder,
         )
         note_error = functools.partial(write_error, folder, rank)

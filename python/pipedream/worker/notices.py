@@ -32,7 +32,6 @@ __all__ = [
     "SaveRequests",
     "noticed_checkpoints",
     "notices_save",
-    "saves_on_notice",
     "signals_left_to_caller",
 ]
 
@@ -77,15 +76,9 @@ class SaveRequests:
         return True
 
 
-def saves_on_notice(options: JobOptions) -> bool:
-    """Whether the replicas of stage 0 can agree on a boundary that does not follow from the data. With
-    sync="asp" one may be ahead of rank 0 as far as it likes."""
-    return options.plan.stages[0].num_replicas == 1 or not options.is_asynchronous
-
-
 def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
     """Returns the checkpoints that are written on notice."""
-    return options.checkpoints if saves_on_notice(options) else None
+    return options.checkpoints if options.may_choose_boundaries else None
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ class StagePool:
             else:
                 torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
                 step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
-            if self._is_asynchronous(index):
+            if self.run.options.is_asynchronous_at(index):
                 layout = self._worker_optimizers.layouts[index]
                 content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
                 shard_bytes[index] = _core.slot_stride_bytes(content_bytes)
@@ -205,7 +205,11 @@ class StagePool:
                 for stage, layers in self._worker_optimizers.factored.items()
                 if stage in own_bytes
             },
-            {stage: self._pushed_gradients(stage) for stage in own_bytes if self._has_shards(stage)},
+            {
+                stage: self._pushed_gradients(stage)
+                for stage in own_bytes
+                if self.run.options.has_shards_at(stage)
+            },
             shard_bytes,
             evaluation_bytes=self._evaluation_bytes,
             served_step_bytes=served_step_bytes,
@@ -425,12 +429,6 @@ class StagePool:
         """The replica of its stage that this worker is."""
         return self.run.plan.replica_of(self.run.rank)
 
-    def _has_shards(self, stage: int) -> bool:
-        return self.run.plan.stages[stage].num_replicas > 1 and not self.run.options.reduces_together
-
-    def _is_asynchronous(self, stage: int) -> bool:
-        return self.run.options.is_asynchronous and self.run.plan.stages[stage].num_replicas > 1
-
     def _make_server(
         self,
         stage: int,
@@ -443,7 +441,7 @@ class StagePool:
         names = exchange_names(schedule, stage, replica)
         factors = self._worker_optimizers.factored[stage]
         make: Callable[..., ShardClient] = ParameterServer
-        if self._is_asynchronous(stage):
+        if self.run.options.is_asynchronous_at(stage):
             make = self._asynchronous_server(stage, weights)
         return make(
             weights,

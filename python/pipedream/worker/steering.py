@@ -12,7 +12,6 @@ answers. The workers' part runs on their compute thread, the other part on the c
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,7 +21,6 @@ from typing import Any
 from pipedream import _core
 from pipedream.callbacks.callback import Decision
 from pipedream.callbacks.steering import Evaluated, Question, Steering
-from pipedream.common.errors import failures_of_others
 from pipedream.common.guard import write_record
 from pipedream.planning.plan import Plan
 from pipedream.report.status import LOOK_S, StatusBoard
@@ -38,7 +36,7 @@ from pipedream.stage.decisions import (
 )
 from pipedream.stage.evaluation import evaluation_name
 from pipedream.stage.job import JobOptions
-from pipedream.worker.agreed_run import AgreedRun
+from pipedream.worker.agreed_run import AgreedRun, wait_while_linked
 from pipedream.worker.worker_optimizers import WorkerOptimizers
 
 __all__ = ["LocalSteering", "answers_of", "steered"]
@@ -163,10 +161,7 @@ class StoreWay:
         return answer
 
     def _wait_for(self, keys: list[str]) -> list[Any]:
-        with failures_of_others():
-            return self._rendezvous.wait_for(
-                keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=self._check
-            )
+        return wait_while_linked(self._rendezvous, keys, self._check)
 
 
 class LocalSteering:

@@ -69,7 +69,7 @@ class WorkerOptimizers:
                 print(f"{run.plan.describe_worker(run.rank)}: {kind.describe()}", file=sys.stderr)
             _check_sparse(run, index, optimizer)
             _check_local_steps(run, index, optimizer)
-            if self._has_shards(index):
+            if run.options.has_shards_at(index):
                 whole = not works_by_element(optimizer.optimizer)
                 if ties_by_owner(index, run.ties).get(index):
                     run.place.rendezvous.publish(_whole_key(index), whole)
@@ -81,8 +81,7 @@ class WorkerOptimizers:
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
             # Asynchronous shards step on a thread of their own, beside the one on which data and forwards
             # draw: it must leave the process's generators alone.
-            has_own_thread = run.options.is_asynchronous and run.plan.stages[index].num_replicas > 1
-            if run.plan.workers_used > 1 and not has_own_thread:
+            if run.plan.workers_used > 1 and not run.options.is_asynchronous_at(index):
                 optimizer.draw_by_name(run.base_seed, index)
             decay = run.options.call_points.ema_decay
             if decay is not None:
@@ -127,9 +126,6 @@ class WorkerOptimizers:
                 }
                 optimizer.averages.go_on(laid_out, count)
 
-    def _has_shards(self, stage: int) -> bool:
-        return self._run.plan.stages[stage].num_replicas > 1 and not self._run.options.reduces_together
-
     def _layout_of(self, stage: int, *, whole_tensors: bool) -> ShardLayout:
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_tied = len(ties_by_owner(stage, self._run.ties).get(stage, []))
@@ -149,7 +145,9 @@ class WorkerOptimizers:
     def _learn_layouts_of_owners(self) -> None:
         """Only its own workers know what a stage's optimizer can work on."""
         used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
-        owners = [owner for owner in sorted(used - self.by_stage.keys()) if self._has_shards(owner)]
+        owners = [
+            owner for owner in sorted(used - self.by_stage.keys()) if self._run.options.has_shards_at(owner)
+        ]
         keys = [_whole_key(owner) for owner in owners]
         known = wait_for(self._run.place.rendezvous, keys, _no_optimizer) if keys else []
         for owner, whole in zip(owners, known, strict=True):

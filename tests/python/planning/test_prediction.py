@@ -134,7 +134,7 @@ def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     dealt = _core.deal_shards([("weight", "float32", 5 * quarter)], 2, whole_tensors=False)
     assert stage.num_chunks == len(dealt) // 2 == 3
-    # Of 6 chunks the fifth, the first owner's last, begins after 3.3 MiB, in the third layer, and so on.
+    # The first owner's last chunk is the fifth of 6. It begins after 3.3 MiB, in the third layer.
     assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
     assert StageCosts.from_dict("costs", stage.to_dict()) == stage
     (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
