@@ -9,8 +9,8 @@
 namespace pipedream {
 namespace {
 
-// Size of a block: its sum stays in the cache while part after part is added to it. A thread takes one block
-// at a time.
+// A block is small enough for its sum to stay in the cache while part after part is added to it. A thread
+// takes kTaskBlocks blocks at a time.
 constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 

@@ -42,13 +42,15 @@ std::size_t largest_shard_bytes(const WeightLayout& layout, const Shares& shares
   return divide_up(layout.slot_bytes() * *std::max_element(shares.begin(), shares.end()), of_all);
 }
 
-// Turn by turn every shard gets a chunk, as large as its share.
+// Deals ranges of the slot in turns. In each turn every shard gets one chunk, with as many bytes as its share
+// says.
 std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& shares) {
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
   const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
   const bool are_equal = std::ranges::all_of(shares, [&](std::size_t share) { return share == shares[0]; });
   const std::size_t shard_bytes = largest_shard_bytes(layout, shares);
-  // A spare's link has nothing to send until its first chunk has come from all replicas.
+  // Shares differ only if there are spares. A spare's link has nothing to send until all replicas have sent
+  // the spare its first chunk, so chunks are small then.
   const std::size_t chunk_bytes_max = are_equal ? shard_chunk_bytes_max(shard_bytes) : kShardChunkBytesMin;
   const std::size_t num_turns = std::max<std::size_t>(1, divide_up(shard_bytes, chunk_bytes_max));
   std::vector<ShardChunk> chunks;
@@ -66,7 +68,8 @@ std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& sh
   return chunks;
 }
 
-// The largest first, each to the shard that has least for its share.
+// Returns each parameter's shard. Deals the largest tensors first, each to the shard that has the fewest
+// bytes for its share.
 std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, const Shares& shares) {
   std::vector<std::size_t> in_order(layout.parameters().size());
   std::iota(in_order.begin(), in_order.end(), std::size_t{0});
@@ -81,7 +84,8 @@ std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, const Sha
   }
   for (const std::size_t parameter : in_order) {
     const std::size_t num_bytes = parameter_bytes(layout, parameter);
-    // With the tensor, so that the first goes to a shard of the largest share.
+    // Each shard is compared as if it had the tensor already. So the first tensor goes to a shard of the
+    // largest share, although all shards are still empty.
     const auto least =
         *std::min_element(takers.begin(), takers.end(), [&](std::size_t one, std::size_t other) {
           return (dealt_bytes[one] + num_bytes) * shares[other] <

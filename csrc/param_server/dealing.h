@@ -1,20 +1,20 @@
-// Deals the parts of a stage's parameters to shards. Every replica computes it alike, from the layout alone.
-// Pure; any thread.
+// Deals the parts of a stage's parameters to shards. Every replica computes the same result from the same
+// layout. Pure; any thread.
 //
 //   flat slot   | conv.weight | conv.bias |         fc.weight          | fc.bias |
 //   chunks      |     0     |      1     |      2     |      3        |     ..    |
 //   shard             0            1            0            1
 //
-// A chunk is what travels at once: a range of the slot, a sixteenth of a shard but 1 MiB at least and 4 MiB
-// at most (shard_chunk_bytes_max()). There are as many for each shard, all of one size but for 64 bytes, so
-// that shards are equal; neighbours in the slot go to different shards, so that a backward, which makes
-// gradients from the slot's end to its beginning, keeps all shards busy.
+// A chunk is a range of the slot that travels as one item. It is a sixteenth of a shard, but at least 1 MiB
+// and at most 4 MiB (shard_chunk_bytes_max()). Every shard has the same number of chunks, whose sizes differ
+// by at most 64 bytes, so the shards are equal. Neighbouring chunks go to different shards: a backward makes
+// gradients from the slot's end to its beginning, and so keeps all shards busy.
 //
 // Spares own shards but have no gradients of their own. They take larger shards, and replicas take smaller
 // ones or none (shard_shares()). Chunks are then at most 1 MiB.
 //
-// Some optimizers need whole tensors, for their norms or rows. Then a chunk is one tensor, or several
-// neighbouring ones of a shard, and shards are as equal as the tensors allow.
+// Some optimizers need whole tensors, because they use a tensor's norm or its rows. Then a chunk is one
+// tensor, or several neighbouring ones of a shard, and shards are as equal as the tensors allow.
 #pragma once
 
 #include <cstddef>

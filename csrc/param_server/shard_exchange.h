@@ -48,7 +48,7 @@ struct ExchangePiece {
 struct ExchangeChunk {
   std::size_t begin_bytes = 0;  // in the slot
   std::size_t num_bytes = 0;
-  bool is_tied = false;  // lies in tied_slots: other stages use the parameters, too
+  bool is_tied = false;  // other stages use its parameters, too; it lies in tied_slots
   std::vector<ExchangePiece> pieces;
 };
 
@@ -75,8 +75,9 @@ struct ExchangeSpec {
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
   bool keeps_gradients = false;                  // the optimizer may keep them: no mean in a received item
   bool on_host = true;                           // means of float32 and float64 are made here
-  // Sends a replica its version chunks only after the chunks that are pushed to it. A link's channels share
-  // it evenly, and pushes to spares, whose shards all wait for last, would otherwise get less of it.
+  // Sends a replica its version chunks only after the chunks that are pushed to it. All channels of a link
+  // get equal parts of its bandwidth, so versions would slow down the pushes to spares. The shards of spares
+  // are the last that everybody waits for.
   bool holds_versions = false;
   bool posts_early = true;  // false: posts places at begin_version()
 };
@@ -116,7 +117,8 @@ class ShardExchange {
   // end is known.
   [[nodiscard]] Result<bool> tell_end(std::int64_t num_minibatches, std::uint8_t boundary_events,
                                       Deadline deadline);
-  // True once the other owner's next version is in the slots, if its slot still has that version.
+  // Receives the other owner's shard of the next version. True once its chunks are in that version's slot, or
+  // are dropped because the slot has another version by now.
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
   // Pushing. The owner of the gradients sends them itself. end_push(): all pushes of the round have been
@@ -134,26 +136,26 @@ class ShardExchange {
     std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // of the others
   };
   [[nodiscard]] RoundGradients begin_update(std::int64_t round, std::optional<OwnGradients> own);
-  // Waits until the version in the slot is sent to the replicas that may still need it. Replicas that have
-  // read it in this round already have it, and one without a minibatch in the last round does not need it.
+  // Waits until the version in the slot is sent to all replicas, so that the slot may be overwritten.
   [[nodiscard]] Result<bool> wait_for_readers(SlotIndex write_slot, Deadline deadline);
-  // Does wait_for_readers(), after which the next version is written into the slot.
+  // Does wait_for_readers(), and says that the others' shards of the next version may land in the slot.
+  // Afterwards the caller may write the next version there.
   [[nodiscard]] Result<bool> begin_version(SlotIndex write_slot, Deadline deadline);
   // Returns a chunk's gradients once all members have pushed them. Called once for each chunk in turn, before
   // or after begin_version().
   [[nodiscard]] Result<std::optional<ChunkGradients>> mean_of(std::int64_t chunk, int num_threads,
                                                               Deadline deadline);
-  // Sends the chunk of the new version, which is written, from its place in the slot.
+  // Sends the chunk of the new version from its place in the slot, where the caller has written it.
   [[nodiscard]] Result<bool> publish(std::int64_t chunk, Deadline deadline);
   [[nodiscard]] Result<bool> end_version(Deadline deadline);
-  // Used instead of all these for updates without rounds: the slot now has the next version.
+  // Notes that the slot now has the next version. Updates without rounds call this alone.
   void note_version(SlotIndex slot);
 
   // The newest version of which this owner has all shards, and its slot if that still has the version.
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // For each version the fewest and the most gradients that it contains, as the others' chunks report them.
+  // For each version, the smallest and the largest number of gradients that the others' chunks of it contain.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 

@@ -41,7 +41,7 @@ class ShardRounds {
   using Arrived = std::vector<bool>;  // by replica
   struct Chunk {
     WeightVersion version;
-    std::deque<Arrived> rounds;  // from the version's on, those that have begun
+    std::deque<Arrived> rounds;  // from the chunk's round to the latest with a gradient
   };
 
   [[nodiscard]] const Chunk& chunk_at(std::int64_t chunk) const;

@@ -25,8 +25,8 @@ class ShardUpdates {
   // The most entries of order().
   static constexpr std::size_t kNumOrderedMax = std::size_t{1} << 20;
 
-  // first: each replica's first round here; earlier rounds, of num_replicas minibatches each, have been
-  // applied.
+  // first: the first round of every replica in this run. The rounds before it count as applied, with one
+  // minibatch of each replica.
   ShardUpdates(std::int64_t num_replicas, std::int64_t num_parts, WeightVersion first);
 
   // Notes that this part of the replica's gradient is applied now. Returns a failure if the replica does not
