@@ -80,7 +80,7 @@ std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage
 }
 
 MicrobatchOrder order_of(const ScheduleOptions& options) {
-  if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // its lists have one of their own
+  if (options.program != nullptr) return {options.num_microbatches, 1, 1};  // the lists give the order
   const std::int64_t workers = count_workers(options);
   const std::int64_t num_chunks = std::max<std::int64_t>(1, count_stages(options) / workers);
   return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};

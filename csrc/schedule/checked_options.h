@@ -1,5 +1,5 @@
-// Facts of options by stage and worker, for the sources of this folder. Pure; any thread. Expects options
-// that check_schedule_options() has passed, and positions inside the plan.
+// Facts about each stage and worker that follow from the options, for the sources of this folder. Expects
+// options that check_schedule_options() has accepted, and stages and ranks of the plan. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +22,23 @@ namespace pipedream {
 [[nodiscard]] ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
-// The fewest minibatches that give every replica of every stage equally many microbatches; more than
-// kMinibatchesPerRoundMax stands for anything above.
+// The fewest minibatches that give every replica of every stage equally many microbatches. A result above
+// kMinibatchesPerRoundMax only means that the number is above that.
 [[nodiscard]] std::int64_t common_round(const ScheduleOptions& options);
 
 [[nodiscard]] Rounds make_rounds(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] bool drains(const ScheduleOptions& options);
-// By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
-// wait for the others' gradients, so long may they wait for what it writes.
+// The number of rounds by which an update stands later than the last backward that it needs. At a replicated
+// stage it is half of the staleness, rounded up: so long the others' gradients may take to come. In the other
+// half the others may wait for the version that the update writes.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
-// The positions of the order, absent ones counted too, as the microbatches of the stage's rounds.
+// The stage's rounds with positions of the order in place of microbatches. Positions whose microbatch does
+// not exist count, too.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
 // The most positions of the order that are forwarded and not yet backwarded at the worker.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);
-// By which version_of() of forwards and backwards go (program.cc).
+// The rules for the versions that forwards and backwards read (program.cc).
 [[nodiscard]] VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage);
 

@@ -1,5 +1,5 @@
-// Makes the list of what one worker computes, instruction by instruction: the generator of every schedule, as
-// program.h draws them. One thread.
+// Generates the list of what one worker computes, one instruction at a time, for every schedule. program.h
+// draws the lists. One thread.
 #include <algorithm>
 #include <utility>
 
@@ -72,7 +72,8 @@ bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const 
          positions_.num_own(replica_, num_minibatches) >= num_forwarded_;
 }
 
-// The run's next instruction of the list, with recomputing in front of a backward.
+// The next instruction of a listed program, with the run's minibatch and version. Where the stage recomputes,
+// a RECOMPUTE comes in front of each backward.
 std::optional<Instruction> ComputeCursor::listed() const {
   const std::int64_t first_version = rounds_.first_version().value();
   if (num_minibatches_) {
@@ -88,7 +89,8 @@ std::optional<Instruction> ComputeCursor::listed() const {
   return instruction;
 }
 
-// Bounded: the updates of all minibatches that there are come before the list is over.
+// Skips instructions of minibatches that the run does not have. The loop ends at the next instruction of one
+// that it has, or after the run's last update, when listed() returns nothing.
 void ComputeCursor::pass_over_absent_of_list() {
   if (!num_minibatches_) return;
   for (auto next = listed(); next && next->minibatch.value() >= *num_minibatches_; next = listed()) {
@@ -137,7 +139,7 @@ Instruction ComputeCursor::recompute_or_backward() const {
   return pass(opcode, positions_.minibatch_of(number), item, backward_rule_);
 }
 
-// The instruction for the microbatch of this item, at the version that the rule gives.
+// A FORWARD, RECOMPUTE or BACKWARD of the item's microbatch, with the version that the rule gives.
 Instruction ComputeCursor::pass(Opcode opcode, MinibatchId minibatch, const MicrobatchOrder::Item& item,
                                 const VersionRule& rule) const {
   const MicrobatchIndex microbatch(item.microbatch);
@@ -153,9 +155,10 @@ bool ComputeCursor::must_recompute(StageIndex stage) const {
   return !options_.recompute.empty() && options_.recompute[static_cast<std::size_t>(stage.value())];
 }
 
-// Bounded by the positions of a minibatch: its first forward, and its update, always exist.
+// Skips positions whose microbatch does not exist (microbatch_order.h). The loop ends within a minibatch's
+// positions, because the minibatch's first forward and its update always exist.
 void ComputeCursor::pass_over_absent() {
-  if (order_.num_chunks == 1) return;  // there are none
+  if (order_.num_chunks == 1) return;  // all positions exist
   const auto item_is_there = [&](std::int64_t index, bool is_forward) {
     const std::int64_t position = positions_.microbatch_of(positions_.own_number(replica_, index)).value();
     return order_.exists(is_forward ? order_.forward_at(position) : order_.backward_at(position));

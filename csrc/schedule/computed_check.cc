@@ -9,15 +9,16 @@
 namespace pipedream {
 namespace {
 
-// Why an instruction cannot be done, without its place; empty when it can.
+// Why an instruction cannot be done; empty if it can. The caller adds where the instruction stands.
 using Fault = std::string;
 
 std::size_t index_of(Opcode opcode) { return static_cast<std::size_t>(opcode); }
 
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
-// One stage's part of a list: its counters, and whether an instruction may come next. The replica's own
-// microbatches are counted from the start of the run (Rounds::own_index()): an item is such an index.
+// Checks one stage's instructions in a list, one after the other, and counts what they do. An item is a
+// microbatch of the replica, as its index among the replica's own since the start of the run
+// (Rounds::own_index()).
 class StageChecker {
  public:
   StageChecker(const ScheduleOptions& options, StageReplica here, std::int64_t num_minibatches);
@@ -76,13 +77,13 @@ class StageChecker {
   const bool stashes_;
   const bool recomputes_;
 
-  std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};  // by opcode; of items, which go in order
+  std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};  // items, by opcode
   std::int64_t num_forwarded_ = 0;                             // items
   std::int64_t num_backwarded_ = 0;
-  bool recomputed_ = false;       // the next item to go backward
+  bool recomputed_ = false;       // whether the next item to go backward is recomputed
   MinibatchId evaluated_at_{-1};  // the boundary of the last evaluation, and its items so far
   std::int64_t num_evaluated_ = 0;
-  std::int64_t newest_;  // version, and so also the next round to update
+  std::int64_t newest_;  // the newest version; its number is also that of the next round to update
   std::int64_t versions_live_max_ = 1;
   std::int64_t num_in_flight_max_ = 0;
 };
@@ -163,7 +164,7 @@ Fault StageChecker::check_boundary(const Instruction& evaluate) const {
   return "evaluations go in order; the next of the boundary is number " + std::to_string(due);
 }
 
-// The newest version is the one that all updates before the boundary have made, and no later one.
+// Checks that the evaluation reads the boundary's version, and that this is the newest version now.
 Fault StageChecker::check_evaluate(const Instruction& instruction) const {
   const WeightVersion version = version_at_boundary(rounds_, instruction.minibatch);
   if (instruction.version != version) {
@@ -173,7 +174,8 @@ Fault StageChecker::check_evaluate(const Instruction& instruction) const {
   return "the newest version is " + std::to_string(newest_);
 }
 
-// Every opcode of microbatches goes through them in their order, behind the one that it follows.
+// Checks that each opcode takes the microbatches in their order, and that a recompute or a backward comes
+// after its forward.
 Fault StageChecker::check_order(const Instruction& instruction) const {
   const OpcodeTraits& traits = traits_of(instruction.opcode);
   const std::int64_t item = item_of(instruction);
@@ -212,7 +214,7 @@ Fault StageChecker::check_behind_forward(const Instruction& instruction) const {
   return check_stashed(instruction);
 }
 
-// Only the next one is recomputed: the activations of more than one microbatch would have to be held.
+// Allows one recomputed microbatch at a time. Otherwise the stage would hold the activations of several.
 Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   if (traits_of(instruction.opcode).stash != Stash::kRestored) {
     return recomputes_ && !recomputed_ ? "the options ask for a recompute first" : "";
@@ -222,7 +224,8 @@ Fault StageChecker::check_recomputed(const Instruction& instruction) const {
   return "the microbatch before waits for its backward: only the next one is recomputed";
 }
 
-// The forward's saved tensors lie in its version's slot.
+// If a stage keeps several versions, a backward must read its forward's version: the tensors that the forward
+// has saved lie in that version's slot.
 Fault StageChecker::check_stashed(const Instruction& instruction) const {
   const WeightVersion forwarded =
       forward_version(options_, stage_, instruction.minibatch, instruction.microbatch);
@@ -241,8 +244,8 @@ Fault StageChecker::check_update(const Instruction& instruction) const {
     return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
            std::to_string(num_needed) + " microbatches was done";
   }
-  // The backwards of more than one round may be done already: with a staleness, or where the replica has no
-  // minibatch in the last round.
+  // The backwards of a later round may be done before this update: with a staleness, or if the later round is
+  // a last one in which the replica has no minibatch.
   if (round > newest_) {
     return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) + " is due first";
   }
@@ -258,18 +261,19 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
            std::to_string(newest_);
   }
   if (version.value() > newest_ - num_kept_) return {};
-  if (!stashes_ && version < rounds_.first_version()) return {};  // which the worker holds itself
+  if (!stashes_ && version < rounds_.first_version()) return {};  // the worker itself holds these
   return "version " + std::to_string(version.value()) + " was overwritten; the newest is " +
          std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
 }
 
-// When the instruction is being done. Versions are counted from the oldest that is still read on. A replica's
-// own shard and those that others update are kept in the same slots, each at versions of its own.
+// The number of versions that are live while an instruction with this opcode runs: the newest, the one that
+// an update writes, and the older ones that will still be read. A slot holds the replica's own shard and the
+// shards that others update. These may be at different versions, so the larger of the two counts is returned.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
-  // The newest, and beside it what an update writes, unless it writes in place.
+  // An update that does not write in place has the newest version and the one that it writes.
   const std::int64_t num_newest = writes_version(opcode) && num_kept_ > 1 ? 2 : 1;
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
-  if (options_.program != nullptr) {  // whose reads go in any order
+  if (options_.program != nullptr) {  // a listed program may read versions in any order
     const std::int64_t oldest = rule_.oldest_from(rounds_.own_number(replica_, num_backwarded_)).value();
     const std::int64_t num_own_shard = num_newest + std::max<std::int64_t>(0, newest_ - oldest);
     return rounds_.num_replicas == 1 ? num_own_shard : std::max(num_own_shard, newest_coming() - oldest + 1);
@@ -286,14 +290,15 @@ std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   return std::max(num_own_shard, newest_coming() - first + 1);
 }
 
-// The newest that other replicas may have written: it is as new as the rounds whose backwards are done here.
+// The newest version that other replicas may have written. They may have updated every round whose backwards
+// are done here.
 std::int64_t StageChecker::newest_coming() const {
   return rounds_.first_version().value() + num_backwarded_ / rounds_.own_per_round();
 }
 
 void StageChecker::apply(const Instruction& instruction) {
   const std::int64_t num_live = num_versions_live(instruction.opcode);
-  // Follows from the rules: an update comes after the last read of the version that it overwrites.
+  // The checks before imply this: an update comes after the last read of the version that it overwrites.
   PD_CHECK(num_live <= num_kept_,
            to_string(instruction) << ": " << num_live << " versions are live, " << num_kept_ << " are kept");
   versions_live_max_ = std::max(versions_live_max_, num_live);
@@ -325,7 +330,7 @@ Fault StageChecker::missing_at_end() const {
   return opcode_name(is_forwarded ? Opcode::kBackward : Opcode::kForward) + stage + name_of(num_backwarded_) +
          " is missing";
 }
-// One worker's list.
+// Checks one worker's list.
 class ListChecker {
  public:
   explicit ListChecker(const ListToCheck& list)
@@ -374,7 +379,8 @@ class ListChecker {
     return writes_version(instruction.opcode) ? check_drained(instruction) : Fault();
   }
 
-  // If every minibatch drains, a norm over all stages is taken before the first update.
+  // If the schedule drains, no update may come before all backwards of its round, at all stages of the
+  // worker: a norm over all stages may be taken before the first update.
   [[nodiscard]] Fault check_drained(const Instruction& update) const {
     if (!drains_) return {};
     for (const StageChecker& stage : stages_) {
@@ -393,7 +399,7 @@ class ListChecker {
   const Placement& placement_;
   const Rank rank_;
   const bool drains_;
-  const Rounds rounds_;               // of all stages here
+  const Rounds rounds_;               // the same at all stages here
   std::vector<StageChecker> stages_;  // ascending
 };
 }  // namespace

@@ -1,5 +1,6 @@
-// A way for items from one replica of a stage to a replica of another, by its kind. Both ends use the same
-// name for it. The programs say which items it carries, and in which order. Plain values; any thread.
+// An edge carries items of one kind from one replica of a stage to another replica, of the same or another
+// stage. Both ends use the same name for the edge. The programs say which items it carries, and in which
+// order. Plain values; any thread.
 #pragma once
 
 #include <array>
@@ -32,7 +33,7 @@ inline constexpr std::array<EdgeKind, 8> kEdgeKinds = {
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
 
-// Whether items of the kind, between neighbouring stages, go to the one upstream.
+// Whether items of the kind go from a stage to its neighbour upstream.
 [[nodiscard]] constexpr bool goes_upstream(EdgeKind kind) { return kind == EdgeKind::kGradient; }
 
 struct StageReplica {
@@ -57,10 +58,11 @@ struct Edge {
 // has one slot for the gradient in use and one for the next. A receiver of activations has more, because it
 // keeps them.
 inline constexpr std::int64_t kNumGradientSlots = 2;
-// The most items that an edge of kind kEvaluation holds: its sender waits for room.
+// The most items that an edge of kind kEvaluation holds. If it is full, its sender waits.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// The most unsent items at a sender, from the number that the upstream stage may have in flight. No more are
-// ever on their way; the reserve covers slots that a neighbour gives back a little late.
+// The most items that may be unsent at a sender. in_flight_upstream: the most microbatches in flight at the
+// upstream stage. An unsent item belongs to one of these, so there are never more. The rest is a reserve, for
+// slots that a neighbour frees a little late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
   return 2 * in_flight_upstream + 4;
 }

@@ -21,9 +21,9 @@
 //     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 comes to that right behind UPDATE N - 1, and
 //     the others have work until the first evaluated activation reaches them.
 //
-// Stage 0 may also evaluate before the first forward of minibatch N if the schedule drains: callbacks that
-// answer before N is admitted are then told of the evaluation. A stage downstream waits for either of the
-// two, and the one that comes first says which of the places it is.
+// If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N. Callbacks that
+// must answer before N starts are then told of the evaluation first. A stage downstream waits for an item of
+// the forward or of the evaluation. The one that comes first says which of the two stage 0 did first.
 //
 // If a worker has several stages, W workers take W validation minibatches of one stage, then the same ones
 // of its next.
@@ -39,7 +39,7 @@
 
 namespace pipedream {
 
-// Bound of the minibatches of one evaluation; the item at the end has a number, too.
+// The most minibatches of one evaluation. One number is left for the item that ends it.
 inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
 
 // The version at a stage with these rounds before minibatch `boundary`, which is a boundary.
@@ -79,11 +79,11 @@ class Evaluations {
   std::int64_t group_size_ = 1;            // minibatches between two boundaries
   bool may_be_first_ = false;              // before the first forward behind a boundary
   bool is_early_ = true;                   // the first of the two places above
-  std::int64_t num_ahead_ = 1;             // of the second: microbatches from the boundary to its bound
+  std::int64_t num_ahead_ = 1;             // of the second place: max(1, n_0 - 1) microbatches
   std::int64_t num_chunks_ = 1;            // stages here
   std::int64_t group_ = 1;                 // validation minibatches in a row at one of them
-  std::vector<MinibatchId> boundaries_;    // that are asked for, ascending
-  std::int64_t index_ = 0;                 // in the block of the first of them
+  std::vector<MinibatchId> boundaries_;    // still to be evaluated, ascending
+  std::int64_t index_ = 0;                 // in the block of the first boundary
   std::optional<std::int64_t> last_item_;  // of each stage
 };
 

@@ -81,7 +81,7 @@ constexpr std::array<TraitWords, kNumTraits> kWords = {{
 
 // NOLINTNEXTLINE(modernize-avoid-c-arrays): the compiler counts the rows
 constexpr Exclusion kExclusions[] = {
-    // How replicas are kept alike.
+    // Synchronization of replicas.
     {Trait::kStaleness, Trait::kNotSsp, "ssp alone reads older versions", "use sync='ssp'"},
     {Trait::kStaleness, Trait::kNewestVersions, "schedule 'pipedream' alone reads older versions for it",
      "use that, or leave staleness out"},

@@ -13,7 +13,7 @@
 
 namespace pipedream {
 
-// The options, and the properties of a plan, a model or data, that do not go with everything else.
+// An option, or a property of a plan, a model or data, that something else excludes.
 enum class Trait : std::uint8_t {
   kAsp,
   kSsp,
@@ -74,7 +74,7 @@ struct TraitWords {
   Trait trait;
   std::string_view key;   // its name in Python
   std::string_view name;  // in the printed table
-  std::string_view said;  // in an error, where nobody names the value
+  std::string_view said;  // in an error, if the caller does not name the value
 };
 
 struct Exclusion {
@@ -89,7 +89,7 @@ struct Exclusion {
 [[nodiscard]] std::optional<Trait> find_trait(std::string_view key);
 // The first row whose two traits are both set; null if there is none.
 [[nodiscard]] const Exclusion* first_exclusion(const Traits& traits);
-// "sync is 'asp', and staleness is 1: because; remedy". first, second: how the two traits are said.
+// "sync is 'asp', and staleness is 1: because; remedy". first, second: the texts for the two traits.
 [[nodiscard]] std::string refusal(const Exclusion& exclusion, std::string_view first,
                                   std::string_view second);
 

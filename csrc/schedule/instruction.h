@@ -35,7 +35,7 @@ struct Instruction {
 // microbatch 2 reads version 4": validation minibatch 2, with the weights before minibatch 4
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
-// The inverse, blanks at both ends allowed. Throws UserError naming the text and what is wrong with it.
+// The inverse of to_string(). Allows blanks at both ends. Throws UserError naming the text and what is wrong.
 [[nodiscard]] Instruction parse_instruction(std::string_view text);
 
 }  // namespace pipedream

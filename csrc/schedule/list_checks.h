@@ -16,7 +16,7 @@ namespace pipedream {
 [[nodiscard]] std::string name_position(Rank rank, const std::vector<Instruction>& program,
                                         std::size_t position);
 
-// One worker's list and what it is for; a run of the options up to minibatch num_minibatches - 1.
+// One worker's list, and the run that it is for: these options, up to minibatch num_minibatches - 1.
 struct ListToCheck {
   const ScheduleOptions& options;
   const Placement& placement;
@@ -25,21 +25,21 @@ struct ListToCheck {
   std::int64_t num_minibatches = 0;
 };
 
-// The most that was alive at once at one of the worker's stages (validator.h).
+// The most versions, and the most microbatches in flight, at one of the worker's stages (validator.h).
 struct StageCounts {
   StageIndex stage;
   std::int64_t versions_live_max = 0;
   std::int64_t activations_live_max = 0;
 };
 
-// Both return the first fault with its place, or empty.
+// Both checks return the first fault with its place, or an empty text.
 
-// Checks what is computed: in order, each once, at the versions of the rule, and no more versions than are
-// kept. Adds the counts of the worker's stages.
+// Checks the instructions that compute: each comes once, in order, at the version of the rule, and no more
+// versions are live than are kept. Adds the counts of the worker's stages.
 [[nodiscard]] std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts);
 
-// Checks what travels: every computation has received what it needs, and what it makes is sent, once, before
-// more is made.
+// Checks the transfers: an instruction has received the items that it needs, and every item that it makes is
+// sent once, before the next one of its kind is made.
 [[nodiscard]] std::string check_transfers(const ListToCheck& list);
 
 }  // namespace pipedream

@@ -1,5 +1,5 @@
-// Every schedule as a window over an order of microbatches, and a delay of weight versions: program.h has the
-// table, schedule_rules.h what a schedule's name stands for.
+// Computes a schedule's facts: the version that a microbatch reads, the versions kept, the phase of an
+// instruction. program.h has the table of formulas, schedule_rules.h the row of each schedule.
 #include "schedule/program.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@ namespace {
 // Far above any cluster; keeps n_s r_s, at most twice the sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-// By how many microbatches of a replica, of the stage or under vertical sync of the input stage, a forward's
-// version is older than the newest that there could be.
+// By how many microbatches a forward's version is older than the newest possible one. They are microbatches
+// of one replica of the stage; under vertical sync, of one replica of the input stage.
 std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (rules_of(options).delay) {
     case ReadDelay::kNone:
@@ -41,12 +41,12 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
   return rules_of(options).stashes ? forward_delay(options, stage) : 0;
 }
 
-// The version with which the pipeline began.
+// The stage's weight version when the pipeline began.
 std::int64_t begun_with(const ScheduleOptions& options, const Rounds& rounds) {
   return rounds.round_of(options.oldest_minibatch.value_or(options.first_minibatch));
 }
 
-// counted: the stage whose replicas and rounds count the delay.
+// counted: the stage whose replicas and rounds convert the delay into versions (VersionRule).
 VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, StageIndex counted,
                       std::int64_t delay) {
   const Rounds rounds = make_rounds(options, stage);
@@ -83,7 +83,8 @@ VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
 
 namespace {
 
-// In the owner's rounds. Where the stages read different versions, as vertical sync would there.
+// The rule for parameters that the owner shares with other stages, in the owner's rounds. If the schedule's
+// stages read different versions, it is vertical sync's rule at the owner.
 VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
   if (options.program != nullptr) return listed_rule(options, owner, options.program->tied_reads(owner));
   if (rules_of(options).delay != ReadDelay::kOfStage) return forward_rule(options, owner);
@@ -102,7 +103,8 @@ Phase listed_phase_of(const ScheduleOptions& options, Instruction instruction,
   return options.program->phase_of(instruction, num_minibatches);
 }
 
-// The most of one stage among what the worker's window holds.
+// The most microbatches that are in flight at one stage of a worker with several stages. Counts them in the
+// worker's list of the first minibatch.
 std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex stage) {
   ComputeCursor cursor(options, rank_of(options, stage));
   cursor.set_num_minibatches(options.first_minibatch.value() + 1);
@@ -294,7 +296,8 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const std::vector<StageIndex> stages = stages_at(options, rank);
   const auto chunk = std::find(stages.begin(), stages.end(), instruction.stage) - stages.begin();
   const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
-  // A schedule that drains starts anew in every round, the others go on counting.
+  // A schedule that drains has all three phases in every round, so positions are counted from the round's
+  // first. The others count from the start of the run.
   const Rounds positions = positions_of(options, instruction.stage);
   const bool starts_anew = rules_of(options).drains();
   const std::int64_t num_own =
@@ -310,7 +313,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
     return own_index(order.forward_position(item)) - origin < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
   }
   std::int64_t backward = 0;
-  if (writes_version(instruction.opcode)) {  // as the backward that it follows
+  if (writes_version(instruction.opcode)) {  // an update is in the phase of the backward before it
     const std::int64_t num_delayed =
         num_rounds_delayed(options, instruction.stage) * positions.own_per_round();
     backward =
@@ -318,7 +321,8 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   } else {
     backward = own_index(order.backward_position(item));
   }
-  // The body pairs this backward with the forward that takes its place in the window, if there is one.
+  // In the steady phase a backward follows the forward with index `partner`, which fills the window. A
+  // backward without such a forward is in the cool-down.
   const std::int64_t partner = backward + num_warm_up;
   const std::int64_t end_of_round = std::min(num_own, first_of_round + positions.own_per_round());
   const bool is_paired =
