@@ -28,12 +28,13 @@ from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 
-# Their mean is over the weights of the samples that count, not over the number of samples.
+# With class weights or ignore_index, these divide by the weights of the samples that count, not by the number
+# of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
-_MICROBATCHES_TRIED_MAX = 64  # to find a number for a run that is late
+_MICROBATCHES_TRIED_MAX = 64  # to find the fewest at which gradients are at most one update late
 
-_BETWEEN = ("pipedream", "contextlib")  # modules of the frames between a warning and the user's line
+_BETWEEN = ("pipedream", "contextlib")  # their frames lie between a warning and the user's line
 
 
 def cautions_of(
@@ -200,8 +201,8 @@ def _has_momentum(optimizer: Optimizer) -> bool:
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
-    """Yields a line if data hold a part of the model: its weights are not where data are read. Raises
-    ValueError if a sampler does, because a sampler uses the model only to choose."""
+    """Yields a line if data hold a part of the model: its newest weights are not where data are read. Raises
+    ValueError if a sampler holds a part, because it can only want the weights to choose samples."""
     if plan.num_stages == 1 and plan.workers_used == 1:
         return  # the data hold the model that is trained
     roots = [root for _, root in roots_of(model)]
@@ -232,7 +233,8 @@ def _samplers_of(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields what the data hold directly, and no deeper: a dataset may have a million parts."""
+    """Yields (path, value) of the objects that the data hold directly. It looks no deeper, because a dataset
+    may have a million parts."""
     held: Mapping[str, Any] = {}
     path = "data.dataset" if isinstance(data, DataLoader) else "data"
     if isinstance(data, types.GeneratorType):

@@ -17,10 +17,11 @@ _REMEDY = (
 
 
 def choose_device_type() -> str:
-    """The device that the workers of this machine compute on, "cpu" or "cuda", as $PIPEDREAM_DEVICE says.
+    """Returns the kind of device that the workers of this machine compute on, "cpu" or "cuda".
+    $PIPEDREAM_DEVICE chooses it: auto, host or cuda.
 
-    Raises ValueError where torch finds a GPU and the core cannot use it: a training for a GPU would take the
-    CPU, and nobody would know.
+    Raises ValueError if torch finds a GPU that the core cannot use. Otherwise a training that is meant for
+    the GPU would run on the CPU without a word.
     """
     wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
     if wanted not in ("auto", "host", "cuda"):
@@ -40,7 +41,7 @@ def choose_device_type() -> str:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Returns the device of this process, with its context made."""
+    """Returns the device of this process. Makes the CUDA context if the device is a GPU."""
     if choose_device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -1,10 +1,10 @@
-"""The choice of weights whose gradients are pushed as factors. All replicas of a stage make the same choice,
+"""Chooses the layers whose gradients are pushed as factors. All replicas of a stage make the same choice,
 layer by layer, before the run.
 
-A layer is chosen if its factors are smaller (update/factors.py has the rule), by the sizes of the rehearsed
-minibatch. It must also pass a trial: all replicas get the same bits of the same product. Different processors
-or numbers of threads may give different bits, and the replicas would drift apart. Owned by the worker's
-compute thread.
+A layer is chosen if its factors are smaller than its gradient; update/factors.py has the rule. The rehearsed
+minibatch gives the sizes. The layer must also pass a trial: all replicas multiply the same two matrices and
+must get the same bits. Different processors or numbers of threads may give different bits, and then the
+weights of the replicas would drift apart. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from pipedream.worker.agreed_run import AgreedRun, wait_for
 
 __all__ = ["FactorChoice"]
 
-# A stage's item has two tensors of each such layer, and one that says which of them are there.
+# The item that carries a stage's factors has two tensors per layer, and one more that says which layers
+# have factors.
 _NUM_LAYERS_MAX = (_core.NUM_TENSORS_MAX - 1) // 2
 _SEED = 20170712
 
 _Said = list[tuple[str, int, int]]
-"""The layers that one replica proposes: name, most rows, and the result of its trial."""
+"""The layers that one replica proposes: (name, most rows of a factor, result of the trial)."""
 
 
 class FactorChoice:
     """The factored weights of stages with shards."""
 
     def __init__(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """footprints: of this worker's stages, whose part of the choice it makes."""
+        """Publishes the layers that this worker proposes for its stages. footprints: those of its stages."""
         self._run = run
         self._footprints = footprints
         self._is_asked_for = pushes_factors(run.options.links.codec)
@@ -53,8 +54,8 @@ class FactorChoice:
             run.place.rendezvous.publish(_key(stage, run.plan.replica_of(run.rank)), said)
 
     def of_stage(self, stage: int) -> list[FactorLayer]:
-        """Returns the layers that all replicas of the stage propose and try alike. stage: one with replicas,
-        of any worker."""
+        """Returns the layers that all replicas of the stage propose, with the same result of the trial.
+        stage: a stage with replicas, of this worker or another."""
         if not self._is_asked_for:
             return []
         keys = [_key(stage, replica) for replica in range(self._num_replicas(stage))]
@@ -88,9 +89,9 @@ class FactorChoice:
         stage: int,
         layers: Sequence[FactorLayer],
     ) -> list[FactorLayer]:
-        """These layers, which were chosen for a stage of this worker, with the rows of a larger minibatch:
-        the most that any replica has. Raises ValueError where the replicas multiply so many rows
-        differently."""
+        """Returns the layers with as many rows as a larger minibatch needs at any replica. layers: those
+        chosen for the stage, which is one of this worker's. Raises ValueError if replicas get different bits
+        with that many rows."""
         if not layers:
             return []
         self._run, self._footprints = run, footprints
@@ -108,7 +109,7 @@ class FactorChoice:
         return larger
 
     def _exchanged(self, stage: int, what: str, mine: list[int]) -> list[list[int]]:
-        """Lists of all replicas of this worker's stage, by replica."""
+        """Publishes this replica's list. Returns the lists of all replicas of the stage, by replica."""
 
         def key(replica: int) -> str:
             return self._run.key(f"{what} of larger {_key(stage, replica)}")
@@ -147,8 +148,8 @@ class FactorChoice:
         return found[:_NUM_LAYERS_MAX]
 
     def _layers_of(self, stage: int, num_rows: Mapping[str, int]) -> list[FactorLayer]:
-        """The factored layers in the order of the stage's parameters. num_rows: at most of one replica in a
-        round, by name."""
+        """Returns the layers that num_rows names, in the order of the stage's parameters. num_rows: the most
+        rows that one replica has in a round, by parameter name."""
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_own = len(named) - len([tie for tie in self._run.ties if tie.stages[0] == stage])
         return [
@@ -159,7 +160,8 @@ class FactorChoice:
 
 
 def _try(layer: FactorLayer, num_replicas: int, device: torch.device) -> int:
-    """A number that tells the bits of a product of such factors."""
+    """Returns a checksum over the bits of a product of random factors, which are as large as the layer's and
+    the same at all replicas."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def make(width: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Why a local run failed: what its workers wrote before they ended, and how they ended, as one error.
+"""Finds out why a local run failed, and makes one error of it.
 
-Each worker that fails leaves a record in the folder of the run. Any thread.
+A worker that fails leaves a record of its error in the folder of the run. A worker that is killed leaves
+none; its exit code tells how it ended. Any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the c
 
 
 def write_error(folder: Path, rank: int, error: Exception) -> None:
-    """The first time that this is called for the rank."""
+    """Writes the record of the rank's error. If the rank has left a record already, that one stays."""
     if error_path(folder, str(rank)).exists():
         return
     record = {
@@ -49,7 +50,7 @@ def _read_errors(folder: Path) -> list[dict[str, Any]]:
 
 
 def _first_cause(folder: Path) -> dict[str, Any] | None:
-    """The earliest error that is not the consequence of another worker's end."""
+    """Returns the earliest error that is not a consequence of another worker's end."""
     records = _read_errors(folder)
     causes = [r for r in records if not r["derived"] and r["type"] != "PeerLost"]
     return next(iter(causes), None)
@@ -75,19 +76,20 @@ _ERROR_TYPES: dict[str, type[Exception]] = {
 
 
 def is_explained(codes: Mapping[int, int], folder: Path) -> bool:
-    """Whether the workers that have failed so far say why; else another one's end is the cause."""
+    """Whether the workers that have failed so far tell why the run failed. If not, the cause is another
+    worker, whose end has not been seen yet."""
     return _first_cause(folder) is not None or bool(_silent(codes, folder))
 
 
 def _silent(codes: Mapping[int, int], folder: Path) -> list[int]:
-    """Who wrote nothing, and so was killed, in the order in which they ended."""
+    """Returns the ranks that ended without a record, as a killed one does, in the order of their ends."""
     return [rank for rank in codes if not error_path(folder, str(rank)).exists()]
 
 
 def cause_of(codes: Mapping[int, int], folder: Path, board: StatusBoard, plan: Plan) -> Exception:
-    """One error for a run in which some workers failed: the first cause, not its consequences.
+    """Returns one error for a run in which some workers failed: the first cause, not its consequences.
 
-    codes: of the workers that ended by themselves, by rank, in the order of their ends.
+    codes: exit codes of the workers that failed by themselves, by rank, in the order of their ends.
     """
     cause = _first_cause(folder)
     if cause is None:

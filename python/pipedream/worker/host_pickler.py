@@ -43,8 +43,8 @@ class _Sink(Protocol):
 
 
 class HostPickler(pickle.Pickler):
-    """Pickles tensors as they are in host memory. An unpickled one lies on no device of the caller's.
-    Tensors that share memory still share it, such as a buffer and a module's view of it."""
+    """Pickles the contents of tensors from host memory; those of a GPU are copied there first. An unpickled
+    tensor is in host memory. Tensors that share memory still share it, such as a buffer and a view of it."""
 
     def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
         """memory: the file for tensors and arrays of mapped_bytes_min and more. None leaves all in the
@@ -106,13 +106,13 @@ class HostPickler(pickle.Pickler):
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
-    """Returns (path, mode, offset) of memory that the user has mapped from a file. None: the file may have
-    other contents where it is unpickled."""
+    """Returns (path, mode, offset) of memory that the user has mapped from a file. None: a worker that maps
+    the file might find other contents."""
     filename, mapping, mode = array.filename, getattr(array, "_mmap", None), str(array.mode)
     if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
         return None
     begin = np.frombuffer(mapping, dtype=np.uint8).__array_interface__["data"][0]
-    # A part of a mapped array says the offset of the whole, at whose page the mapping begins.
+    # A slice of a mapped array has the offset of the whole array. The mapping begins at that offset's page.
     first = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = first + array.__array_interface__["data"][0] - begin
     return os.path.abspath(filename), "r" if mode == "r" else "r+", offset
@@ -123,7 +123,7 @@ def _users_file(path: str, mode: Any, offset: int, dtype: Any, shape: tuple[int,
 
 
 class MemoryFile:
-    """The memory of large tensors and arrays, one behind the other. Written only where there is any."""
+    """The memory of large tensors and arrays, one behind the other. The file is made when the first comes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -173,7 +173,7 @@ class HostUnpickler(pickle.Unpickler):
             _mappings.reset(token)
 
 
-# By path, of the reader at work. What is read from a mapping keeps it.
+# Mappings of the reader at work, by path. An object that was read from a mapping keeps it alive.
 _mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
 
 
@@ -225,7 +225,8 @@ def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
 
 
 def _is_of_a_kind_of_its_own(value: Any) -> bool:
-    """Whether it is a parameter of a class that pickle does not send."""
+    """Whether the value is a parameter of a subclass of nn.Parameter that pickle would send as a plain
+    one."""
     kind = type(value)
     reduce: Any = kind.__reduce_ex__
     is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
@@ -254,7 +255,8 @@ def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def room_told(folder: Path) -> Iterator[None]:
-    """Around what writes into the folder of the run."""
+    """Raises PipelineError, which says how much room is left, if a write in the block fails. folder: the
+    folder of the run."""
     try:
         yield
     except OSError as error:

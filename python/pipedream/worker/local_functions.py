@@ -1,10 +1,10 @@
 """Sends functions that a worker cannot import by their name: lambdas, functions made inside others, and
-functions that the script defines under its guard. Each is sent as its code. Its globals are those of its
-module in the worker.
+functions that the script defines under its guard. Each is sent as its code. In the worker it reads the
+globals of its module there.
 
-Such a function may hold only plain values, functions and methods of modules. If it holds a tensor, a model
-or a list, each worker would silently get a copy of what it shares with the caller, so it is refused. That
-counts for values of the surrounding function, defaults and attributes. Stateless; any thread.
+A function holds the variables of the surrounding function that it reads, its defaults and its attributes.
+These may only be plain values, functions and methods of modules. A tensor, a model or a list is refused,
+because each worker would silently get a copy of its own. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """The function in a form for a pickler. None if its name is enough, or if a worker could not find it at
-    all. Raises ValueError for one that holds other values, naming the first."""
+    """Returns the function in the form of pickle's __reduce__: what the worker calls, and the arguments.
+    None: pickle sends its name, which is enough, or no worker could find the function in any case. Raises
+    ValueError if the function holds a value that it may not; the error names the first."""
     module = sys.modules.get(function.__module__ or "")
     if module is None or vars(module) is not function.__globals__:
         return None
     is_scripts = module.__name__ == "__main__"
     if is_scripts and not hasattr(module, "__file__"):
-        return None  # a notebook's: a worker has nothing of what its cells have defined
+        return None  # a notebook: workers do not have what its cells define
     if not _is_local(function) and not (is_scripts and _is_simple(function)):
         name = function.__qualname__
         return None if _found(module, name) is function else (_as_imported, (module.__name__, name))
@@ -54,7 +55,7 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def _found(module: types.ModuleType, qualified_name: str) -> Any:
-    """None where there is nothing of this name."""
+    """Returns the object of this name in the module, or None."""
     found: Any = module
     for name in qualified_name.split("."):
         found = getattr(found, name, None)
@@ -62,13 +63,14 @@ def _found(module: types.ModuleType, qualified_name: str) -> Any:
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:
-    """A function in whose place the script has put another: a worker has not done that yet."""
+    """Returns the function as the import makes it. The caller's script has put another one in its place; the
+    worker has not done that yet."""
     return _found(importlib.import_module(module_name), qualified_name)
 
 
 def namespace_of(module: types.ModuleType) -> dict[str, Any]:
-    """The dictionary in which a module's functions look names up. A script that multiprocessing has imported
-    has a module with a copy of it."""
+    """Returns the dictionary in which a module's functions look up their globals. It is not always
+    vars(module): where multiprocessing imports a script, it gives the module a copy of the dictionary."""
     for value in vars(module).values():
         held = vars(value).values() if isinstance(value, type) else (value,)
         for function in held:
@@ -84,7 +86,8 @@ def _is_simple(function: types.FunctionType) -> bool:
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """How, and the value. Raises ValueError for a name that has none yet."""
+    """Yields (how the function holds a value, the value). Raises ValueError for a variable without a value
+    yet."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -115,9 +118,9 @@ def _is_local(function: types.FunctionType) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, types.MethodType):  # of a module that was patched
+    if isinstance(value, types.MethodType):  # a function that patches a module holds the old method
         return isinstance(value.__self__, nn.Module)
-    # The values that a function holds are looked at in their turn.
+    # A function that is held is checked when the pickler comes to it.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 

@@ -1,6 +1,6 @@
 """A local worker's process: reads its part of the run from the folder, trains, and leaves its result there.
 
-On the main thread of the process, which the fork server has made and which dies with the caller.
+Runs on the main thread of the process. The fork server makes the process, and it dies with the caller.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, 
 
 
 def _forked_children_die_with_this_process() -> None:
-    """The processes of a DataLoader hold this one's sockets and memory: where it is killed, they would keep
-    both for seconds."""
+    """Makes the processes of a DataLoader die with this one. They inherit its sockets and memory, and would
+    keep both for seconds after it was killed."""
     forks_on_main_thread, pid = False, 0
 
     def note_fork() -> None:
@@ -81,7 +81,7 @@ def _forked_children_die_with_this_process() -> None:
         forks_on_main_thread, pid = threading.current_thread() is threading.main_thread(), os.getpid()
 
     def follow() -> None:
-        if forks_on_main_thread:  # the signal comes when the thread ends that forked
+        if forks_on_main_thread:  # the kernel sends the signal when the thread that forked ends
             _core.die_with_parent(pid)
 
     os.register_at_fork(before=note_fork, after_in_child=follow)
@@ -90,7 +90,7 @@ def _forked_children_die_with_this_process() -> None:
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
     settings: tuple[CallerSettings, ScriptLogging] = read_part(folder, "settings")
     for each in settings:
-        each.apply()  # before the model is rebuilt: its code may ask
+        each.apply()  # before the model is rebuilt, because its code may read the settings
     with GraphReader(folder) as graph:
         options: JobOptions = graph.read("options")
         model = graph.read("model")
@@ -105,7 +105,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             options = replace(options, validation=held_out)
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
-    # Not before: unpickling may import what draws random numbers.
+    # Only now, because unpickling may import modules that draw random numbers.
     rng: RngState = read_part(folder, "rng")
     rng.restore()
     signals_left_to_caller(options.checkpoints)
@@ -124,18 +124,18 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         )
         note_error = functools.partial(write_error, folder, rank)
         result = run_worker(place, options, model, data, note_error=note_error)
-    if rank == 0:  # which has read all data
+    if rank == 0:  # it has read all data
         write_part(folder, "generators", generator_states(data), "")
         result.state.save(folder / STATE_FOLDER)
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
 
 
 def register_classes(model: Model) -> None:
-    """Does for each module of the model what its constructor did in the process that made it, where a library
-    keeps something of its class: a module that was sent has run no constructor.
+    """Registers the classes of the model's modules with transformers. The constructor of a module does so in
+    the caller, but a module that was sent to a worker has run no constructor.
 
-    transformers looks up there which outputs of inner modules (the router logits of a mixture of experts) a
-    model's forward collects; without the entry they are None.
+    transformers looks up in this registry which outputs of inner modules a model's forward collects, such as
+    the router logits of a mixture of experts. Without the entry these outputs are None.
     """
     modules = [module for _, root in roots_of(model) for module in root.modules()]
     for name in _OUTPUTS_MODULES:
@@ -144,6 +144,7 @@ def register_classes(model: Model) -> None:
             continue
         for module in modules:
             if hasattr(module, "_can_record_outputs"):
-                # By the class's text in all versions, though newer ones are given the module.
+                # All versions use the class's text as the key. Newer ones take the module in __setitem__ and
+                # make the key themselves; dict.__setitem__ serves all of them.
                 dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
         return

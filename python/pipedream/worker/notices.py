@@ -1,13 +1,13 @@
-"""Checkpoints on notice. A notice is SIGTERM or SIGUSR1, by which Slurm and clouds announce that a machine
-will go, or the file `save` in the folder of the checkpoints, which anybody may touch.
+"""Checkpoints on notice. A notice is SIGTERM or SIGUSR1: Slurm and clouds send them before they take a
+machine away. The file `save` in the folder of the checkpoints is a notice, too; anybody may make it.
 
     process that gets the signal    makes the file       waits for a new checkpoint, grace at most, and ends
     rank 0                          finds it, decides    at its next boundary
     all                             copy, write
 
-After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, that is called once the checkpoint
-is there. If the script ignores SIGTERM, the run goes on. Python runs signal handlers on the main thread
-alone; on another thread nothing is changed.
+After SIGUSR1 the run goes on. If the script has a handler for SIGTERM, the handler is called once the
+checkpoint is there. If the script ignores SIGTERM, the run goes on. Python runs signal handlers on the main
+thread alone, so on another thread this module changes nothing.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SAVING = b"pipedream: saving a checkpoint before this process ends\n"
 
 
 def ask_to_save(path: Path) -> None:
-    """Has the run that writes checkpoints into this folder write one at its next boundary."""
+    """Asks the run that writes checkpoints into this folder for one at its next boundary."""
     with contextlib.suppress(OSError):
         (path / _REQUEST_NAME).touch()
 
 
 class SaveRequests:
-    """Rank 0 decides here to save where that does not follow from the data."""
+    """Rank 0's decisions to save that do not follow from the data: on a notice, and every so many seconds."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._request = checkpoints.folder / _REQUEST_NAME
@@ -57,7 +57,7 @@ class SaveRequests:
         self._forget()
 
     def saves_now(self) -> bool:
-        """Asked at each boundary."""
+        """Whether to save at this boundary. Rank 0 asks at each one."""
         now_s = time.monotonic()
         is_due = self._seconds is not None and now_s - self._saved_s >= self._seconds
         if now_s - self._looked_s >= LOOK_S:
@@ -68,7 +68,7 @@ class SaveRequests:
         return is_due
 
     def _forget(self) -> bool:
-        """Takes the request away, if there is one."""
+        """Removes the file of a request. Returns whether there was one."""
         try:
             self._request.unlink()
         except OSError:
@@ -77,19 +77,20 @@ class SaveRequests:
 
 
 def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
-    """Returns the checkpoints that are written on notice."""
+    """Returns the run's checkpoints if it can write them on notice, else None."""
     return options.checkpoints if options.may_choose_boundaries else None
 
 
 @contextlib.contextmanager
 def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Lets SIGTERM in the block save the run before the process ends as it would have, and SIGUSR1 save it.
-    has_begun: whether the training has; before that a SIGTERM ends the process at once."""
+    """Handles notices inside the block. SIGTERM saves a checkpoint, and then ends the process as it would
+    have without this handler. SIGUSR1 saves one. has_begun: whether the training has begun; before that,
+    SIGTERM ends the process at once."""
     if checkpoints is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    # None: a library has installed it, and Python could not put it back.
+    # None: a C library has installed the handler, and Python could not put it back.
     handlers: dict[int, Any] = {number: handler for number, handler in known.items() if handler is not None}
     owner, is_over = os.getpid(), threading.Event()
     came: list[int] = []
@@ -137,7 +138,7 @@ def _pass_on(number: int, frame: FrameType | None, handler: Any) -> None:
 
 
 def _is_saved_since(path: Path, asked_s: float) -> bool:
-    """Whether a checkpoint was completed since, by the wall clock that files have."""
+    """Whether a checkpoint was completed since asked_s. The time is the wall clock's, as files have it."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     with contextlib.suppress(OSError, IndexError):
         return (complete[-1] / MANIFEST_NAME).stat().st_mtime >= asked_s
@@ -145,14 +146,14 @@ def _is_saved_since(path: Path, asked_s: float) -> bool:
 
 
 def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
-    """Ignores notices in a local worker. A notice to all processes is the caller's to follow, and the caller
-    ends this one."""
+    """Ignores notices in a local worker. If all processes get a notice, the caller acts on it, and ends this
+    process."""
     if checkpoints is None:
         return
     owner = os.getpid()
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # of a DataLoader
+        if os.getpid() != owner:  # a forked process of a DataLoader
             _pass_on(number, frame, None)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -28,7 +28,7 @@ class _HandlerSettings:
 
     @classmethod
     def of(cls, handler: logging.Handler) -> _HandlerSettings | None:
-        """None for one that cannot be made anew."""
+        """Returns None for a handler that a worker cannot make anew."""
         target = ""
         if type(handler) is logging.StreamHandler:
             names = [name for name in _STREAMS if handler.stream in (getattr(sys, name), _own(name))]
@@ -70,7 +70,8 @@ class _LoggerSettings:
         )
 
     def apply(self, logger: logging.Logger) -> None:
-        """Sets up the worker's logger as the caller's, with the handlers that the import has made."""
+        """Sets up the worker's logger as the caller's. If the import has given the logger handlers, these
+        stay and no others are added."""
         logger.setLevel(self.level)
         logger.propagate, logger.disabled = self.propagate, self.disabled
         logger.filters[:] = self.filters
@@ -82,7 +83,7 @@ class _LoggerSettings:
 class ScriptLogging:
     disabled_level: int
     loggers: dict[str, _LoggerSettings]
-    """By name; the root's is empty."""
+    """Settings by the logger's name, which is empty for the root."""
 
     @classmethod
     def capture(cls) -> ScriptLogging:
@@ -100,7 +101,7 @@ class ScriptLogging:
 
 
 def _own(name: str) -> Any:
-    """The stream that the process began with."""
+    """Returns the stream that the process began with."""
     return getattr(sys, f"__{name}__")
 
 

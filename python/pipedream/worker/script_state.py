@@ -1,8 +1,8 @@
 """ScriptState holds the values that a script has set since its modules were imported. A worker imports the
 modules anew, and ScriptState gives it these values.
 
-script_capture.py finds the values. task_files.py sends them, in the same graph of objects as the model.
-They are applied before a worker's model runs, on its main thread.
+launch/script_capture.py finds the values. task_files.py sends them, in the same graph of objects as the
+model. A worker applies them on its main thread, before its model runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "_
 
 @dataclass
 class ScriptState:
-    """Values as they are at the caller."""
+    """Values as they are in the caller's process."""
 
     names: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Global names, by module: what was set there, and functions of the user's in modules of others."""
+    """Values of global names, by module and name. Modules of libraries are among them, if the script has put
+    a function there."""
     attributes: list[tuple[type, str, Any]] = field(default_factory=list)
     """Attributes of classes: (class, name, value)."""
     hooks: dict[str, dict[int, Any]] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class ScriptState:
         for module_name, values in self.names.items():
             try:
                 module = importlib.import_module(module_name)
-            except ImportError:  # whoever needs it says so
+            except ImportError:  # code that needs the module raises this itself
                 continue
             namespace = namespace_of(module)
             for name, value in values.items():
@@ -55,11 +56,11 @@ class ScriptState:
 
 
 def _is_same(own: Any, sent: Any) -> bool:
-    """Whether nothing was set: then the worker keeps its own, which functions may hold as a default. Tensors
-    and modules are never the same, as those of the model come with the model."""
+    """Whether the script has set nothing here. Then the worker keeps its own object, because functions may
+    hold it as a default. Tensors and modules are never the same: a sent one may be part of the sent model."""
     try:
         return _is_equal(own, sent)
-    except Exception:  # whatever a user's object raises, and what holds itself
+    except Exception:  # a user's object may raise anything, and a list that holds itself has no end
         return False
 
 
@@ -92,5 +93,6 @@ def _is_equal(own: Any, sent: Any) -> bool:
 
 
 def _placed_as(own: Any, sent: Any) -> Any:
-    """A tensor where the worker's own is: it comes in host memory."""
+    """Returns the sent value. A tensor comes in host memory, and is moved to the device of the worker's
+    own."""
     return sent.to(own.device) if isinstance(own, Tensor) and isinstance(sent, Tensor) else sent

@@ -234,8 +234,8 @@ def _first_microbatch(
     if isinstance(inputs, Microbatches):  # each microbatch is now as large as the largest
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
-    with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
-        # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
+    with contextlib.suppress(ValueError):  # inputs that cannot cross a cut need not: they are read here
+        # With one stage, the sizes of the inputs matter only to a memory limit and to pushes as factors.
         is_limited = run.options.memory.limit_bytes is not None or bool(_stages_with_factors(run))
         # A list of samples has other entries in every minibatch.
         if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
@@ -266,7 +266,7 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     for channel in channels:
         channel.add_to(core, run.rank, run.plan)
     core.seal()
-    if run.links.ports is not None:  # told before the training, which may need more
+    if run.links.ports is not None:  # the error comes now, though only the training may need more ports
         codec = run.links.codec
         of_run = channels_of_run(run.plan, run.schedule(), run.place.world_size, {}, (), None, codec=codec)
         links.check_ports(run, channels, of_run)

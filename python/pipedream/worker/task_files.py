@@ -1,10 +1,10 @@
-"""The task of local workers: files in a folder that only this user can read, and a message by a pipe.
+"""The task of local workers: files in a folder that only this user can read, and a message through a pipe.
 
     task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
                   buffer of the model holds it in each worker, too
     task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
 
-Written by the caller from host memory, read by every worker. Each has objects of its own. Any thread.
+The caller writes the files. Every worker reads them, and so has objects of its own. Any thread.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """The message that a local worker gets by a pipe, besides the files in the folder."""
+    """The message that a local worker gets through a pipe, besides the files in the folder."""
 
     folder: str
     store_port: int
     run_id: int
     keys: CurveKeys | None
-    """Not in a file: a caller that is killed cannot remove it."""
+    """The secret keys. They are in no file, because a caller that is killed could not remove it."""
 
 
 _GRAPH = "task"
 _FORWARDED = "forwarded data"
-# In this order in the file of the run, so that whoever needs the first alone makes no others.
+# The order of the values in the file. A reader that needs only the first ones unpickles no others.
 _OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
 _VALIDATION_DATA = "validation data"
 _IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
-# All samples of data may be tensors of their own, as small as this.
+# Smaller than for other values: each sample of the data may be a small tensor of its own.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
 
 class GraphWriter:
-    """Writes values into one file and one of their large memory: an object that several of them hold is one
-    object for the reader, too. Owned by the thread that calls run()."""
+    """Writes values into one file, and their large memory into another. An object that several values hold
+    is one object for the reader, too. Owned by the thread that calls run()."""
 
     def __init__(self, folder: Path, name: str = _GRAPH) -> None:
         self._folder = folder
@@ -83,7 +83,7 @@ class GraphWriter:
     def add(self, name: str, value: Any, remedy: str) -> None:
         try:
             self._pickler.dump(value)
-        except errors.PipelineError:  # of room_told
+        except errors.PipelineError:  # raised by room_told
             raise
         except Exception as error:
             raise ValueError(
@@ -92,14 +92,14 @@ class GraphWriter:
             ) from None
 
     def add_data(self, data: Any) -> bool:
-        """Adds the data last. Returns False where they cannot be sent; then nothing of them is in the
-        files."""
+        """Adds the data, as the last value. Returns False if they cannot be sent; the files are then as they
+        were."""
         self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
-        self._pickler.sends_functions = False  # whoever iterates at the caller has them as they are
+        self._pickler.sends_functions = False  # data that hold such functions are iterated by the caller
         return self.may_add(data)
 
     def may_add(self, value: Any) -> bool:
-        """False: it cannot be sent, and nothing of it is in the files."""
+        """Adds the value if it can be sent. Returns False if not; the files are then as they were."""
         size, memory_size, memo = self._file.tell(), self._memory.size, self._pickler.memo.copy()
         try:
             self._pickler.dump(value)
@@ -128,7 +128,7 @@ class GraphWriter:
 
 
 class _Output:
-    """The file, whose errors are told from those of what is pickled."""
+    """The file. Its errors are PipelineErrors, which tells them from errors of the objects pickled."""
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._folder = folder
@@ -140,7 +140,7 @@ class _Output:
 
 
 class GraphReader:
-    """Reads what a GraphWriter has written, in order and no further than is asked for."""
+    """Reads the values that a GraphWriter has written, in their order, and none beyond the one asked for."""
 
     def __init__(self, folder: Path, names: Sequence[str] = _IN_GRAPH, file_name: str = _GRAPH) -> None:
         self._names = list(names)
@@ -168,7 +168,7 @@ class GraphReader:
 
 
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
-    """Writes a value that has nothing in common with others."""
+    """Writes a value that shares no objects with others into a file of its own."""
     with GraphWriter(folder, name) as graph:
         graph.add(name, value, remedy)
 
@@ -179,7 +179,7 @@ def read_part(folder: Path, name: str) -> Any:
 
 
 def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
-    """All but the data."""
+    """Writes the model and the options, without keys and data."""
     of_functions = "use a function or class that is defined at the top level of a module"
     validation = options.validation and replace(options.validation, data=())
     without_secret = replace(options, links=replace(options.links, keys=None), validation=validation)
@@ -193,7 +193,8 @@ def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
 
 
 def write_validation_data(graph: GraphWriter, folder: Path, validation: Validation | None) -> bool:
-    """Writes the data, or what stands for them where they cannot be sent. True: the caller forwards them."""
+    """Writes the validation data, or a ForwardedValidation if they cannot be sent. Returns whether the caller
+    must forward them."""
     data = () if validation is None else without_processes(validation.data)
     if graph.may_add(data):
         return False
@@ -207,7 +208,7 @@ def write_validation_data(graph: GraphWriter, folder: Path, validation: Validati
 
 
 def folder_of_validation(folder: Path) -> Path:
-    """The folder of forwarded validation data in that of a run."""
+    """Returns the folder for forwarded validation data, inside the run's folder."""
     return folder / "validation"
 
 
@@ -217,7 +218,7 @@ def read_validation_data(graph: GraphReader, rank: int) -> Any:
 
 
 def write_batch(path: Path, batch: Any) -> None:
-    """Writes a minibatch for read_batch() of another process, which finds the file once it is whole."""
+    """Writes a minibatch for another process. The file has its name only once it is whole."""
     content = io.BytesIO()
     HostPickler(content, None).dump(batch)
     part = path.with_suffix(".part")
@@ -228,35 +229,37 @@ def write_batch(path: Path, batch: Any) -> None:
 def write_data(
     graph: GraphWriter, folder: Path, data: Iterable[Any], options: JobOptions
 ) -> ForwardedData | None:
-    """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
+    """Writes the data for the workers. If the data cannot be sent, writes and returns a ForwardedData: the
+    caller must then forward the minibatches."""
     if graph.add_data(without_processes(data)):
         return None
     options.seed_data(base_seed(options.seed))
     begin = RngState.capture()
     forwarded = describe_forwarded(data, options.plan, options.epochs, options.microbatches)
     if not isinstance(data, PeekedData):
-        begin.restore()  # it will be iterated anew
+        begin.restore()  # the data will be iterated from the start again
     write_part(folder, _FORWARDED, forwarded, "")
     return forwarded
 
 
 def read_data(graph: GraphReader, folder: Path) -> Any:
-    """Its iterable, or what stands for it."""
+    """Returns the data, or the ForwardedData that the caller wrote instead."""
     if (folder / f"{_FORWARDED}.pickle").exists():
         return read_part(folder, _FORWARDED)
     return graph.read("data")
 
 
 def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
-    """Writes the data with which a segment of the run (segment.py) begins, before the one before is told of
-    its end."""
+    """Writes the forwarded data of the run's next segment (segment.py). Must run before the workers are told
+    that the segment at work ends, because they then look for this file."""
     content = io.BytesIO()
     HostPickler(content, None).dump(forwarded)
     (folder / _larger_name(segment_index)).write_bytes(content.getvalue())
 
 
 def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:
-    """Once the segment before has been told of its end. None: that is the end of the data."""
+    """Returns the data of a segment, once the segment before has been told of its end. None: there is no such
+    segment, the data are over."""
     path = None if folder is None else folder / _larger_name(segment_index)
     if path is None or not path.exists():
         return None

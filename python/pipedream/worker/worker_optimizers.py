@@ -43,18 +43,21 @@ _log = logging.getLogger("pipedream")
 
 
 class WorkerOptimizers:
-    """The optimizers of this worker's stages, by stage, of a spare that of its stage, and where a stage has
-    replicas which shard of its parameters each owner updates. Made of rank 0's initial weights."""
+    """The optimizers of this worker's stages, by stage. A spare has the optimizer of the one stage whose
+    shard it owns. For a stage with replicas, a layout says which parameters each owner of a shard updates.
+
+    Make it when the stages have rank 0's initial weights."""
 
     def __init__(self, run: AgreedRun, choice: FactorChoice) -> None:
-        """choice: of what is pushed as factors."""
+        """choice: the layers whose gradients are pushed as factors."""
         self.by_stage: dict[int, StageOptimizer] = {}
         self.layouts: dict[int, ShardLayout] = {}
-        """Layouts of these stages, and of those that own parameters that these use too."""
+        """Layouts of the shards, by stage: of this worker's stages, and of stages that own a tied parameter
+        which this worker's stages use."""
         self.factored: dict[int, list[FactorLayer]] = {}
-        """Weights of the same stages whose gradients are pushed as factors."""
+        """Layers whose gradients are pushed as factors, for the same stages as `layouts`."""
         self.loss_scaling: dict[int, LossScaling] = {}
-        """Loss scaling of this worker's stages, in float16."""
+        """Loss scaling by stage. Empty unless autocast is float16."""
         self._run = run
         self._choice = choice
         delays = mean_delays(run.schedule())
@@ -79,8 +82,8 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
-            # Asynchronous shards step on a thread of their own, beside the one on which data and forwards
-            # draw: it must leave the process's generators alone.
+            # The process's generators serve data and forwards, on the compute thread. Asynchronous shards
+            # step on another thread, which must not touch these generators.
             if run.plan.workers_used > 1 and not run.options.is_asynchronous_at(index):
                 optimizer.draw_by_name(run.base_seed, index)
             decay = run.options.call_points.ema_decay
@@ -92,7 +95,7 @@ class WorkerOptimizers:
         self._learn_layouts_of_owners()
 
     def _used_parameters(self, stage: int) -> dict[int, NamedParameters]:
-        """The parameters of other stages that the stage uses, by owner."""
+        """Returns the tied parameters that the stage uses and another stage owns, by owner."""
         return {
             owner: split_tied(self._run.stages[stage], [tie.parameter for tie in ties])[1]
             for owner, ties in ties_by_owner(stage, self._run.ties).items()
@@ -100,8 +103,8 @@ class WorkerOptimizers:
         }
 
     def averages(self) -> dict[str, Tensor]:
-        """The averages of what this worker updates, by name, to be put together with the others'. Replicas
-        that reduce together all have the same."""
+        """Returns the averages of the weights that this worker updates, by name. The caller joins those of
+        all workers. Replicas that reduce together have the same averages, so only replica 0 returns them."""
         if (
             self._run.options.reduces_together
             and self.by_stage
@@ -116,7 +119,7 @@ class WorkerOptimizers:
         }
 
     def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
-        """Takes over averages of the whole model."""
+        """Takes over averages of the whole model. count: the versions that they are averages of."""
         for stage, optimizer in self.by_stage.items():
             if optimizer.averages is not None:
                 laid_out = {
@@ -143,7 +146,8 @@ class WorkerOptimizers:
         return layout
 
     def _learn_layouts_of_owners(self) -> None:
-        """Only its own workers know what a stage's optimizer can work on."""
+        """Makes the layouts of other workers' stages that own tied parameters. Only those workers know
+        whether the optimizer there needs whole tensors, so they publish it."""
         used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
         owners = [
             owner for owner in sorted(used - self.by_stage.keys()) if self._run.options.has_shards_at(owner)
@@ -154,30 +158,31 @@ class WorkerOptimizers:
             self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
 
     def plan_again(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """Plans for larger minibatches, as rehearsed. Weights that are pushed as factors stay so, with more
-        rows."""
+        """Plans again for larger minibatches, as rehearsed. The layers that are pushed as factors stay the
+        same, and get more rows."""
         for stage, layers in self.factored.items():
             if stage in self.by_stage:
                 self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
 
     def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
-        """Takes over the snapshot before anything has a place in a pool. Raises ValueError for another
-        optimizer's."""
+        """Takes over the state in a snapshot of the stage. Must run before the state gets slots in a pool.
+        Raises ValueError for the snapshot of another optimizer."""
         tensors = {**snapshot.optimizer, **snapshot.document_tensors}
         self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
         if stage in self.loss_scaling:
             self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
 
     def leave_slots(self) -> None:
-        """Takes the optimizers' state out of a pool that is about to go; another takes it up again."""
+        """Takes the optimizers' state out of the pool before the pool is freed. The next pool takes it up
+        again."""
         for optimizer in self.by_stage.values():
             optimizer.leave_slots()
             if optimizer.averages is not None:
                 optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
-        """The pieces of the stage's tied parameters that other stages' shards keep, by owner and its replica.
-        A piece counts its parameter among those that the stage shares with the owner."""
+        """Returns the pieces of the stage's tied parameters, by owning stage and by the shard that keeps
+        them. Piece.parameter is an index into the parameters that the stage shares with that owner."""
         found = {}
         for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
             layout = self.layouts.get(owner)
@@ -195,7 +200,7 @@ class WorkerOptimizers:
         return found
 
     def _index_at_owner(self, tie: Tie) -> int:
-        """Among the tied parameters that its owner has."""
+        """Returns the tie's index among the tied parameters of its owner."""
         owned = ties_by_owner(tie.stages[0], self._run.ties)[tie.stages[0]]
         return next(index for index, other in enumerate(owned) if other is tie)
 
@@ -220,7 +225,7 @@ class WorkerOptimizers:
         return specs
 
     def shards(self) -> dict[tuple[int, int], ShardSpec]:
-        """The shards by stage and replica."""
+        """Returns the shards of this worker's stages, by (stage, index of the owner)."""
         return {
             (stage, shard): ShardSpec(
                 len(chunks),
@@ -238,7 +243,7 @@ class WorkerOptimizers:
 
 
 def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
-    """Raises ValueError for a spare that would have nothing to own, and so nothing to wait for."""
+    """Raises ValueError if a spare would own no part of the stage: it would have nothing to wait for."""
     shards = range(layout.num_shards - num_spares, layout.num_shards)
     num_with_chunks = sum(bool(layout.chunks_of(shard)) for shard in shards)
     if num_with_chunks < num_spares:
@@ -262,8 +267,8 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
 
 
 def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
-    """Raises ValueError for masters where replicas take the mean of their weights: each would go on from a
-    master that is not in the mean."""
+    """Raises ValueError if replicas that average their weights keep float32 masters. The mean is of the
+    weights alone, and each replica would go on from its own masters."""
     if optimizer.keeps_masters and run.plan.stages[stage].num_replicas > 1:
         said = f"stage {stage} has bfloat16 parameters whose optimizer keeps float32 masters"
         check_together(replace(run.options.job(), float32_masters=said).traits())
