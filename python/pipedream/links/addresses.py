@@ -1,6 +1,6 @@
-"""The address and the ports that a worker listens at: loopback, or where other machines of its run reach it.
+"""The address and the ports at which a worker listens: loopback, or an address that other machines reach.
 
-No packet is sent to find it. IPv4, as the sockets of torchrun's usual set-ups are. Torch-free; any thread.
+Nothing here sends a packet. IPv4 only. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACE_NAME_BYTES_MAX = 15  # IFNAMSIZ, less its final 0
-_ANY_PORT = 9  # "discard": nothing is sent there
+_ANY_PORT = 9  # connect() needs a port; nothing is sent to it
 _PORT_MAX = 65_535
 
 PortRange = tuple[int, int]
@@ -36,9 +36,10 @@ PortRange = tuple[int, int]
 
 
 def resolve_bind(bind: str) -> str:
-    """The address of a `bind` argument: an address as it is, or that of the interface of the name.
+    """Returns the IPv4 address that a `bind` argument means: "10.0.0.5" itself, or the address of "eth0".
 
-    Raises ValueError, naming the remedy, for neither, for a wildcard, and for an interface without one.
+    Raises ValueError, naming the remedy, if it is neither an address nor an interface of this machine, if it
+    is a wildcard such as 0.0.0.0, or if the interface has no IPv4 address.
     """
     if not isinstance(bind, str) or not bind:
         raise TypeError(f"bind is {bind!r}: give an address of this machine, or the name of an interface")
@@ -84,7 +85,7 @@ def route_address(host: str) -> str:
     """This machine's address on the route to a host. Raises ValueError naming it when there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, _ANY_PORT))  # of a datagram socket: chooses the route, sends nothing
+            probe.connect((host, _ANY_PORT))  # UDP: chooses the route, sends nothing
         except OSError as error:
             raise ValueError(
                 f"MASTER_ADDR is {host!r}, to which there is no route from here ({error.strerror}): give"
@@ -94,7 +95,10 @@ def route_address(host: str) -> str:
 
 
 def check_reachable(address: str, host: str) -> None:
-    """Refuses a loopback address that was found on the route to MASTER_ADDR, for several machines."""
+    """Refuses a loopback address of this machine in a run of several machines.
+
+    address: this machine's, on the route to `host`. host: MASTER_ADDR.
+    """
     if is_loopback(address):
         raise ValueError(
             f"MASTER_ADDR is {host!r}, which is loopback here, so that other machines could not reach this"
@@ -103,7 +107,7 @@ def check_reachable(address: str, host: str) -> None:
 
 
 def ports_of(ports: str | None) -> PortRange | None:
-    """The ports that a worker may listen at: the argument's, else those of $PIPEDREAM_PORTS, else any."""
+    """The ports at which a worker may listen: the argument, else $PIPEDREAM_PORTS, else None for any."""
     if ports is not None:
         return parse_ports("ports", ports)
     from_environment = os.environ.get("PIPEDREAM_PORTS")

@@ -1,8 +1,9 @@
 """The channels of a run: who sends what to whom, how many bytes, and how many items at once.
 
-Names are unique in a run. Workers and the caller must number the channels alike. So channel_ids count from
-0: first the caller's channels, even if it forwards no data, because not all workers know whether it does;
-then the others in the order of the list. Plain values; any thread.
+Every channel has a name, unique in the run, and a channel_id. Workers and the caller compute the ids
+separately and must get the same ones. Ids count from 0: first the channels on which the caller forwards data,
+then all others in the order of the list. The caller's ids are reserved even if it forwards nothing, because
+not every worker knows whether it does. Plain values; any thread.
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ __all__ = [
     "tree_name",
 ]
 
-# In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
+# Sent as the only gradient of a boundary whose tensors need none: it tells that the backward is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
-# In place of the pieces of a tied version of which a replica has none.
+# Sent by a replica that holds no piece of a tied version.
 _NO_PIECE = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
-# The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
+# Each end of a channel keeps the times of so many newest items for the trace, in 1 MiB at most. They cover
 # about as many minibatches as the work items that a worker keeps.
 NUM_TRANSFERS_KEPT = 1 << 14
-# Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
+# Slots of 1 MiB: one is filled while the other is read. For small models, touching the pages of more slots
+# would take longer than the transfer.
 _NUM_SET_UP_SLOTS = 2
-# What the kinds of edges carry.
+# The words for an edge's items in its channel's name, by kind of edge.
 _CARRIED = {
     "activation": "activations",
     "gradient": "gradients",
@@ -74,18 +76,19 @@ _CARRIED = {
     "evaluation": "validation activations",
 }
 BETWEEN_REPLICAS = ("push", "pull")
-"""Kinds of edges whose items are chunks of a shard: several for each of the program's."""
-CALLER = -1  # as a rank: the process that called run(), when it forwards data
+"""Kinds of edges whose items are chunks of a shard: the program's one SEND or RECV is several items."""
+CALLER = -1  # in place of a rank: the process that called run(), if it forwards data
 
 
 @dataclass(frozen=True)
 class TieSpec:
-    """A parameter tied across stages, as the channels need it; stages[0] owns it."""
+    """A parameter that several stages share, as the channels need it. stages[0] owns it."""
 
     stages: tuple[int, ...]
     spec: TensorSpec
     pieces: tuple[tuple[TensorSpec, ...], ...] = ()
-    """By the owner's replica: what each of them sends of a version. None: all of them send all."""
+    """For each replica of the owner, the pieces of a version that it sends. Empty: every replica sends the
+    whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,14 @@ class ShardSpec:
     num_chunks: int
     chunk_bytes_max: int
     num_pieces_max: int
-    """The most pieces of a chunk."""
+    """The number of pieces in the chunk that has most."""
     dtype: torch.dtype = torch.uint8
-    """The dtype of its elements; uint8 if they have several."""
+    """The dtype of the shard's elements; uint8 if there are several."""
     whole_bytes: int = 0
-    """Bytes of all chunks if they are whole tensors of different sizes."""
+    """Bytes of all chunks together, if each chunk is a whole tensor; else 0."""
     factors: tuple[TensorSpec, ...] = ()
-    """Factors that all replicas of the stage send each other: for each weight the gradients of the outputs,
-    then the inputs."""
+    """The factors that the replicas of the stage send each other. For each weight: the gradients of the
+    layer's outputs, then the layer's inputs."""
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
@@ -129,7 +132,8 @@ def tree_name(sender: int, receiver: int) -> str:
 
 
 def rehearsal_name(stage_index: int, replica: int = 0) -> str:
-    """replica: of the stage downstream."""
+    """Returns the name of the channel on which a stage sends its rehearsed outputs downstream. replica: the
+    receiver's index in its stage."""
     return f"rehearsal of stage {stage_index} for stage {stage_index + 1}" + _replica_suffix(replica)
 
 
@@ -139,58 +143,62 @@ class _Workers(Protocol):
 
 @dataclass(frozen=True)
 class RunChannel:
-    """A directed channel between two ranks. tensors: (dtype name, dimensions, bytes at most)."""
+    """A directed channel between two ranks."""
 
     name: str
     channel_id: int
     sender: int
     receiver: int
     tensors: list[tuple[str, int, int]]
-    """None where this worker has neither end, of activations and gradients: it does not know them."""
+    """The tensors of one item: (dtype name, number of dimensions, the most bytes). Empty for activations and
+    gradients of a cut that is not this worker's."""
     num_slots: int
-    """At the receiver: items that may be received and not yet given back."""
+    """Slots at the receiver: so many items may be received and not yet given back."""
     num_unsent_max: int
-    """At the sender: items that may be waiting or on their way."""
+    """The most items that may wait at the sender or be on their way."""
     num_microbatches: int
-    """Microbatches of every minibatch: items come in the order of both. 1 if minibatches are not cut."""
+    """Microbatches per minibatch; 1 if minibatches are not cut."""
     on_device: bool
     codec: str = NO_CODEC
-    """By which its float tensors travel."""
+    """The codec of the item's float tensors."""
     edge: _core.Edge | None = None
-    """The edge of the program whose items it carries; None for every other channel."""
+    """The edge of the program whose items the channel carries; None if the program has none for it."""
     first_microbatch: int = 0
-    """The first of its items, counted through the run; items of no program are counted by themselves."""
+    """The microbatch of the first item, counted through the run. A channel that is not of the program counts
+    its own items."""
     microbatch_stride: int = 1
-    """From one of its microbatches to the next."""
+    """The distance from one item's microbatch to the next item's."""
     num_transfers_kept: int = 0
-    """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
+    """Each end keeps the times of so many newest items. If above 0, the core's wait_for_transfers() waits for
+    this channel too."""
     num_residuals: int = 1
-    """Items in a row of which what the codec has left out is kept, each by itself."""
+    """Sets of residuals (residuals.py) that the codec keeps; the items use them in turn."""
     posted_into: str = ""
-    """At the receiver: the term of its memory into which it is told to receive; "" where it has slots."""
+    """The receiver's memory term into which items land at posted places; "" if the receiver has slots."""
     places_on_device: bool = False
-    """Whether the sender writes into the receiver's device memory, as both have found that it can."""
+    """Whether the sender writes into the receiver's device memory. Both have found that it can."""
 
     @property
     def stages(self) -> tuple[int, int] | None:
-        """Sender and receiver of activations or gradients; None for every other channel."""
+        """The stages of sender and receiver if the channel carries activations or gradients; else None."""
         if self.edge is None or self.edge.kind not in ("activation", "gradient"):
             return None
         return self.edge.from_stage, self.edge.to_stage
 
     @property
     def codec_used(self) -> str:
-        """The codec, where some tensor of it travels encoded."""
+        """The codec if some tensor of the channel travels encoded, else "none"."""
         return self.codec if self.is_encoded else NO_CODEC
 
     @property
     def is_encoded(self) -> bool:
-        """Whether some tensor of it travels encoded."""
+        """Whether some tensor of the channel travels encoded."""
         return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
     def add_to(self, core: _core.Worker, rank: int, workers: _Workers) -> None:
-        """Adds this end of the channel to the worker; nothing when the rank has no end of it. workers: the
-        plan, or what else knows what to call them."""
+        """Adds the rank's end of the channel to its core. Does nothing if the rank has neither end.
+
+        workers: names the peer in errors, as the plan does."""
         if rank not in (self.sender, self.receiver):
             return
         sends = rank == self.sender
@@ -216,7 +224,7 @@ class RunChannel:
 
 
 class _ChannelList:
-    """Numbers the channels in the order in which they are added, from first_id."""
+    """Collects channels and numbers them in the order in which they are added, from first_id on."""
 
     def __init__(self, first_id: int = 0) -> None:
         self.channels: list[RunChannel] = []
@@ -264,13 +272,14 @@ class _ChannelList:
     def add_bulk(
         self, name: str, ends: tuple[int, int], *, slots: int = NUM_PIECES, num_transfers_kept: int = 0
     ) -> None:
-        """Adds a channel for transfers of state_transfer.py."""
+        """Adds a channel by which state_transfer.py sends tensors and documents in pieces."""
         piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
         kept = num_transfers_kept
         self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
 
     def add_tree(self, sender: int, receiver: int, *, slots: int = NUM_PIECES) -> None:
-        """Adds a channel in one direction between a rank and one below it in the tree (rank_tree.py)."""
+        """Adds a channel in one direction between a rank and its parent or child in the tree
+        (rank_tree.py)."""
         self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
 
 
@@ -286,14 +295,17 @@ def channels_of_run(
     shards: Mapping[tuple[int, int], ShardSpec] | None = None,
     evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
-    """All channels of a run: one for each edge of the schedule between two workers, and what carries data and
-    weights. The same list at every worker but for the tensors of cuts that are not its own, and the caller's
-    channels, which need not be known where no data are read.
+    """Returns all channels of a run: one for each edge of the schedule between two workers, and those for
+    data
+    and weights. Every worker makes the same list, with two exceptions. It leaves the tensors empty at cuts
+    that are not its own. It leaves out the caller's channels if it reads no data.
 
-    boundaries: by the stage upstream, of the cuts at this worker's stages. forwarded: None where no data are,
-    or where this worker reads none. codec: of activations, gradients and what replicas push; what else
-    travels, weights and the gradients of tied ones, is exact. shards: by stage and replica, of this worker's
-    stage where it has replicas. evaluated: as boundaries, of the eval-mode forward."""
+    boundaries: the boundaries of the cuts at this worker's stages, by the stage upstream.
+    forwarded: None if the caller forwards nothing, or if this worker reads no data.
+    codec: applied to activations, gradients and pushes. Weights and the gradients of tied weights travel
+        exactly.
+    shards: the shards of this worker's stage if it has replicas, by (stage, replica).
+    evaluated: like boundaries, for the eval-mode forward."""
     found = _ChannelList(first_id=len(_data_ends(plan)))
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
@@ -312,7 +324,8 @@ def channels_of_run(
 
 
 def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
-    """The two directions of a cut side by side, cut after cut; then what replicas exchange, ties, norms."""
+    """The sort key of an edge: cut after cut, each with its two directions side by side. Then pushes, pulls,
+    tied parameters, and the rest."""
     group = {"activation": 0, "gradient": 0, "push": 1, "pull": 2, "tied_version": 3, "tied_gradient": 3}
     first, last = sorted(((edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)))
     is_upstream = (edge.from_stage, edge.from_replica) > (edge.to_stage, edge.to_replica)
@@ -327,7 +340,9 @@ def _add_between_replicas(
     shards: Mapping[tuple[int, int], ShardSpec],
     codec: CodecChoice,
 ) -> None:
-    """Adds a channel between replicas. The shard of a push is the receiver's, that of a pull the sender's."""
+    """Adds a channel between replicas. A push sends gradients to the owner of a shard; a pull sends the
+    owner's
+    versions to a replica."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
@@ -335,17 +350,19 @@ def _add_between_replicas(
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
-    # Versions wait at the owner, and their places at the replica, until it has read the one before them:
-    # under vertical sync it may be many rounds behind. One more in the last round, and one that is released
+    # A version waits at the owner until the replica has read the version before it. Under vertical sync the
+    # replica may be many rounds behind. Plus 2: one more version in the last round, one that is released
     # late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
-    # A round is received at once, so that none waits in its sender's memory for the next to be used. A spare
-    # uses chunk by chunk what it has from all replicas: one that is ahead waits, and lets the others have the
-    # link, so that chunks are complete, and leave, all the time.
+    # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory. A
+    # spare
+    # has fewer slots per replica: it can use a chunk only when all replicas have pushed it. With few slots a
+    # replica that is ahead waits and leaves the link to the others.
     slots = max(spec.num_chunks, 1)
     if is_push and spec.whole_bytes and not schedule.asynchronous:
-        # A slot holds the largest tensor, so these hold a round, unless small ones come first. Who updates
-        # them at once uses chunk by chunk.
+        # Each slot is as large as the largest tensor. So many slots have the bytes of a round, but may be
+        # fewer
+        # than its chunks. An asynchronous owner uses chunk by chunk and does not need a round's slots.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
         slots = min(slots, _core.NUM_SPARE_SLOTS)
@@ -360,7 +377,7 @@ def _add_between_replicas(
         num_transfers_kept=NUM_TRANSFERS_KEPT,
         num_residuals=max(spec.num_chunks, 1),
     )
-    if is_push and pushes_factors(codec):  # whatever the stage: all workers number the channels alike
+    if is_push and pushes_factors(codec):  # at every stage, so that all workers count the same channels
         has_factors = TensorSpec(torch.uint8, (max(len(spec.factors) // 2, 1),), requires_grad=False)
         found.add(
             factors_name(edge, schedule.placement),
@@ -375,7 +392,8 @@ def _add_between_replicas(
 def _add_evaluation(
     found: _ChannelList, schedule: _core.ScheduleOptions, edge: _core.Edge, boundary: Boundary | None
 ) -> None:
-    """Exact, so that an evaluation is that of a plain loop."""
+    """Adds a channel for validation activations. No codec, so that an evaluation gives a plain loop's
+    figures."""
     first, stride = _core.items_of(schedule, edge)
     found.add(
         edge_name(edge, schedule.placement),
@@ -412,12 +430,12 @@ def _add_edge(
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
         add(figures, slots=2, unsent=4, on_device=False)
     elif edge.kind in ("tied_version", "tied_gradient"):
-        # No send waits for room: a version has a slot at the receiver however far the owner is ahead.
+        # The receiver has a slot for every version by which the owner may be ahead, so no send waits for one.
         if edge.kind == "tied_version":
             ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
             add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
         else:
-            # One of each minibatch, of which the owner has a microbatch in flight.
+            # One item per minibatch of which the owner has a microbatch in flight.
             in_flight = _core.num_microbatches_in_flight(schedule, receiver)
             unsent = max(schedule.in_flight[0], in_flight, 2) + 3
             add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
@@ -425,7 +443,7 @@ def _add_edge(
         upstream = min(sender, receiver)
         activations, gradients = _crossing(boundaries.get(upstream))
         goes_downstream = edge.kind == "activation"
-        # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
+        # The stage downstream keeps each microbatch's slot until its backward, and one more may arrive.
         in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, microbatch_stride)
         in_flight = _core.num_microbatches_in_flight(schedule, upstream)
         add(
@@ -439,12 +457,15 @@ def _add_edge(
 
 
 def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, microbatch_stride: int) -> int:
-    """Microbatches, of those that a replica of the stage has in flight: what may be of one edge between
-    stages, as its microbatches come from several replicas in turn, or go to them."""
+    """The most microbatches of one edge that a replica of the stage has in flight.
+
+    The replica's microbatches come from the neighbouring stage's replicas in turn, or go to them in turn.
+    With
+    8 microbatches in flight and 2 neighbours at most 4 belong to one edge."""
     in_flight = _core.num_microbatches_in_flight(schedule, stage)
     num_neighbours = microbatch_stride // schedule.placement.num_replicas(stage)
     of_edge = -(-in_flight // num_neighbours)
-    if _core.drains_every_minibatch(schedule):  # none but those of one round
+    if _core.drains_every_minibatch(schedule):  # only microbatches of one round are in flight
         per_round = _core.rounds_of(schedule, stage).minibatches_per_round * schedule.num_microbatches
         of_edge = min(of_edge, -(-per_round // microbatch_stride))
     return of_edge
@@ -459,15 +480,15 @@ def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[i
 
 
 def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    """(activations, gradients) of a cut."""
+    """The tensors of a cut: (activations, gradients)."""
     if boundary is None:
         return (), ()
     return boundary.tensors, [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
 
 
 def set_up_channels(plan: Plan) -> list[RunChannel]:
-    """Returns the channels of rank 0's initial weights and of the rehearsal's values. They are there before
-    all others, which depend on what optimizers make of the weights and on what crosses the cuts."""
+    """Returns the channels for rank 0's initial weights and for the rehearsal. They open before the others,
+    whose sizes depend on the optimizers and on the tensors that the rehearsal finds at the cuts."""
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
         found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
@@ -483,14 +504,14 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.ScheduleOptions) -> list[RunChannel]:
-    """The caller's channels, whose channel_ids are the first: the caller knows nothing of the others."""
+    """Returns the channels from the caller. They have the lowest ids, since the caller knows no others."""
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (3,), requires_grad=False)  # data.forwarded_counts
     boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
-    # A group is read before one of it is handed out (data/minibatch_source.py).
+    # A reader takes a whole group of minibatches before it hands out the first (data/minibatch_source.py).
     group_size = _core.minibatches_between_drains(schedule)
     for channel, stage, replica in _data_ends(plan):
-        # A minibatch's slot is free when its last microbatch has been through.
+        # A minibatch's slot is free after its last microbatch.
         in_flight, replicas = schedule.in_flight[stage], plan.stages[stage].num_replicas
         minibatches = min(in_flight, 1 + -(-(in_flight - 1) * replicas // schedule.num_microbatches))
         rank, slots = plan.placement.rank_of(stage, replica), minibatches + group_size
@@ -511,7 +532,8 @@ def _data_ends(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def forwarded_name(channel: str, replica: int) -> str:
-    """channel: INPUTS or TARGETS; replica: of the stage that reads them."""
+    """Returns the name of a caller's channel. channel: INPUTS or TARGETS. replica: the reader's index in its
+    stage."""
     return channel + _replica_suffix(replica)
 
 
@@ -520,14 +542,16 @@ def _replica_suffix(replica: int) -> str:
 
 
 def _tied_gradients(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
-    """Returns the mask of gradients that there are, and the gradients of all parameters that the two stages
-    share, in order."""
+    """Returns the tensors of a tied-gradient item: a mask that says which gradients exist, and the gradients
+    of
+    all parameters that the two stages share, in order."""
     shared = [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     return [TensorSpec(torch.uint8, (len(shared),), requires_grad=False), *shared]
 
 
 def _tied_version(ties: Sequence[TieSpec], edge: _core.Edge) -> list[TensorSpec]:
-    """Returns the parts of a version that one replica of the owner sends to one of the user."""
+    """Returns the tensors of a tied version that one replica of the owner sends to one replica of the
+    user."""
     owner, user = edge.from_stage, edge.to_stage
     shared = [tie for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     specs = [spec for tie in shared for spec in (tie.pieces[edge.from_replica] if tie.pieces else [tie.spec])]

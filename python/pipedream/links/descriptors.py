@@ -1,4 +1,4 @@
-"""How many files a worker may have open: every link of a run takes some descriptors. Torch-free."""
+"""The limit of open files in a process: every link of a run takes some descriptors. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pipedream.common.errors import PipelineError
 __all__ = ["DESCRIPTORS_PER_LINK", "check_descriptors", "descriptor_limit_raised"]
 
 DESCRIPTORS_PER_LINK = 9
-"""At most, of one end: its two sockets of libzmq and what tells of their traffic (3), where it listens, its
-connection, and what it shares with the other end: memory of items and of rings, and who wakes whom (3)."""
-_SPARE = 64  # for the user's files, the store and the loaders of data
+"""The most descriptors of one end of a link: libzmq's two sockets and their event descriptors (3), the
+listening socket and the connection, and for shared memory the items, the rings and the wake-ups (3)."""
+_SPARE = 64  # for the user's files, the store and the DataLoaders
 
 _log = logging.getLogger("pipedream")
 
 
 @contextlib.contextmanager
 def descriptor_limit_raised() -> Iterator[None]:
-    """This process may meanwhile open as many files as the system lets it: the soft limit, 1,024 on most, is
-    there for programs that call select()."""
+    """Inside, this process may open as many files as its hard limit allows. The soft limit, 1,024 on most
+    systems, protects programs that call select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # a sandbox: check_descriptors() says whether it matters
+    except (OSError, ValueError) as error:  # a sandbox; check_descriptors() raises if the limit is too low
         _log.info("the limit of %d open files cannot be raised to %d: %s", soft, hard, error)
         yield
         return
@@ -38,8 +38,8 @@ def descriptor_limit_raised() -> Iterator[None]:
 
 
 def check_descriptors(rank: int, num_links: int) -> None:
-    """Raises PipelineError when this process may not open as many files as the links need: libzmq would stop
-    to accept connections, without a word."""
+    """Raises PipelineError if the links need more open files than this process may have. Without this check
+    libzmq would silently stop accepting connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd"))
     needed = num_open + num_links * DESCRIPTORS_PER_LINK + _SPARE

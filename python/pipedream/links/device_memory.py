@@ -1,8 +1,9 @@
-"""Finds the pairs of workers that can write into each other's device memory, before any memory is planned.
-Every worker offers a little of its device's memory. The workers that will send to it try to write there,
-and report the result.
+"""Finds the pairs of workers whose sender can write into the receiver's device memory.
 
-The core does the trying (csrc/transport/device_offer.h). Torch-free; compute thread.
+    receiver   offers a little of its device's memory
+    sender     tries to write there (csrc/transport/device_offer.h), and publishes the result
+
+This happens before memory is planned. Torch-free; compute thread.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pipedream.links.channels import RunChannel
 __all__ = ["Reach", "agree_on_device_memory", "place_on_devices"]
 
 Reach = dict[tuple[int, int], str]
-"""(sender, receiver) -> why the sender cannot write into the receiver's device memory; empty where it can."""
+"""(sender, receiver) -> why the sender cannot write into the receiver's device memory; empty if it can."""
 
 ON_HOST = "a worker that computes on the host has no device memory"
 
 
-class _Core(Protocol):  # of _core.Worker
+class _Core(Protocol):  # the part of _core.Worker that is needed here
     def offer_device_memory(self) -> tuple[str, str]: ...
     def why_out_of_reach(self, offer: str) -> str: ...
 
@@ -35,9 +36,10 @@ def agree_on_device_memory(
     publish: Callable[[str, Any], None],
     wait_for: Callable[[list[str]], list[Any]],
 ) -> Reach:
-    """Finds the reach of all pairs of this rank that have tensors for a device; both of a pair find the same.
+    """Finds the reach of all pairs of this rank that send device tensors. Both ranks of a pair find the same.
 
-    publish, wait_for: of the run's rendezvous; keys end in a rank. A worker on the host waits for nobody.
+    publish, wait_for: put a value into the run's rendezvous under a key, and wait for several keys' values.
+    A worker that computes on the host waits for nobody.
     """
     pairs = {(c.sender, c.receiver) for c in channels if c.on_device}
     senders = sorted(sender for sender, receiver in pairs if receiver == rank)
@@ -62,7 +64,7 @@ def agree_on_device_memory(
 
 
 def place_on_devices(channels: Sequence[RunChannel], reach: Reach) -> list[RunChannel]:
-    """The channels, with those marked whose sender writes into the receiver's device memory."""
+    """Returns the channels. Marks those on which the sender writes into the receiver's device memory."""
 
     def is_placed(channel: RunChannel) -> bool:
         reached = reach.get((channel.sender, channel.receiver)) == ""

@@ -1,5 +1,5 @@
-"""The channels by which one owner of a stage's shards exchanges gradients and versions with the others: their
-names. Pure; any thread."""
+"""The names of the channels by which one owner of a stage's shards exchanges gradients and weight versions
+with the other owners. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pipedream.links.channels import BETWEEN_REPLICAS, edge_name, factors_name
 __all__ = ["FACTORS", "ExchangeNames", "exchange_names"]
 
 FACTORS = "factors"
-"""In the place of a kind: what goes beside a push."""
+"""The kind of the channels that carry factors beside a push."""
 ExchangeNames = defaultdict[tuple[str, bool], dict[int, str]]
-"""By kind and whether this owner sends: by the other end, as a replica of the stage."""
+"""(kind, whether this owner sends) -> {replica index of the other end: name}."""
 
 
 def exchange_names(schedule: _core.ScheduleOptions, stage: int, owner: int) -> ExchangeNames:
-    """owner: a replica, or a spare, which counts on from these."""
+    """Returns the names for one owner. owner: a replica's index in the stage, or a spare's: spares have the
+    indices after the replicas'."""
     names: ExchangeNames = defaultdict(dict)
     for edge in _core.edges_of(schedule):
         if edge.kind not in BETWEEN_REPLICAS or edge.from_stage != stage:

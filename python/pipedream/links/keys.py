@@ -2,8 +2,8 @@
 
     {"format": "pipedream.keys/1", "public": "...", "secret": "...", "allowed": ["...", ...]}
 
-A key is 32 bytes as 40 characters of Z85 (ZeroMQ RFC 32); "allowed" are the public keys of the machines that
-may take part, one's own among them. A file has mode 0600 and is never overwritten.
+A key is 32 bytes, written as 40 characters of Z85 (ZeroMQ RFC 32). "allowed" lists the public keys of all
+machines that may take part, this one's too. A key file has mode 0600 and is never overwritten.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """One machine's key pair and the public keys that may talk to it. Z85 text."""
+    """One machine's key pair, and the public keys of the machines that may talk to it. All are Z85 text."""
 
     public: str
     secret: str = field(repr=False, metadata=OWN)
     allowed: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the field, never a secret's value."""
+        """Raises ValueError that names the field. It never shows the secret key."""
         _check_key("public", self.public)
         _check_key("secret", self.secret)
         if not self.allowed:
@@ -62,7 +62,7 @@ def _check_key(name: str, value: object) -> None:
 
 
 def keys_of(keys: CurveKeys | str | os.PathLike[str]) -> CurveKeys:
-    """Returns the keys that a caller gave: themselves, or the file they are in."""
+    """Returns the keys, which a caller gives as CurveKeys or as the path of their file."""
     if isinstance(keys, CurveKeys):
         return keys
     if not isinstance(keys, (str, os.PathLike)):
@@ -73,10 +73,10 @@ def keys_of(keys: CurveKeys | str | os.PathLike[str]) -> CurveKeys:
 
 
 def load_keys(path: str | os.PathLike[str]) -> CurveKeys:
-    """The keys in a file that `pipedream keys` made.
+    """Returns the keys in a file that `pipedream keys` made.
 
-    Raises ValueError, naming file and field, for a file that is not there, that others than its owner may
-    use, or that is not in the form it claims.
+    Raises ValueError, naming file and field, if the file is missing, if other users may read or write it, or
+    if it is not a valid key file.
     """
     source = os.fspath(path)
     try:
@@ -106,13 +106,13 @@ def load_keys(path: str | os.PathLike[str]) -> CurveKeys:
 
 
 def make_keys() -> CurveKeys:
-    """A new pair that only its own holders may talk to."""
+    """Makes a new key pair. Only machines that have this same pair may talk to each other."""
     public, secret = _core.make_curve_keys(find_libzmq())
     return CurveKeys(public, secret, (public,))
 
 
 def save_keys(keys: CurveKeys, path: str | os.PathLike[str]) -> None:
-    """Writes a file of mode 0600. Raises ValueError when there is one already."""
+    """Writes a file of mode 0600. Raises ValueError if the path exists already."""
     fields = {
         "format": f"pipedream.{_KIND}/{_VERSION}",
         "public": keys.public,
@@ -120,7 +120,7 @@ def save_keys(keys: CurveKeys, path: str | os.PathLike[str]) -> None:
         "allowed": list(keys.allowed),
     }
     try:
-        # Never for a moment with more rights, and never through what is there already.
+        # O_EXCL with the mode: the file never has more rights, and no existing file or link is written to.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
     except FileExistsError:
         raise ValueError(_is_there(Path(path))) from None
@@ -129,15 +129,16 @@ def save_keys(keys: CurveKeys, path: str | os.PathLike[str]) -> None:
 
 
 def write_key_file(path: Path) -> CurveKeys:
-    """One file for all machines of a run."""
+    """Makes one key file, which all machines of a run share."""
     keys = make_keys()
     save_keys(keys, path)
     return keys
 
 
 def write_key_folder(folder: Path, num_machines: int) -> tuple[list[Path], list[CurveKeys]]:
-    """A file per machine: each its own pair, and all may talk to each other. Raises ValueError, and writes
-    nothing, when one of the files is there."""
+    """Makes a file per machine. Each has a key pair of its own, and all may talk to each other.
+
+    Raises ValueError and writes nothing if one of the files exists already."""
     if num_machines < 1:
         raise ValueError(f"machines is {num_machines}: give at least 1")
     paths = [folder / f"machine-{machine}.json" for machine in range(num_machines)]
@@ -163,7 +164,7 @@ def _is_there(path: Path) -> str:
 
 
 def find_libzmq() -> str:
-    """The libzmq inside the pyzmq wheel; empty leaves the search to the core."""
+    """Returns the path of the libzmq inside the pyzmq wheel. "" leaves the search to the core."""
     import zmq
 
     bundled = Path(zmq.__file__).parent.parent / "pyzmq.libs"

@@ -1,17 +1,19 @@
-"""Bandwidth and latency of one pair of workers, by its channels and the clock of one of them, the leader.
+"""Measures bandwidth and latency between two workers over their channels, by the clock of one of them.
+
+That worker is the leader. It asks the follower for one of three measurements:
 
     leader                        follower
-    what to do, how much   --->
+    which one, how much    --->
                            <---   ready
-    (its clock starts)
-    a few bytes            --->                 latency: there and back, in turn
+    (the leader's clock starts)
+    a few bytes            --->                 latency: a round trip, repeated
                            <---   a few bytes
-    all pieces             --->                 to the follower
+    all pieces             --->                 bandwidth to the follower
                            <---   a few bytes
-    a few bytes            --->                 from the follower
+    a few bytes            --->                 bandwidth from the follower
                            <---   all pieces
 
-What is sent one way takes a round trip more than its bytes: that is subtracted. On the compute thread.
+A bandwidth measurement has a round trip in it, which is subtracted. On the compute thread.
 """
 
 from __future__ import annotations
@@ -42,27 +44,31 @@ __all__ = [
 
 ITEM_BYTES = 1 << 20
 WORD_BYTES = 16
-"""Bytes of a word, two int64: what to do, and how often or how many bytes."""
+"""Bytes of a word, which is two int64: the measurement, and how many round trips or bytes it has."""
 
 _LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
-_ROUND_TRIPS = 20  # of a sample
+_ROUND_TRIPS = 20  # of one latency sample
 _SMALL_BYTES = 8
-_FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of a sample
+_FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of one bandwidth sample
 _GROWTH = 4
-_SAMPLE_S = 0.03  # at least, if not of _BYTES_MAX, and _TRIPS_MIN round trips
+# A bandwidth sample takes at least _SAMPLE_S and at least _TRIPS_MIN round trips, unless it has _BYTES_MAX.
+_SAMPLE_S = 0.03
 _TRIPS_MIN = 10
 _SAMPLES_MIN, _SAMPLES_WANTED = 3, 10
 _ERROR_ENOUGH = 0.02
-# Student's t of one sample less than there are, two-sided, 95 %; of more samples it is smaller.
+# Student's t, two-sided, 95 %, by the number of samples (degrees of freedom: one less). More samples than 10
+# use the value of 10, which is larger than theirs.
 _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
-    """All pairs (a, b) with a < b, in rounds in which no worker is twice: as few as there can be."""
+    """Returns all pairs (a, b) with a < b, in rounds. In a round each worker is in one pair at most. There
+    are
+    as few rounds as possible."""
     circle: list[int | None] = [*range(num_workers), *([None] if num_workers % 2 else [])]
     half = len(circle) // 2
     rounds = []
-    for _ in range(len(circle) - 1):  # the first stays, the others go round
+    for _ in range(len(circle) - 1):  # round robin: the first stays in its place, the others rotate
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         rounds.append(sorted((min(a, b), max(a, b)) for a, b in met if a is not None and b is not None))
         circle.insert(1, circle.pop())
@@ -71,14 +77,14 @@ def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean, and half the width of its 95 % interval as a share of it."""
+    """A mean. Its error is half the width of the 95 % confidence interval, as a share of the mean."""
 
     mean: float
     error: float
 
     @classmethod
     def of(cls, samples: list[float]) -> Figure:
-        """The mean of at least 3 samples, with its interval."""
+        """Returns the figure of at least 3 samples."""
         mean = statistics.fmean(samples)
         t = _STUDENT_T[min(len(samples), max(_STUDENT_T))]
         return cls(mean, t * statistics.stdev(samples) / math.sqrt(len(samples)) / mean)
@@ -86,7 +92,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PairFigures:
-    """Seconds, of one way; and per byte, of each way."""
+    """One pair's figures: seconds of a one-way trip, and seconds per byte in each direction."""
 
     latency_s: Figure
     to_follower_s_per_byte: Figure
@@ -95,7 +101,7 @@ class PairFigures:
 
 @dataclass(frozen=True)
 class PairChannels:
-    """The channels of one end: names of those of words and of pieces, by which it sends and receives."""
+    """One end's channels by name: words and pieces, each to the other end and from it."""
 
     core: _core.Worker
     words_out: str
@@ -120,7 +126,7 @@ class PairChannels:
             self.core.send_item(self.pieces_out, [to_dlpack(piece[: num_bytes - begin])])
 
     def receive_bytes(self, num_bytes: int) -> None:
-        """Returns when they are there."""
+        """Returns when all bytes are there."""
         while num_bytes > 0:
             num_bytes -= self._receive(self.pieces_in).numel()
         if self.device.type == "cuda":
@@ -134,8 +140,10 @@ class PairChannels:
 
 
 def lead(channels: PairChannels, seconds: float) -> PairFigures:
-    """Measures with who follows; each figure for `seconds` at most once it has 3 samples, until it is known
-    to 2 %."""
+    """Measures together with the worker that calls follow().
+
+    Takes at least 3 samples of each figure, then more until `seconds` have passed, or until there are 10 and
+    the figure is known to 2 %."""
 
     def timed(what: int, amount: int) -> float:
         channels.say(what, amount)
@@ -153,7 +161,7 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
             channels.receive_bytes(amount)
         return time.perf_counter() - began_s
 
-    timed(_LATENCY, _ROUND_TRIPS)  # pays for first uses
+    timed(_LATENCY, _ROUND_TRIPS)  # warm-up: the first use of a channel is slow
     round_trip = sampled(lambda: timed(_LATENCY, _ROUND_TRIPS) / _ROUND_TRIPS, seconds)
 
     def per_byte(what: int) -> Figure:
@@ -164,7 +172,7 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
 
         def sample() -> float:
             took_s = timed(what, num_bytes)
-            # A round trip may be shorter this time: never less than half of what was taken.
+            # This time the round trip may have been shorter than the mean: subtract half of the time at most.
             return max(took_s - round_trip.mean, took_s / 2) / num_bytes
 
         return sampled(sample, seconds)
@@ -178,7 +186,7 @@ def lead(channels: PairChannels, seconds: float) -> PairFigures:
 
 
 def follow(channels: PairChannels) -> None:
-    """Does what the leader says, until it has measured all."""
+    """Does the follower's part until the leader has measured everything."""
     while True:
         what, amount = channels.hear()
         if what == _END:
@@ -199,7 +207,8 @@ def follow(channels: PairChannels) -> None:
 def sampled(
     sample: Callable[[], float], seconds: float, now_s: Callable[[], float] = time.monotonic
 ) -> Figure:
-    """Returns the mean of samples, taken until it is known to 2 %, or for `seconds`."""
+    """Returns the mean of at least 3 samples. Takes more until `seconds` have passed, or until there are 10
+    and the mean is known to 2 %."""
     ends_s = now_s() + seconds
     samples: list[float] = []
     while True:

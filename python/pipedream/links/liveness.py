@@ -1,14 +1,15 @@
 """Signs of life of the workers: by the rendezvous during the set-up of a run, and by the core's pulse
 afterwards.
 
-Until its links are open, a rank says in the rendezvous again and again that it lives and what it does.
-After that the links show when it ends. A rank that has not joined yet says nothing, and nothing follows
-from that.
+Set-up: until its links are open, a rank writes into the rendezvous again and again that it lives and what it
+does. A rank that has not joined yet writes nothing, and its silence means nothing.
 
-Then the core's transport thread sends BEAT to the peers. It needs no interpreter, so a beat shows only that
-the process lives. The pulse is a thread that tells the core again and again that the interpreter runs. If
-some code holds the GIL for good, the pulse stops and beats go on without it. The peers then give the worker
-up after peer_timeout. Each object is owned by one thread, the pulse by the core's owner.
+Links open: the core's transport thread sends beats to the peers. It needs no interpreter, so a beat shows
+only that the process lives. The pulse is a Python thread that tells the core again and again that the
+interpreter runs, and each beat says whether it does. If some code holds the GIL for good, the pulse stops
+while the beats go on; the peers then give the worker up after peer_timeout.
+
+Each object is owned by one thread, the pulse by the thread that owns the core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipedream import _core
 
 __all__ = ["LivenessMonitor", "Pulse", "Sign", "sign_period_s"]
 
-_SIGNS_PER_TIMEOUT = 8  # so a few may be late
+_SIGNS_PER_TIMEOUT = 8  # a few may be late or lost
 
 
 def sign_period_s(peer_timeout_s: float) -> float:
@@ -32,15 +33,16 @@ def sign_period_s(peer_timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Sign:
-    """The sign of a rank, another one each time."""
+    """One sign of life of a rank."""
 
     count: int
+    """Larger in each sign, so that no two are equal."""
     peer_timeout_s: float
-    """The rank's own timeout. It gives eight signs in this time."""
+    """The peer_timeout of this rank, which gives eight signs in that time."""
     phase: str
-    """ "opening links", for the sentence that says when it was lost."""
+    """Goes into the error if the rank is lost: "opening links"."""
     is_done: bool = False
-    """Whether it is the rank's last sign, because its links are open."""
+    """Whether this is the rank's last sign, because its links are open."""
 
     def to_json(self) -> str:
         return json.dumps([self.count, self.peer_timeout_s, self.phase, self.is_done])
@@ -60,9 +62,9 @@ class LivenessMonitor:
         self._silent_s: dict[int, float] = {}
 
     def observe(self, signs: Mapping[int, Sign], now_s: float) -> None:
-        """Takes a round: the latest sign of every rank that has given one."""
-        # A round that comes late may be this process's own fault (it was stopped, or starved), and then that
-        # of the others too, so it counts as no more than two.
+        """Takes one round: the latest sign of every rank that has given one."""
+        # If this process was stopped or starved, it looks late, and ranks that live would seem silent. So the
+        # time since the last round counts as two periods at most.
         passed_s = 0.0
         if self._last_round_s is not None:
             passed_s = min(now_s - self._last_round_s, 2 * sign_period_s(self._peer_timeout_s))
@@ -73,7 +75,8 @@ class LivenessMonitor:
             self._signs[rank] = sign
 
     def describe_lost(self) -> str | None:
-        """One line naming a rank that gave no sign for peer_timeout: its own, or this rank's if longer."""
+        """One line that names a rank without a sign for peer_timeout, the longer of its own and this
+        rank's."""
         for rank, sign in sorted(self._signs.items()):
             patience_s = max(self._peer_timeout_s, sign.peer_timeout_s)
             if not sign.is_done and self._silent_s[rank] > patience_s:
@@ -81,13 +84,17 @@ class LivenessMonitor:
         return None
 
 
-# The core wants one in peer_timeout / 8 at least; twice as many, as the thread may have to wait for the GIL.
+# The core expects a pulse every peer_timeout / 8. The thread may have to wait for the GIL, so it aims at
+# half.
 _PULSES_PER_TIMEOUT = 16
 
 
 class Pulse:
-    """Beats from its construction to stop(). Use it as a context manager around the core's life, close()
-    included: the peers wait for what lingers."""
+    """Beats from its construction to stop().
+
+    Keep it until the core's close() has returned: close() may wait until the last items have left, and the
+    peers watch this worker until then.
+    """
 
     def __init__(self, core: _core.Worker, peer_timeout_s: float) -> None:
         self._core = core

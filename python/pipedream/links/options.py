@@ -1,5 +1,5 @@
-"""How the workers of a run are linked: by which transport, on which address, for whom, and how long a silent
-peer is waited for. Plain values, made by runner.py; any thread.
+"""The options of a run's links: transport, codec, address and ports, keys, and the time after which a silent
+peer is given up. Plain values, which run() makes of its arguments; any thread.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """The options of links; equal at all workers but for addresses, ports and keys."""
+    """The options of links. All workers have the same ones, but each its own address, ports and keys."""
 
     transport: str = "auto"
     codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))
     peer_timeout_s: float = field(default=15.0, metadata=compared("peer_timeout"))
     bind_host: str = field(default=LOOPBACK, metadata=OWN)
-    """The address that this worker listens on."""
+    """The address on which this worker listens."""
     ports: PortRange | None = field(default=None, metadata=OWN)
-    """The ports that this worker may listen at; None leaves them to the system."""
+    """The ports at which this worker may listen; None lets the system choose."""
     keys: CurveKeys | None = field(default=None, metadata=compared(said=given))
     insecure: bool = field(default=False, metadata=OWN)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether it may be used where two workers are on one host."""
+        """Whether two workers on one host may use shared memory."""
         return self.transport in ("auto", "shm", "ipc")
 
     @property
     def places_on_devices(self) -> bool:
-        """Whether workers may write into the device memory of others on their host."""
+        """Whether a worker may write into the device memory of another worker on its host."""
         return self.transport in ("auto", "ipc")
 
     def core_arguments(self) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class LinkOptions:
 
     @property
     def checks_peers(self) -> bool:
-        """Whether workers must know of each other what introduction() says."""
+        """Whether workers must exchange their introduction() before they open links."""
         return self.keys is not None or self.transport == "shm"
 
     def introduction(self) -> dict[str, str | None]:
-        """Returns the introduction of a worker to its peers, ready for JSON. No secret is in it."""
+        """Returns what peers must know of this worker, ready for JSON: its public key and its machine."""
         return {
             "public_key": None if self.keys is None else self.keys.public,
             "machine": read_clock().boot_id,
@@ -87,8 +87,11 @@ class LinkOptions:
     def check_peer(
         self, peer: str, introduction: Mapping[str, str | None], *, shares_memory: bool, ends: str
     ) -> None:
-        """Refuses a peer whose public key is not on the list, and with transport="shm" a neighbouring stage
-        on another machine. Without this a link would only stay silent, and small tensors would go by tcp."""
+        """Raises ValueError for a peer whose public key this worker does not allow, and with transport="shm"
+        for a neighbouring stage on another machine.
+
+        Without this check the first link would stay silent, and the second would send small tensors by tcp.
+        shares_memory: whether the peer is a neighbouring stage. ends: both workers, in words."""
         public = introduction["public_key"]
         if self.keys is not None and public not in self.keys.allowed:
             raise ValueError(
@@ -102,8 +105,9 @@ class LinkOptions:
             )
 
     def check_transports(self, peers: Mapping[str, str], transports: Mapping[str, str]) -> None:
-        """Raises for a channel that does not share memory, where transport="shm" asks for that. peers: the
-        two ends of each channel, in words; transports: how each channel travels."""
+        """With transport="shm", raises ValueError for a channel that does not use shared memory.
+
+        peers: the two ends of each channel, in words. transports: the transport that each channel uses."""
         from pipedream import _core
 
         if self.transport != "shm":
@@ -116,8 +120,9 @@ class LinkOptions:
                 )
 
     def check_reach(self, ends: str, why: str) -> None:
-        """Logs how the tensors of a pair of neighbouring stages travel if that is by CUDA IPC or might have
-        been, and with transport="ipc" refuses what keeps them from it. why: empty if nothing does."""
+        """Logs whether a pair of neighbouring stages uses CUDA IPC. With transport="ipc", raises ValueError
+        if
+        it cannot. why: the reason why not; empty if the pair uses CUDA IPC."""
         from pipedream import _core
 
         if self.transport == "ipc" and why:
@@ -129,7 +134,8 @@ class LinkOptions:
 
 
 def wants_checksums() -> bool:
-    """$PIPEDREAM_CHECKSUMS, 1 or 0: a CRC-32C over every payload on the wire, beside those of the headers."""
+    """Whether PIPEDREAM_CHECKSUMS=1 asks for a CRC-32C over every payload on the wire. Headers always have
+    one."""
     wanted = os.environ.get("PIPEDREAM_CHECKSUMS", "0")
     if wanted not in ("0", "1"):
         raise ValueError(f"PIPEDREAM_CHECKSUMS is {wanted!r}: use 1 or 0")
@@ -147,10 +153,11 @@ def make_link_options(
     peer_timeout_s: float,
     several_machines: bool,
 ) -> LinkOptions:
-    """Checked, and with this worker's address. Says aloud, once a machine, what `insecure` opens.
+    """Checks the arguments of run() for links, and finds this worker's address.
 
-    Raises ValueError or TypeError naming the argument, for an address that others can reach, too, when there
-    are neither keys nor insecure=True.
+    With insecure=True, logs a warning once per machine if other machines can reach the address. Raises
+    ValueError or TypeError that names the argument, also if others can reach the address and there are
+    neither keys nor insecure=True.
     """
     if not isinstance(insecure, bool):
         raise TypeError(f"insecure is {insecure!r}: give True or False")

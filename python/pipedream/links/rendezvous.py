@@ -1,10 +1,12 @@
-"""How the workers of a run find each other: a c10d store, and keys of this run and incarnation only.
+"""The rendezvous of a run: its workers exchange addresses and other JSON values through a c10d store of
+torch.
 
-Used before the first minibatch and after the last, never in between. The store has no authentication: no
-secret key goes through it, and nothing that came from it is unpickled.
+All keys begin with a prefix of this run and incarnation. Workers use the store before the first minibatch and
+after the last, never in between. The store has no authentication, so no secret key goes through it, and
+nothing that comes from it is unpickled.
 
-Every Rendezvous has a thread that alone talks to the store. Whoever waits for an answer can give up when the
-store's host is gone, and the signs of life (liveness.py) go on while the worker computes.
+Every Rendezvous has a thread of its own, the only one that talks to the store. So a caller can stop waiting
+when the store's host is gone, and signs of life (liveness.py) go on while the worker computes.
 """
 
 from __future__ import annotations
@@ -33,21 +35,23 @@ from pipedream.links.liveness import LivenessMonitor, Sign, sign_period_s
 __all__ = ["START_TIMEOUT_S", "Rendezvous", "connect_store", "host_store", "torchrun_rendezvous"]
 
 START_TIMEOUT_S = 600.0
-"""How long a rank waits for others that have not joined: they may be profiling, or importing torch."""
+"""Seconds for which a rank waits for ranks that have not joined: they may be profiling, or importing
+torch."""
 _LOOKS_AGAIN_MIN_S, _LOOKS_AGAIN_MAX_S = 0.001, 0.02
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_SIGN_S = 1.0
-"""How long a rank whose links are open waits, at most, for the store to take its last sign."""
+"""The most seconds for which a rank with open links waits until the store has its last sign."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
-"""How long the host of a store stays, at most, for those that have not heard why the run failed."""
+"""The most seconds for which the store's host stays until all ranks have read why the run failed."""
 
 _T = TypeVar("_T")
 
 
 def host_store() -> tuple[dist.Store, int]:
-    """A store on a free port of the loopback interface, and the port. Raises PipelineError where nothing
-    answers there: torch would try for minutes."""
+    """Makes a store on a free port of the loopback interface. Returns the store and the port.
+
+    Raises PipelineError if the loopback interface is down: torch would try for minutes."""
     _check_loopback()
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
@@ -66,9 +70,9 @@ def _check_loopback() -> None:
 
 
 def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
-    """A store that others reach where `listener` listens, and nowhere else; this process connects to host.
+    """Makes a store that listens on `listener`. This process connects to it at host:port.
 
-    By itself a store would listen on all interfaces, whatever its host name.
+    Without a listener TCPStore would listen on all interfaces, whatever host says.
     """
     descriptor = os.dup(listener.fileno())
     try:
@@ -79,12 +83,12 @@ def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
             True,
             _STORE_TIMEOUT,
             wait_for_workers=False,
-            multi_tenant=True,  # a process group that is made later shares it
+            multi_tenant=True,  # a process group that is made later may share it
             master_listen_fd=descriptor,  # the store closes it
             use_libuv=False,
         )
     except BaseException:
-        # It may have closed it, and then the number may be somebody else's by now.
+        # The store may have closed the descriptor; its number may then belong to another file by now.
         with contextlib.suppress(OSError):
             if os.path.sameopenfile(descriptor, listener.fileno()):
                 os.close(descriptor)
@@ -96,9 +100,10 @@ def connect_store(port: int) -> dist.Store:
 
 
 def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
-    """Joins the store that torchrun offers, or rank 0's under a launcher without one. Needs no process group.
+    """Joins the store of torchrun's agent. Under a launcher without such a store, rank 0 hosts one.
 
-    Raises ValueError when the environment does not say where it is, PeerLost when nothing answers there.
+    Needs no process group. Raises ValueError if MASTER_ADDR or MASTER_PORT is missing, PeerLost if nothing
+    answers there within timeout_s, and PipelineError if rank 0 cannot host the store.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
@@ -121,16 +126,17 @@ def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
     return Rendezvous(store, prefix, rank=rank, world_size=world_size, host=host, hosts=hosts)
 
 
-@functools.cache  # kept until this process ends: it may go on before the others have read all
+@functools.cache  # kept until this process ends: other ranks may still read when this one goes on
 def _hosted_at(host: str, port: int) -> dist.Store:
-    """This process's store, at the address that `host` means here; shared with a process group that it may
-    have made, or makes later. Raises OSError or DistError when it cannot be there."""
+    """Returns the store that this process hosts at host:port. A process group of this process shares it,
+    whether it is made before or later. Raises OSError or DistError if the store cannot listen there."""
     try:
         listener = _listener_at(host, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # By a process group of this process, whose store it then is; or by somebody else, and this fails.
+        # A process group of this process uses the port: join its store. If another process uses it, this
+        # fails.
         return dist.TCPStore(
             host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
         )
@@ -155,10 +161,10 @@ def _why_not_there(error: Exception) -> str:
 
 
 def _listener_at(host: str, port: int) -> socket.socket:
-    """IPv4 where the host has such an address, as everywhere here (addresses.py)."""
+    """Listens on IPv4 if the host has such an address, else on IPv6."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-    # All ranks connect within a moment.
+    # The backlog is large because all ranks connect at the same moment.
     return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
 
 
@@ -170,7 +176,7 @@ def _from_environment(name: str) -> str:
 
 
 class Rendezvous:
-    """Named JSON values of one run. Owned by one thread of each process; close() it."""
+    """The JSON values of one run, by key. One thread of each process owns it and must close() it."""
 
     def __init__(
         self,
@@ -182,8 +188,8 @@ class Rendezvous:
         host: str = "the launcher",
         hosts: bool = False,
     ) -> None:
-        """rank: this process's, None for one that is none. host: where the store is, for errors. hosts: it
-        is in this process."""
+        """rank: this process's rank; None if it has none, as the caller of local workers. host: the process
+        that hosts the store, in words for errors. hosts: whether this process hosts it."""
         self._store = dist.PrefixStore(prefix, store)
         self._rank = rank
         self._world_size = world_size
@@ -191,10 +197,10 @@ class Rendezvous:
         self._hosts = hosts
         self._patience_s = _STORE_TIMEOUT.total_seconds()
         self._phase = "starting"
-        self._store_is_gone = ""  # why, once it is known
+        self._store_is_gone = ""  # the error's text, once the store is gone
         self._has_failed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._signs: _Signs | None = None  # of the thread below
+        self._signs: _Signs | None = None  # used by the thread below
         self._thread = threading.Thread(target=self._serve, name="pipedream-rendezvous", daemon=True)
         self._thread.start()
 
@@ -210,15 +216,15 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """Idempotent. Where this process hosts the store of a run that failed, it waits, not for long, until
-        the others know why: the store ends with it."""
+        """Idempotent. The store ends with the process that hosts it. So if the run has failed, the host first
+        waits up to 5 s until all ranks have read why."""
         if self._hosts and self._has_failed:
             self._linger()
         self._hosts = False
         self._calls.put(None)
         self._thread.join(0 if self._store_is_gone else self._patience_s)
 
-    # Values.
+    # JSON values.
 
     def publish(self, key: str, value: Any) -> None:
         self._ask(lambda store: store.set(key, json.dumps(value)))
@@ -227,17 +233,18 @@ class Rendezvous:
         self._ask(lambda store: store.delete_key(key))
 
     def read(self, keys: list[str]) -> list[Any] | None:
-        """The values of these keys; None where one is not there yet."""
+        """Returns the values of these keys, or None if one of them is not there yet."""
         return self._ask(
             lambda store: [json.loads(store.get(key)) for key in keys] if store.check(keys) else None
         )
 
     def store_for(self, group: str) -> dist.Store:
-        """A store of this run for a process group, which its owner may wait for on another thread."""
+        """Returns a store for a process group of this run. It has a connection of its own, so its owner may
+        use it on another thread."""
         return dist.PrefixStore(group, self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
 
     def fail(self, message: str) -> None:
-        """Tells everyone who waits here that the run is over, and why. The first message stays."""
+        """Tells every rank that waits here that the run has failed, and why. A second message is ignored."""
         self._has_failed = True
 
         def tell(store: dist.Store) -> None:
@@ -248,8 +255,8 @@ class Rendezvous:
         self._ask(tell)
 
     def raise_if_failed(self) -> None:
-        """Raises PipelineError with the message of whoever called fail(), and PeerLost for a rank that has
-        joined and gives no sign of life, or when the store's host is gone."""
+        """Raises PipelineError with the message that some rank gave to fail(). Raises PeerLost if a rank that
+        has joined gives no sign of life, or if the store's host is gone."""
 
         self._raise_failure(self._ask(self._read_failure))
 
@@ -275,11 +282,11 @@ class Rendezvous:
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """The values of the keys once all are there.
+        """Waits until all keys are there, and returns their values.
 
-        Raises what raise_if_failed() and `meanwhile` raise while it waits, and PeerLost after timeout_s,
-        naming by `describe` the keys that are missing. Not where all ranks have joined: one that reads its
-        first minibatch takes as long as the user's data take, and its signs tell whether it lives.
+        While it waits, raises what raise_if_failed() and `meanwhile` raise. After timeout_s raises PeerLost;
+        `describe` turns the missing keys into the error's text. Once all ranks have joined the timeout no
+        longer counts: a rank may take any time to read its first minibatch, and its signs tell that it lives.
         """
         begin_s = time.monotonic()
         missing = list(keys)
@@ -288,10 +295,9 @@ class Rendezvous:
             absent = [key for key in missing if not store.check([key])]
             return absent, self._read_failure(store) if absent else None
 
-        # It looks again and again, 20 ms apart at most. The store's own wait ends for none of what may end
-        # this one: that the run has failed, a rank that is lost, `meanwhile`. With a timeout to look for that
-        # it prints two lines of warning whenever that passes, and it keeps the connection meanwhile, so that
-        # signs of life wait for it.
+        # Polls, at most 20 ms apart. The store's own wait() would not do: it does not end when the run fails,
+        # a rank is lost or `meanwhile` raises. With a short timeout it prints two lines of warning each time,
+        # and it holds the connection, so that signs of life would have to wait.
         while True:
             missing, failure = self._ask(look)
             if not missing:
@@ -313,18 +319,20 @@ class Rendezvous:
         assert self._rank is not None
         self._patience_s = peer_timeout_s
         self._signs = _Signs(self._rank, self._world_size, peer_timeout_s)
-        self.enter(self._phase)  # wakes the thread, which goes on with them
+        self.enter(self._phase)  # wakes the thread, which from now on gives the signs
 
     def enter(self, phase: str) -> None:
-        """phase: "opening links", as in "rank 2 gave no sign of life for 15 s while opening links"."""
+        """Sets what this rank does now, for errors of other ranks. With phase "opening links" they say "rank
+        2
+        gave no sign of life for 15 s while opening links"."""
         self._phase = phase
         signs = self._signs
         if signs is not None:
             self._ask(lambda store: signs.enter(store, phase))
 
     def leave(self) -> None:
-        """This rank's links are open: they tell of its end, and of that of its peers. Best effort: nothing
-        here needs the store any more."""
+        """Gives the last sign of life: this rank's links are open, and from now on show which worker ends.
+        Best effort, as this rank no longer needs the store."""
         signs, self._signs = self._signs, None
         if signs is not None:
             concurrent.futures.wait([self._post(signs.end)], _LAST_SIGN_S)
@@ -337,7 +345,7 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            # For whichever comes first of two keys of each rank; the store's own wait knows all of some.
+            # Polls, since each rank needs one of two keys, and the store's own wait() waits for all its keys.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:
@@ -350,7 +358,7 @@ class Rendezvous:
     # The store's thread.
 
     def _ask(self, call: Callable[[dist.Store], _T]) -> _T:
-        """Makes the call on the store's thread and returns its result. Raises PeerLost if the store is
+        """Runs the call on the store's thread and returns its result. Raises PeerLost if the store is
         gone."""
         if self._store_is_gone:
             raise PeerLost(self._store_is_gone)
@@ -392,14 +400,15 @@ class Rendezvous:
 
 
 def _pause(waited_s: float) -> None:
-    """Sleeps before another look. A wait of milliseconds is noticed within one, and a long wait costs
-    little."""
+    """Sleeps before the next poll: 1 ms at first, 20 ms after a while. So a short wait ends within 1 ms, and
+    a
+    long one costs little."""
     time.sleep(min(max(waited_s / 8, _LOOKS_AGAIN_MIN_S), _LOOKS_AGAIN_MAX_S))
 
 
 class _Signs:
-    """This rank's signs of life and those of the others. Of the store's thread, but for describe_lost() and
-    has_heard_all()."""
+    """Gives this rank's signs of life and reads the others'. Only the store's thread calls it; any thread may
+    call describe_lost() and has_heard_all()."""
 
     def __init__(self, rank: int, world_size: int, peer_timeout_s: float) -> None:
         self._rank = rank
@@ -411,7 +420,7 @@ class _Signs:
         self._lost: str | None = None
         self._phase = ""
         self.due_s = 0.0
-        """When the next sign is to be given."""
+        """The time of the next sign, on time.monotonic()."""
 
     def describe_lost(self) -> str | None:
         return self._lost
@@ -420,7 +429,7 @@ class _Signs:
         return not self._unheard
 
     def enter(self, store: dist.Store, phase: str) -> None:
-        """Said at once: the next sign may never come."""
+        """Gives a sign with the new phase at once, because this rank may hang in that phase."""
         self._phase = phase
         self._say(store)
 
@@ -428,12 +437,12 @@ class _Signs:
         self._say(store, is_done=True)
 
     def give(self, store: dist.Store) -> None:
-        """One sign, and a look at the others'."""
+        """Gives one sign and reads the others'."""
         try:
             self._say(store)
             self._look(store)
         except dist.DistError:
-            self.due_s = float("inf")  # whoever asks the store next says so
+            self.due_s = float("inf")  # the store is gone: the next _ask() raises that
 
     def _say(self, store: dist.Store, *, is_done: bool = False) -> None:
         self._count += 1
@@ -462,7 +471,7 @@ def _heard_key(rank: int) -> str:
 
 
 def _needs_no_store(store: dist.Store, rank: int) -> bool:
-    """It knows that the run has failed, or hears it by its links."""
+    """Whether the rank has read why the run failed, or has open links that tell it."""
     if store.check([_heard_key(rank)]):
         return True
     return store.check([_sign_key(rank)]) and Sign.from_json(store.get(_sign_key(rank))).is_done

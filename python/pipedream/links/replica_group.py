@@ -1,9 +1,8 @@
-"""The replicas of one stage as a process group of torch.distributed, for what they reduce together.
+"""A process group of torch.distributed for the replicas of one stage, which all-reduce their gradients in it.
 
-By gloo on the host, by NCCL where each has a CUDA device of its own. The group is this run's alone: the
-default group of the process, if it has one, is left as it is. gloo listens where the links do, and neither
-encrypts.
-Owned by the worker's compute thread.
+The backend is NCCL if each replica has a CUDA device of its own, else gloo. The run makes its own group and
+leaves the process's default group as it is. gloo listens on the address of the links. Neither backend
+encrypts. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from pipedream.common.errors import PeerLost, one_line
 
 __all__ = ["ReplicaGroup"]
 
-_JOIN_TIMEOUT = timedelta(seconds=60)  # all have just opened their links
-_REDUCE_TIMEOUT = timedelta(days=30)  # who waits for one that computes waits for as long as it takes
-_LOOK_PERIOD = timedelta(seconds=0.5)
-_PATIENCE_S = 2.0  # until the links say who was lost
+_JOIN_TIMEOUT = timedelta(seconds=60)  # enough, as all replicas have just opened their links
+_REDUCE_TIMEOUT = timedelta(days=30)  # in effect none: another replica may compute for any time
+_LOOK_PERIOD = timedelta(seconds=0.5)  # between looks at the links
+_PATIENCE_S = 2.0  # for the links to find which worker was lost
 _LOOK_AGAIN_S = 0.02
 
 
@@ -44,13 +43,14 @@ class ReplicaGroup:
         bind_host: str,
         check_links: Callable[[], object],
     ) -> None:
-        """store: of this group alone. check_links: raises what has failed elsewhere. Raises PeerLost where
-        the others do not come."""
+        """store: used by this group alone. check_links: raises if another worker has failed.
+
+        Raises PeerLost if the other replicas do not join."""
         self.replica = replica
         self.num_replicas = num_replicas
         self._check_links = check_links
         self._waits_on_stream = False
-        self._is_reducing = False  # also after a failure
+        self._is_reducing = False  # stays True after a failed all_reduce()
         self._group: Any  # a process group: torch types its kinds as unrelated
         self._options = dist.AllreduceOptions()
         self._options.timeout = _REDUCE_TIMEOUT
@@ -69,8 +69,9 @@ class ReplicaGroup:
             raise PeerLost(f"the replicas do not reach each other to reduce: {one_line(error)}") from None
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes the sum over the replicas, the same bits at all of them. Dense and contiguous;
-        of the same shapes and in the same order everywhere."""
+        """Replaces each tensor by its sum over the replicas. All replicas get the same bits.
+
+        The tensors are dense and contiguous. All replicas give the same shapes in the same order."""
         works = [self._group.allreduce([tensor], self._options) for tensor in tensors]
         self._is_reducing = True
         for work in works:
@@ -91,7 +92,8 @@ class ReplicaGroup:
                     self._raise_lost(error)
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """gloo sees a connection end before the links know whose end it was."""
+        """Raises the error of the lost worker. gloo sees a connection end before the links know which worker
+        was lost, so this asks the links for up to 2 s."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline_s:
             self._check_links()
@@ -102,13 +104,14 @@ class ReplicaGroup:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         if self._is_reducing and not self._waits_on_stream:
-            # gloo does not abort what waits for a process that is stopped, and who destroys the group waits
-            # for that: so nobody does, and its two threads end with the process.
+            # gloo's abort() does not end a wait for a process that is stopped (SIGSTOP), and the group's
+            # destructor would wait for that too. So the group is leaked; its two threads end with the
+            # process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 
 def _has_device_of_its_own(store: dist.Store, replica: int, num_replicas: int, device: torch.device) -> bool:
-    """Whether all replicas have; the same answer at all of them."""
+    """Whether each replica has a CUDA device of its own. All replicas get the same answer."""
     own = "host"
     if device.type == "cuda":
         own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

@@ -1,9 +1,9 @@
-"""The residuals of topk: what it has left out of the tensors sent so far. They go from one segment of a run
-to the next (worker/segment.py).
+"""Carries the residuals of the codec topk from one segment of a run to the next (worker/segment.py).
 
-The sender keeps residuals element by element, for each tensor of an item. A channel has one or more sets of
-residuals, which its items take in turn. If a tensor grows, its additional elements begin without a
-residual. On the worker's compute thread.
+topk sends only the largest elements of a tensor. The sender adds up the others, element by element, in the
+tensor's residual. A channel has one or more sets of residuals, one residual per tensor of an item, and its
+items use the sets in turn. If a tensor is larger in the next segment, its new elements begin with residual 0.
+On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pipedream.links.channels import RunChannel
 __all__ = ["Residuals", "keep_residuals", "restore_residuals"]
 
 Residuals = dict[str, list[Tensor]]
-"""By channel, in host memory: of the items in turn, each tensor's."""
+"""Channel name -> all its residuals in host memory: set after set, tensor after tensor."""
 
 
 def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]) -> Residuals:
-    """Keeps the residuals of the channels that this rank sends by; waits until all has left."""
+    """Copies the residuals of the channels on which this rank sends. Waits until all their items have
+    left."""
     kept: Residuals = {}
     for channel in channels:
         if channel.sender == rank and channel.codec.startswith("topk"):
@@ -37,14 +38,14 @@ def keep_residuals(core: _core.Worker, rank: int, channels: Iterable[RunChannel]
 
 
 def restore_residuals(core: _core.Worker, kept: Mapping[str, Iterable[Tensor]]) -> None:
-    """Puts the residuals into the channels of a sealed core, before the first item."""
+    """Copies the residuals into the channels of a sealed core. Call it before the first item."""
     on_device = False
     for name, of_channel in kept.items():
         for residual, before in zip(_residuals_of(core, name), of_channel, strict=True):
             residual[: before.numel()].copy_(before)
             on_device = residual.is_cuda
     if on_device:
-        torch.cuda.synchronize()  # the channels have streams of their own
+        torch.cuda.synchronize()  # the channels read the residuals on streams of their own
 
 
 def _residuals_of(core: _core.Worker, channel: str) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
-"""Tensors and documents outside the schedule, in pieces: initial weights, final weights, results.
+"""Sends and receives tensors and JSON documents outside the schedule: initial weights, final weights,
+results.
 
-Both ends know what comes next, so the pieces carry bytes only. Blocking; owned by the worker's compute
-thread, before the first minibatch and after the last.
+They travel in pieces. Both ends know which tensor comes next, so a piece has nothing but its bytes. All calls
+block. The worker's compute thread makes them, before the first minibatch and after the last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> Non
 
 
 def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
-    """Fills the tensors, which may be on any device, with what send_tensors sent."""
+    """Fills the tensors with those that send_tensors() sent. They may be on any device."""
     for tensor in tensors:
         landed = torch.empty(tensor.shape, dtype=tensor.dtype)
         _receive_bytes(core, channel, _bytes_of(landed))
@@ -43,7 +44,7 @@ def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> 
 
 
 def send_document(core: _core.Worker, channel: str, document: Any) -> None:
-    """A JSON document."""
+    """Sends a JSON document: first its size in bytes, then its text."""
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     send_tensors(core, channel, [torch.tensor([text.numel()]), text])
 
@@ -57,14 +58,14 @@ def receive_document(core: _core.Worker, channel: str) -> Any:
 
 
 def relay_document(core: _core.Worker, source: str, sink: str) -> Any:
-    """Passes on what send_document sent, and returns it."""
+    """Receives a document, sends it on, and returns it."""
     document = receive_document(core, source)
     send_document(core, sink, document)
     return document
 
 
 def relay_tensors(core: _core.Worker, source: str, sink: str, sizes_bytes: Iterable[int]) -> None:
-    """Passes on what send_tensors sent, piece by piece."""
+    """Sends tensors on, piece by piece as they come. sizes_bytes: the size of each tensor."""
     for num_bytes in sizes_bytes:
         for _ in range(0, num_bytes, PIECE_BYTES):
             core.send_item(sink, [torch.utils.dlpack.to_dlpack(_receive_piece(core, source))])
