@@ -1,5 +1,5 @@
-// Facts that follow from the lists of a written program: reads, versions kept, what is in flight. See
-// listed_program.h.
+// Derives facts from the lists of a written program: the versions that each stage reads and keeps, and the
+// microbatches that it has in flight. See listed_program.h.
 #include <algorithm>
 #include <utility>
 
@@ -8,8 +8,8 @@
 namespace pipedream {
 namespace {
 
-// The bodies of a list after which all go on as the last one: also where another worker's warm-up, in which
-// reads do not repeat yet, is longer.
+// The number of bodies of a list to count over. Later bodies change no count, even if another worker has a
+// longer warm-up: its reads repeat by then, too.
 std::int64_t num_bodies_until_steady(const ListedReads& reads) {
   return 2 + reads.end() / reads.numbers_per_body();
 }
@@ -45,7 +45,7 @@ void ListedProgram::count_facts() {
   }
 }
 
-// The reads of all replicas, by the microbatches' numbers.
+// The versions that the stage's microbatches read, by number, over all replicas. stash: of which opcode.
 ListedReads ListedProgram::reads_of(StageIndex stage, Stash stash) const {
   const Rounds& rounds = rounds_of_stage(stage);
   const std::int64_t own_per_body = versions_per_body(stage) * rounds.own_per_round();
@@ -84,7 +84,8 @@ ListedReads ListedProgram::tied_reads_of(StageIndex owner) const {
   return {std::move(versions), of_input.numbers_per_body(), versions_per_body(owner)};
 }
 
-// How many versions of what the owner shares are there at once, at it or at a stage downstream of it.
+// The most versions of the owner's shared parameters that exist at once at one stage: the owner, or a stage
+// downstream of it.
 std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedReads& tied) const {
   std::int64_t num_kept = 1;
   for (const Place& place : placement_.places()) {
@@ -98,12 +99,12 @@ std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedRe
       if (releases_stash(instruction.opcode)) ++num_backwarded;
       const std::int64_t oldest = tied.oldest_from(rounds.own_number(place.replica, num_backwarded));
       std::int64_t newest = 0;
-      if (place.stage > owner) {  // comes before the first forward that reads it
+      if (place.stage > owner) {  // a version comes before the first forward that reads it
         const std::int64_t number = rounds.number_of(instruction.minibatch, instruction.microbatch);
         if (keeps_stash(instruction.opcode)) newest = tied.newest_until(number);
       } else if (writes_version(instruction.opcode)) {
         newest = instruction.version.value();
-      } else if (rounds.num_replicas > 1) {  // may have come from another replica
+      } else if (rounds.num_replicas > 1) {  // the version may have come from another replica
         newest = num_backwarded / rounds.own_per_round();
       }
       num_kept = std::max(num_kept, newest - oldest + 1);
@@ -112,7 +113,7 @@ std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedRe
   return num_kept;
 }
 
-// Counts what is in flight and kept at a replica.
+// Raises the stage's counts to those of this replica: microbatches in flight, and versions kept.
 void ListedProgram::count_at(const Place& place, Facts& facts) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
   const std::int64_t num_bodies =
@@ -131,7 +132,7 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
     std::int64_t newest = 0;
     if (writes_version(instruction.opcode)) {
       newest = instruction.version.value();
-    } else if (rounds.num_replicas > 1 && facts.stashes) {  // may have come from another replica
+    } else if (rounds.num_replicas > 1 && facts.stashes) {  // it may have come from another replica
       newest = num_backwarded / rounds.own_per_round();
     }
     std::int64_t& num_kept = facts.forwards.num_versions_kept;
@@ -139,8 +140,8 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
   }
 }
 
-// Whether the worker's forwards wait for the update of the round before and read it, and its updates, which
-// go in the order of its stages, for all backwards of their round.
+// Whether the worker's list drains. Then each forward comes after the update of the round before and reads
+// its version. The updates of a round come after all its backwards, in the order of the worker's stages.
 bool ListedProgram::drains_at(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   const Rounds& rounds = rounds_of_stage(stages.front());

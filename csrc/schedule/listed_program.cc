@@ -35,7 +35,8 @@ std::string in_row(const std::vector<std::int64_t>& counts) {
   return text;
 }
 
-// A worker for each replica, or several stages at each worker, as in program.h. Empty where it is neither.
+// The placement of program.h for these counts: a worker for each replica, or several stages at each worker.
+// Empty if the counts allow neither.
 Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t>& num_replicas) {
   const auto num_stages = static_cast<std::int64_t>(num_replicas.size());
   const std::int64_t num_replicas_in_all =
@@ -47,7 +48,7 @@ Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t
   return Placement::at_ranks(ranks);
 }
 
-// The worker's list of a schedule without an end, up to so many updates.
+// The beginning of a worker's list, up to the last of so many updates. The number of minibatches is unknown.
 std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t num_updates) {
   ComputeCursor cursor(options, rank);
   std::vector<Instruction> list;
@@ -59,7 +60,7 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
   return list;
 }
 
-// The length of the list's beginning that has so many updates, and ends with one.
+// The length of the list's beginning that ends with the last of so many updates.
 std::int64_t length_with_updates(const std::vector<Instruction>& list, std::int64_t num_updates) {
   std::int64_t length = 0;
   for (; num_updates > 0; ++length) {
@@ -131,12 +132,12 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     const std::int64_t versions = minibatches / rounds.minibatches_per_round;
     const std::int64_t own = versions * rounds.own_per_round();  // microbatches of a body
     const std::int64_t num_updates = versions * static_cast<std::int64_t>(stages_at(options, rank).size());
-    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // up to where it repeats for sure
+    const std::int64_t num_bodies = 6 + 2 * in_flight_max / own;  // enough for the last ones to repeat
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
     const std::int64_t last_body = length_with_updates(list, (num_bodies - 1) * num_updates);
     const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;
-    // It repeats from behind the last instruction that the one a body later does not repeat. A body ends with
-    // its updates.
+    // Goes back from the last body as long as the instruction one body later repeats the one at hand. There
+    // the body may begin, but it must end with its updates. So it begins behind the next updates.
     const auto is_end = [&](std::int64_t position) {
       return writes_version(list[position - 1].opcode) && !writes_version(list[position].opcode);
     };
@@ -222,7 +223,7 @@ std::int64_t ListedProgram::num_minibatches_listed() const {
   return listed;
 }
 
-// Each worker has the stages that its lines name.
+// Finds the placement: each worker has the stages that its lines name.
 void ListedProgram::place_workers() {
   if (workers_.empty()) throw UserError("the program is empty; it begins with \"worker 0\"");
   std::size_t num_instructions = 0;
@@ -276,7 +277,7 @@ void ListedProgram::place_workers() {
   });
 }
 
-// Why an instruction of worker `due` may not be in the list of worker `rank`.
+// The error's text for an instruction of worker `due` that stands in the list of worker `rank`.
 std::string ListedProgram::reason_to_move(Rank rank, Rank due) const {
   std::string names;
   for (const Place& place : placement_.places_at(rank))
@@ -285,7 +286,8 @@ std::string ListedProgram::reason_to_move(Rank rank, Rank due) const {
          name_of(due) + "\"";
 }
 
-// A stage's rounds are the shortest that it may have, or those of all stages, by its updates in a body.
+// Finds the length of each stage's rounds from its number of updates in a body: the shortest that the stage
+// may have, or the length that fits all stages.
 void ListedProgram::count_rounds() {
   ScheduleOptions options;
   options.placement = placement_;
@@ -327,7 +329,8 @@ void ListedProgram::check_whole_body(const Place& place, std::int64_t num_update
   }
 }
 
-// Instructions that do to a stash, or to the weights, what these traits say.
+// The number of a replica's instructions in its body that do to a stash and to the weights what these traits
+// say.
 std::int64_t ListedProgram::count_in_body(const Place& place, const OpcodeTraits& traits) const {
   return std::ranges::count_if(list_of(place.rank).body(), [&](const Instruction& instruction) {
     const OpcodeTraits& listed = traits_of(instruction.opcode);
@@ -359,8 +362,8 @@ void ListedProgram::check_order(Rank rank) const {
   }
 }
 
-// A run in which every worker's body goes through more than once. Later bodies wait for each other as these
-// do, and a shorter run skips instructions that nothing which it has waits for.
+// Replays a run in which every worker repeats its body. That proves it for longer runs, whose bodies wait for
+// each other in the same way, and for shorter ones: none of their instructions waits for a skipped one.
 void ListedProgram::check_run() const {
   const std::int64_t length = 2 * (num_minibatches_listed() + minibatches_per_body_);
   const ScheduleOptions options = options_of_run(*this);
@@ -372,8 +375,9 @@ void ListedProgram::check_run() const {
   if (!report.ok) refuse_run(report.error);
 }
 
-// The validator names one instruction of a list that is wrong by itself, which is found here again, and
-// several of lists that wait for each other.
+// If one list is wrong, the validator's error begins with a worker's position and instruction. The
+// instruction is found in that list again, to name the line of the text. Other errors are passed on as they
+// are, for instance those of a deadlock.
 void ListedProgram::refuse_run(const std::string& error) const {
   for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) {
     const std::string worker = name_of(rank) + ", position ";
@@ -387,7 +391,7 @@ void ListedProgram::refuse_run(const std::string& error) const {
   throw UserError(error);
 }
 
-// "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and why.
+// Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
   const List& list = list_of(rank);
   const std::int64_t bodies = num_bodies_before(rank, position);

@@ -26,11 +26,10 @@
 // shortest that the stage allows, or rounds common to all stages. Transfers and recomputing are added as for
 // named schedules.
 //
-// All stages that share a parameter read it at the same version: the older of two, counted in the owner's
-// rounds. One is the version that the input stage's forward has read, the other the version that the owner's
-// forward has read. So it exists when the owner forwards the microbatch. For named schedules tied_version()
-// says the same, except for 2bw with unequal numbers of replicas, whose owner reads the version of its own
-// rule.
+// All stages that share a parameter read it at the same version, counted in the owner's rounds: the older of
+// the version that the input stage's forward has read and the one that the owner's forward has read. So the
+// version exists when the owner forwards the microbatch. For named schedules tied_version() gives the same
+// version, with one exception: for 2bw with unequal numbers of replicas the owner's own rule decides.
 #pragma once
 
 #include <cstddef>
@@ -56,13 +55,13 @@ class ListedProgram {
   struct List {
     std::vector<Instruction> instructions;  // the warm-up's, then the body's
     std::size_t num_warm_up = 0;
-    std::vector<std::int64_t> lines{};  // of a text, where they come from one
+    std::vector<std::int64_t> lines{};  // each instruction's line in the text; empty without a text
 
     [[nodiscard]] std::span<const Instruction> body() const {
       return std::span(instructions).subspan(num_warm_up);
     }
     [[nodiscard]] std::int64_t body_length() const { return static_cast<std::int64_t>(body().size()); }
-    // With so many bodies behind the warm-up.
+    // The number of instructions of the warm-up and so many bodies.
     [[nodiscard]] std::int64_t length(std::int64_t num_bodies) const {
       return static_cast<std::int64_t>(num_warm_up) + num_bodies * body_length();
     }
@@ -72,15 +71,16 @@ class ListedProgram {
     }
   };
 
-  // Throws UserError, one line, for a list that is not in order or not whole, and for one that the validator
-  // (validator.h) does not accept.
+  // Throws UserError, one line, if a list is not in order or lacks instructions, or if the validator
+  // (validator.h) does not accept the lists.
   ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
-  // Throws UserError naming the line, or as above. '#' starts a comment, empty lines are skipped.
+  // Reads a text as to_text() writes it. '#' starts a comment, and empty lines are skipped. Throws UserError
+  // naming the line, or as the constructor.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
-  // The lists of a schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
+  // Lists a named schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
-  // With comments that say what follows from the lists: versions kept, and the cool-down.
+  // The text of the lists. Its comments say how many versions a stage keeps, and show the cool-down.
   [[nodiscard]] std::string to_text() const;
 
   [[nodiscard]] const Placement& placement() const { return placement_; }
@@ -90,15 +90,15 @@ class ListedProgram {
   [[nodiscard]] std::int64_t minibatches_per_round(StageIndex stage) const {
     return rounds_of_stage(stage).minibatches_per_round;
   }
-  // Every round is of all stages, and finished at each of them before it forwards the next one.
+  // Whether all stages have the same rounds, and each finishes a round before it forwards the next one.
   [[nodiscard]] bool drains() const { return drains_; }
 
-  // The minibatches that the lists name, of which later ones repeat the last.
+  // The number of minibatches that the lists name. Later ones repeat those of the last body.
   [[nodiscard]] std::int64_t num_minibatches_listed() const;
 
-  // A place in a worker's list, which has no end.
+  // The instruction at a position of a worker's list. The body repeats without an end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
-  // The phase of phase_of() (program.h), in a run from minibatch 0 on.
+  // Does phase_of() (program.h) for a run that starts with minibatch 0.
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 
@@ -108,7 +108,7 @@ class ListedProgram {
   [[nodiscard]] std::int64_t num_versions_kept(StageIndex stage) const {
     return facts_of(stage).forwards.num_versions_kept;
   }
-  // Those of every stage.
+  // The same numbers for all stages.
   [[nodiscard]] std::vector<std::int64_t> in_flight() const;
   [[nodiscard]] std::vector<std::int64_t> versions_kept() const;
   [[nodiscard]] bool stashes(StageIndex stage) const { return facts_of(stage).stashes; }
@@ -132,7 +132,7 @@ class ListedProgram {
     ListedReads tied;
   };
 
-  // The lists must pass these, in this order: each step relies on those before it.
+  // The constructor's steps. Each relies on the steps before it.
   void place_workers();
   void count_rounds();
   void check_order(Rank rank) const;
@@ -150,10 +150,10 @@ class ListedProgram {
   void count_at(const Place& place, Facts& facts) const;
   [[nodiscard]] bool drains_at(Rank rank) const;
 
-  // 0 in the warm-up.
+  // How often the body was repeated before the position; 0 in the warm-up and in the first body.
   [[nodiscard]] std::int64_t num_bodies_before(Rank rank, std::int64_t position) const;
   [[nodiscard]] Instruction later_by(Instruction instruction, std::int64_t bodies) const;
-  // In the run that ends with the last minibatch of the worker's first body.
+  // The number of minibatches of the run that ends with the last minibatch of the worker's first body.
   [[nodiscard]] std::int64_t minibatches_of_one_body(Rank rank) const;
   [[nodiscard]] std::vector<Instruction> cool_down(Rank rank) const;
   [[nodiscard]] std::string comment_on(Rank rank) const;
@@ -179,7 +179,7 @@ class ListedProgram {
   bool drains_ = false;
 };
 
-// The options of a run of the program, which outlives them.
+// The options of a run of the program. The program must outlive them.
 [[nodiscard]] ScheduleOptions options_of_run(const ListedProgram& program);
 
 }  // namespace pipedream

@@ -7,8 +7,8 @@
 
 namespace pipedream {
 
-// By the microbatches' numbers from the run's start (rounds.h). The numbers of the last body repeat, each
-// time with versions that are newer by versions_per_body.
+// The versions of a stage's microbatches, by their numbers (rounds.h) from the start of the run. Behind the
+// list the last numbers_per_body entries repeat, each time with versions that are newer by versions_per_body.
 class ListedReads {
  public:
   ListedReads() = default;
@@ -26,16 +26,17 @@ class ListedReads {
   }
   // The newest version that this number or an earlier one reads.
   [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
-  // The most by which it grows over so many numbers.
+  // The most by which newest_until() grows over so many numbers.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
-  // Over the numbers of a body: by how many updates of so many microbatches each the version is old.
+  // The mean number of updates by which the version read is late, over the numbers of a body. An update is
+  // made from so many microbatches.
   [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
 
-  // From where on the numbers repeat.
+  // The first number that repeats an earlier one.
   [[nodiscard]] std::int64_t end() const { return static_cast<std::int64_t>(versions_.size()); }
   [[nodiscard]] std::int64_t numbers_per_body() const { return numbers_per_body_; }
 
-  // How many versions are kept at the stage for these reads. Counted by whoever knows the lists.
+  // The number of versions that the stage keeps for these reads. ListedProgram counts it from the lists.
   std::int64_t num_versions_kept = 1;
 
  private:
@@ -49,7 +50,7 @@ class ListedReads {
   std::vector<std::int64_t> versions_;
   std::vector<std::int64_t> oldest_;
   std::vector<std::int64_t> newest_;
-  std::vector<std::int64_t> newest_of_body_;  // as newest_, of the last body's numbers alone
+  std::vector<std::int64_t> newest_of_body_;  // as newest_, over the last body's numbers alone
   std::int64_t numbers_per_body_ = 1;
   std::int64_t versions_per_body_ = 1;
 };

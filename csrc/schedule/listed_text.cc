@@ -39,7 +39,7 @@ class Parser {
     }
     return {std::move(lists), minibatches_per_body_.value_or(1)};
   }
-  // The cool-down that the text has of the worker; none where it leaves it out.
+  // The worker's cool-down as the text has it; empty if the text has none.
   [[nodiscard]] std::optional<std::vector<Instruction>> cool_down(std::size_t worker) const {
     if (workers_[worker].section < Section::kCoolDown) return std::nullopt;
     return workers_[worker].cool_down;
@@ -139,7 +139,7 @@ std::string ListedProgram::to_text() const {
   return text.str();
 }
 
-// "keeps 2 versions; backwards read what their forwards have read"; of several stages "stage 0 keeps ...".
+// "keeps 2 versions; backwards read what their forwards have read"; for several stages "stage 0 keeps ...".
 std::string ListedProgram::comment_on(Rank rank) const {
   const std::vector<StageIndex> stages = placement_.stages_at(rank);
   std::string comment;

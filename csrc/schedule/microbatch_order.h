@@ -1,16 +1,17 @@
 // The order in which a worker goes through the microbatches of one minibatch, over all its stages.
 // Pure arithmetic; any thread.
 //
-// A worker with one stage takes them as they come. One with several (its chunks) takes them in groups of
-// as many as there are workers, every group through all chunks, backwards through the chunks in reverse
-// (Megatron-LM, SC'21, section 2.2). With 2 workers, 2 chunks a and b, and 3 microbatches:
+// A worker with one stage takes the microbatches as they come. A worker with several stages (chunks) takes
+// groups of as many microbatches as there are workers. A group goes forward through all chunks before the
+// next group does, and backward through the chunks in reverse (Megatron-LM, SC'21, section 2.2). With 2
+// workers, 2 chunks a and b, and 3 microbatches:
 //
 //   position   0   1   2   3   4   5   6   7
 //   forward    a0  a1  b0  b1  a2  -   b2  -       the last group is filled up with microbatches that do
 //   backward   b0  b1  a0  a1  b2  -   a2  -       not exist: their positions are passed over
 //
-// The order for the filled-up groups has no deadlock (Megatron-LM's own case), and leaving out microbatches
-// altogether only removes work that the others never wait for, so any number of microbatches has none.
+// There is no deadlock for any number of microbatches. With full groups there is none, as in Megatron-LM. And
+// to leave out some microbatches at all stages only removes work for which the others never wait.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ struct MicrobatchOrder {
     std::int64_t microbatch = 0;
   };
 
-  // Positions of one minibatch, including those that are passed over.
+  // The number of positions of one minibatch, including those that are passed over.
   [[nodiscard]] std::int64_t num_positions() const {
     return (num_microbatches + group_size - 1) / group_size * group_size * num_chunks;
   }

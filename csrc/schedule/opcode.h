@@ -25,11 +25,11 @@ enum class Opcode {
   kRecv,  // waits for the edge's next item
 };
 
-// The number that names an instruction.
+// How an instruction is numbered: by its microbatch, or by one of these minibatches.
 enum class Scope {
   kMicrobatch,
-  kRound,     // its first minibatch
-  kBoundary,  // the minibatch before which the weights are read, and a number of its own
+  kRound,     // the round's first minibatch
+  kBoundary,  // the minibatch before which the weights are evaluated, and the validation minibatch's number
 };
 
 // The effect of an opcode on the stash of its microbatch: the version that the forward has read, and the
@@ -50,13 +50,13 @@ struct OpcodeTraits {
   char letter = ' ';         // in pictures and traces
   bool travels = false;
   Scope scope = Scope::kMicrobatch;
-  bool writes_version = false;  // else, where it computes, it reads one
+  bool writes_version = false;  // other opcodes that compute read one
   Stash stash = Stash::kNone;
   std::optional<Opcode> follows = std::nullopt;  // must be done before, for the same microbatch
   std::optional<EdgeKind> needs = std::nullopt;  // an item of this kind comes with it
   std::optional<EdgeKind> makes = std::nullopt;  // an item of this kind leaves with it
   Duration duration = Duration::kNone;
-  const char* unlisted_because = nullptr;  // none where a program that somebody writes may have it
+  const char* unlisted_because = nullptr;  // why a written program may not have it; null if it may
 };
 
 inline constexpr const char* kAdded =
@@ -99,7 +99,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
      .makes = EdgeKind::kEvaluation,
      .duration = Duration::kForward,
      .unlisted_because = "a program of your own has no evaluations"},
-    // The edge's items say how a transfer is numbered.
+    // A transfer has the number of the item that travels (items_of() in transfers.h).
     {.name = "SEND", .travels = true, .unlisted_because = kAdded},
     {.name = "RECV", .travels = true, .unlisted_because = kAdded},
 });
@@ -125,7 +125,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
   return std::nullopt;
 }
 
-// The opcode that items of this kind come with; none where they are handed to the worker by themselves.
+// The opcode that takes items of this kind as its input; none for kinds that the worker receives separately.
 [[nodiscard]] constexpr std::optional<Opcode> find_user(EdgeKind kind) {
   for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {
     if (kOpcodeTraits.at(opcode).needs == kind) return static_cast<Opcode>(opcode);

@@ -1,4 +1,4 @@
-// Parts of check_schedule_options(), and the checks of positions.
+// check_schedule_options() with its parts, and the checks of position_checks.h.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -106,7 +106,7 @@ Traits traits_of(const ScheduleOptions& options) {
   return traits;
 }
 
-// A trait with its value, where there is one.
+// The text for a trait in an error, with the option's value if the trait has one.
 std::string said(Trait trait, const ScheduleOptions& options) {
   if (trait == Trait::kStaleness) return "staleness is " + std::to_string(options.staleness);
   if (trait == Trait::kSeveralStages)
@@ -127,8 +127,8 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   std::to_string(options.in_flight.size()) + " stages; give one per stage, or none");
 }
 
-// "stage 1 is at rank 2; it must be at rank 1: " and why; of a replica other than the first "stage 1 replica
-// 1 is".
+// Throws "stage 1 is at rank 2; it must be at rank 1: " and the reason. For replicas other than the first the
+// text begins with "stage 1 replica 1 is".
 [[noreturn]] void refuse_rank(const Place& place, std::int64_t expected, const std::string& why) {
   const std::int64_t replica = place.replica.value();
   throw UserError("stage " + std::to_string(place.stage.value()) +
@@ -137,7 +137,7 @@ void check_length(const char* name, std::size_t length, const ScheduleOptions& o
                   ": " + why);
 }
 
-// Why a place of a plan without several stages at a worker belongs at another rank.
+// The reason for which a place belongs at another rank, under a schedule that has one stage per worker.
 const char* why_elsewhere(const Placement& placement, const Place& place) {
   if (placement.stages_at(place.rank).size() > 1)
     return "only schedule \"interleaved\" runs several stages at a worker";
@@ -207,8 +207,8 @@ void check_ties(const ScheduleOptions& options) {
   }
 }
 
-// The first stage where a replica's round, of m microbatches a minibatch, does not cover what is in flight
-// beside one of them.
+// The first stage with too short a round for 2bw, if a minibatch has m microbatches: a replica must have at
+// least n_s - 1 microbatches of a round.
 std::optional<StageIndex> stage_not_covered(const ScheduleOptions& options, std::int64_t m) {
   for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
     const std::int64_t num_replicas = num_replicas_of(options, stage);

@@ -88,7 +88,8 @@ Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas,
   return Placement(std::move(places));
 }
 
-// Counts the replicas of each stage, if none is missing: its last place says how many.
+// Counts the replicas of each stage from the index of its last one. check_gaps() makes sure that none is
+// missing.
 void Placement::count_stages() {
   for (std::size_t index = 0; index < places_.size(); ++index) {
     const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;

@@ -22,15 +22,14 @@ struct Place {
 class Placement {
  public:
   Placement() = default;  // of no stage
-  // In any order. Throws UserError naming stage, replica and rank for: a negative number, a place that is
-  // given twice or is missing (stages and the replicas of each are counted from 0, without gaps), two
-  // replicas of a stage at one rank, a rank without a place below one that has one, and a spare that does not
-  // count on from replicas.
+  // places: in any order. Stages, the replicas of each stage, and ranks are counted from 0 without gaps; the
+  // spares of a stage count on from its replicas. Throws UserError naming stage, replica and rank for places
+  // that break these rules, for a place that is given twice, and for two replicas of a stage at one rank.
   explicit Placement(std::vector<Place> places);
   // One replica of each stage at these ranks.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
-  // Stage by stage, and in it replica by replica, each at the next rank; then so the spares of every stage,
-  // none where none are given.
+  // All replicas stage by stage, each at the next rank, and then all spares stage by stage. num_spares: empty
+  // for none.
   [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas,
                                           const std::vector<std::int64_t>& num_spares = {});
 

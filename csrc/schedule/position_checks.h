@@ -7,7 +7,8 @@
 
 namespace pipedream {
 
-// Throws UserError, one line: what check_schedule_options() refuses, or what is outside the options' plan.
+// Each throws UserError, one line, if the position is outside the options' plan. Those for stages and ranks
+// do check_schedule_options() first.
 void check_stage(const ScheduleOptions& options, StageIndex stage);
 void check_rank(const ScheduleOptions& options, Rank rank);
 void check_minibatch(MinibatchId minibatch);
