@@ -125,7 +125,8 @@ struct ScheduleOptions {
   Placement placement;                        // empty: stage s at rank s, one replica of each
   std::vector<bool> recompute{};              // per stage; empty: nowhere
   std::vector<TiedStages> ties{};             // ascending, each pair once
-  // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
+  // Whether norms of gradients are exchanged before every update: over all stages if the schedule drains,
+  // otherwise over the replicas of a stage.
   bool exchanges_norms = false;
   // The run starts with this minibatch i0, a multiple of every R_s. The weights then have version i0 / R_s.
   // A microbatch reads max(oldest, ...) where the table says max(0, ...). `oldest` is the version of the
@@ -147,15 +148,16 @@ struct ScheduleOptions {
   bool evaluates = false;
 };
 
-// Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
-// or above kInFlightMax, num_microbatches < 1 or above kNumMicrobatchesMax, lists and a placement of the
-// wrong length, 2bw with c_s < n_s - 1 anywhere, stages at ranks other than 0, 1, 2, ... in order, replica by
-// replica (for interleaved stage s at rank s mod W, with S a multiple of W, and W > 1 unless there is one
-// stage), several stages at a rank without interleaved, rounds of more than kMinibatchesPerRoundMax, ties
-// that do not ascend or whose owner is not upstream of their user, a first minibatch, an oldest minibatch or
-// a staleness out of range, spares of a stage without replicas, more of them than replicas, a program of its
-// own that is another size than the plan, or with a schedule's name; and for what excludes each other
-// (exclusions.h).
+// Throws UserError, one line with the value and the remedy, for
+//   - an unknown schedule, no stage, and lists or a placement of the wrong length
+//   - numbers out of range: in_flight, num_microbatches, first_minibatch, oldest_minibatch, staleness
+//   - stages that are not at ranks 0, 1, 2, ... in order, replica by replica; for interleaved, stages that
+//     are not at rank s mod W, an S that is no multiple of W, or W = 1 with several stages
+//   - 2bw with c_s < n_s - 1 at any stage, and rounds of more than kMinibatchesPerRoundMax
+//   - ties that do not ascend, or whose owner is not upstream of their user
+//   - spares of a stage without replicas, and more spares than replicas
+//   - a written program for another plan, or together with a schedule's name
+//   - options that exclude each other (exclusions.h).
 void check_schedule_options(const ScheduleOptions& options);
 // The smallest num_microbatches that the other options allow.
 [[nodiscard]] std::int64_t num_microbatches_min(const ScheduleOptions& options);
@@ -181,7 +183,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // The stage's Rounds: how its microbatches go to replicas and updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
-// At multiples of this number of minibatches all rounds of all stages end: lcm(m, all r_s) / m.
+// The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
 // Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
@@ -281,13 +283,13 @@ class ComputeCursor {
   Rank rank_;
   std::optional<std::int64_t> num_minibatches_;
 
-  // The options as they apply to this worker.
+  // Values that the options give for this worker.
   std::vector<StageIndex> stages_;  // chunk by chunk
   ReplicaIndex replica_;            // of the only stage, where it has several
   MicrobatchOrder order_;
   // The same at all stages here.
   Rounds rounds_;
-  Rounds positions_;  // of order_, as the microbatches of the rounds
+  Rounds positions_;  // rounds_ with positions of order_ in place of microbatches
   VersionRule forward_rule_;
   VersionRule backward_rule_;
   std::int64_t window_ = 1;
@@ -298,7 +300,7 @@ class ComputeCursor {
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here
-  bool recomputed_ = false;       // the next microbatch to go backward is recomputed
+  bool recomputed_ = false;       // whether the next microbatch to go backward is recomputed
   std::int64_t position_ = 0;     // in a listed program
 };
 

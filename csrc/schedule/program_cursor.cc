@@ -1,4 +1,5 @@
-// Walks one worker's whole program: what it computes, with the transfers around that. See transfers.h.
+// Walks one worker's whole program: the instructions that it computes, and the transfers around each. See
+// transfers.h.
 #include <algorithm>
 #include <cstddef>
 #include <string>
@@ -46,8 +47,8 @@ void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
   if (computed_ && is_of_boundary(computed_->opcode)) return;
-  if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
-  keep_done();  // before a forward that does not exist pulls may have been done
+  if (compute_.current() == computed_) return fill();  // without pushes that turn out not to exist
+  keep_done();  // the forward turns out not to exist, but pulls before it may be done
   refill();
 }
 
@@ -73,11 +74,12 @@ void ProgramCursor::refill() {
   fill();
 }
 
-// A RECV that stands early is left out at its usual place: of those for earlier evaluations only the ones
-// still to come stay there.
+// Before a boundary's first EVALUATE the cursor receives versions that otherwise stand before later forwards.
+// early_ remembers these RECVs, to leave them out there. RECVs that an earlier evaluation has done are left
+// out here.
 void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   instructions_.clear();
-  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // else all have come
+  if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // otherwise all versions have come
     transfers_.add_versions_of(evaluate, compute_.num_forwarded(), instructions_);
     const std::vector<Instruction> versions = instructions_;
     leave_out_early();
@@ -88,7 +90,9 @@ void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   transfers_.add_after(evaluate, instructions_);
 }
 
-// Before what is done of them, and of this, nothing changes: the members of a round are its first replicas.
+// Fills instructions_ with the computed instruction and its transfers. When the number of minibatches becomes
+// known, it is called again for the same instruction. Then only transfers behind position_ can fall out,
+// because the members of a round are its first replicas.
 void ProgramCursor::fill() {
   if (!computed_) return;
   instructions_.clear();
@@ -116,7 +120,7 @@ void ProgramCursor::refill_at_end() {
 
 namespace {
 
-// Throws UserError unless the run may be evaluated there.
+// Throws UserError unless the run may be evaluated at these boundaries.
 void check_evaluated(const ScheduleOptions& options, std::int64_t num_minibatches,
                      const std::vector<Evaluated>& evaluated) {
   std::int64_t before = options.first_minibatch.value() - 1;
@@ -145,7 +149,7 @@ std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
   ProgramCursor cursor(options, rank);
   cursor.set_num_minibatches(num_minibatches);
   const Place here = placement_of(options).places_at(rank).front();
-  auto next = evaluated.begin();  // of those that have not begun
+  auto next = evaluated.begin();  // the first evaluation that has not begun
   const auto ends_at = [&](const Instruction& evaluate) {
     const auto is_it = [&](const Evaluated& one) { return one.boundary == evaluate.minibatch; };
     return std::ranges::find_if(evaluated, is_it)->num_minibatches == evaluate.microbatch.value();

@@ -44,7 +44,7 @@ constexpr ScheduleRules kListed = {
 std::span<const ScheduleRules> named_schedules() { return kNamed; }
 
 const ScheduleRules* find_rules(std::string_view schedule) {
-  if (schedule == "naive") schedule = "unstashed";  // its name before
+  if (schedule == "naive") schedule = "unstashed";  // its former name
   const auto* const found = std::ranges::find(kNamed, schedule, &ScheduleRules::name);
   return found == kNamed.end() ? nullptr : found;
 }

@@ -13,9 +13,9 @@ struct ScheduleOptions;
 // The number of microbatches by which a forward's version is older than the newest possible one.
 enum class ReadDelay {
   kNone,     // the schedule drains before every round
-  kOfStage,  // the others in flight at the stage
-  kOfInput,  // those at the input stage, whose version all stages read
-  kRound,    // a whole round
+  kOfStage,  // n_s - 1: the other microbatches in flight at the stage
+  kOfInput,  // n_0 - 1: the same at the input stage, whose version all stages read
+  kRound,    // a replica's microbatches of one round
   kListed,   // the program says it
 };
 
@@ -43,15 +43,17 @@ struct ScheduleRules {
   bool has_cost_formulas = false;
   bool has_equal_replicas = false;
 
-  // Every round is finished at all stages before the next one starts at any.
+  // Whether every round is finished at all stages before the next round starts at any stage.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
-  // Every forward reads the version before the newest, so that a round must cover what is in flight.
+  // Whether every forward reads the version before the newest. Then a round must have at least as many
+  // microbatches as are in flight beside one of them.
   [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
-  // A minibatch of one microbatch would leave the schedule nothing to overlap, or too short a round.
+  // Whether a minibatch needs several microbatches. With one the schedule would have nothing to overlap, or
+  // too short a round.
   [[nodiscard]] constexpr bool needs_microbatches() const {
     return is_round_late() || (drains() && in_flight != InFlight::kOne);
   }
-  // Workers do the same work in the same order, whatever versions it reads.
+  // Whether workers do the same work in the same order under both schedules. They may read other versions.
   [[nodiscard]] constexpr bool works_as(const ScheduleRules& other) const {
     return in_flight == other.in_flight && drains() == other.drains();
   }

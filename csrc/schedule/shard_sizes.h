@@ -1,5 +1,5 @@
-// The sizes of the shards of a stage's parameters, and of the chunks in which they travel. The planner counts
-// with them, and param_server/dealing.h deals by them. Pure; any thread.
+// The sizes of the shards of a stage's parameters, and of the chunks in which they travel. The planner uses
+// them for its estimates, and param_server/dealing.h to deal the parameters. Pure; any thread.
 #pragma once
 
 #include <cstddef>
@@ -8,26 +8,30 @@
 
 namespace pipedream {
 
-// The largest chunk of a shard, unless one tensor is larger, lies between these.
+// Bounds of shard_chunk_bytes_max(). A chunk that is one whole tensor may be larger.
 inline constexpr std::size_t kShardChunkBytesMin = std::size_t{1} << 20;
 inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;
-// Slots of a spare for the chunks that one replica pushes there: some come while one is used.
+// The number of slots in which a spare receives one replica's chunks: some arrive while one is in use.
 inline constexpr std::int64_t kNumSpareSlots = 4;
 
-// The largest chunk of a shard of so many bytes. A sixteenth: an owner sends its last chunk when it has that
-// of all replicas, and until then its link may have nothing to send. A chunk costs processor time, and so
-// those of large shards are larger than the least.
+// The size of the largest chunk of a shard of so many bytes: a sixteenth of the shard, within the bounds
+// above. Small chunks keep links busy: an owner sends its last chunk only when the chunk has come from all
+// replicas, and until then its link may have nothing to send. But each chunk costs processor time, so the
+// chunks of large shards are larger.
 [[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
-// How large the shards of n replicas and k spares are to be, relative to each other. A replica sends every
-// other one what it pushes there and then its own shard, 2 a M of M bytes with a share a, and a spare b M;
-// what it sends to several shares its link evenly, so that with b = 2 a nothing waits:
+// The relative sizes of the shards of n replicas and k spares, for a stage of M bytes of parameters. Let a be
+// a replica's share of M, and b a spare's. A replica sends each other replica its gradients of that one's
+// shard and the new version of its own: 2 a M bytes. It sends each spare b M bytes. The receivers get equal
+// parts of the link's bandwidth, so b = 2 a lets all of them finish at once. A round takes the time of these
+// bytes on a link:
 //
-//   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    in 2 (n + k - 1) / (n + 2 k) M
-//   a = 0                b = 1 / k            in n / k M, which is less where n^2 <= 2 k (k - 1)
+//   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    2 (n + k - 1) / (n + 2 k) M
+//   a = 0                b = 1 / k            n / k M, which is less if n^2 <= 2 k (k - 1)
 //
-// For k = 1 and k = n these are BytePS's (OSDI'20, section 4.1), which between gives spares more than flows
-// that share links evenly carry to them. Throws UserError for n < 1, k < 0, k > n, and n = 1 with spares.
+// For k = 1 and k = n these are the shares of BytePS (OSDI'20, section 4.1). For other k BytePS gives spares
+// more than flows with equal bandwidth can carry to them. Throws UserError for n < 1, k < 0, k > n, and n = 1
+// with spares.
 [[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
 
 }  // namespace pipedream

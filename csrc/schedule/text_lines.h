@@ -1,4 +1,4 @@
-// The lines of a text that is read by people, too. Pure; any thread.
+// The lines of a text that people write and read, with comments. Pure; any thread.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace pipedream {
 
-// Calls read(line, number) for each line that has more than blanks and a comment, which '#' starts, without
-// these. Throws UserErrors of it with the line's number in front.
+// Calls read(line, number) for each line that is not empty once its comment, which '#' starts, and the blanks
+// at both ends are removed. Adds the line's number in front of UserErrors of read().
 template <typename Read>
 void for_each_line(std::string_view text, Read read) {
   constexpr std::string_view kBlanks = " \t\r\v\f";

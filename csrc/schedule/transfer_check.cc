@@ -10,10 +10,11 @@
 namespace pipedream {
 namespace {
 
-// Why an instruction cannot be done, without its place; empty when it can.
+// Why an instruction cannot be done; empty if it can. The caller adds where the instruction stands.
 using Fault = std::string;
 
-// One worker's transfers: what is computed has what it needs, and what it makes is sent before more is made.
+// Checks one worker's transfers. An instruction must have received the items that it needs, and the items
+// that it makes must be sent before the next ones are made.
 class TransferChecker {
  public:
   explicit TransferChecker(const ListToCheck& list)
@@ -78,7 +79,8 @@ class TransferChecker {
     return "there is nothing to send: it was not made yet, or it was sent already";
   }
 
-  // An asynchronous shard keeps one answer for each replica.
+  // Checks that the answer to the push before has been received, because an asynchronous shard has room for
+  // one answer to each replica.
   [[nodiscard]] Fault check_answered(const Instruction& push) const {
     if (!options_.asynchronous) return {};
     const WeightVersion answer(rounds_.round_of(push.minibatch));
@@ -88,7 +90,7 @@ class TransferChecker {
     return {};
   }
 
-  // The RECV of the version after the newest that has come over the edge.
+  // The RECV of the edge's next version. newest: the one that has come last.
   [[nodiscard]] Instruction due_of(const Edge& edge, WeightVersion newest) const {
     const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(newest.value());
     return {Opcode::kRecv, edge.to.stage, first, {}, {}, edge, edge.to.replica};
@@ -107,7 +109,7 @@ class TransferChecker {
     return {};
   }
 
-  // Versions of what another worker updates.
+  // Receives a version of parameters that another worker updates: of a shard, or of tied parameters.
   [[nodiscard]] Fault receive_version(const Instruction& instruction) {
     WeightVersion& newest = newest_received_.at(instruction.edge);
     const StageIndex updater = instruction.edge.from.stage;
@@ -122,7 +124,8 @@ class TransferChecker {
     if (instruction.edge.kind == EdgeKind::kTiedVersion) {
       return check_overwritten(instruction.stage, newest, tied_rule_of(options_, updater));
     }
-    // With one slot a backward reads what there is.
+    // A stage that does not stash has one slot, and a backward reads the version in it. So only stages that
+    // stash must not overwrite a version too early.
     const VersionRule rule = forward_rule_of(options_, instruction.stage);
     if (stashes_versions(options_, instruction.stage)) {
       if (Fault fault = check_overwritten(instruction.stage, newest, rule); !fault.empty()) return fault;
@@ -130,7 +133,7 @@ class TransferChecker {
     return check_tied_overwritten(instruction.stage, newest);
   }
 
-  // Whether a version in the slot of which this one is written is still read at the stage.
+  // Checks that no microbatch will still read the version that `written` overwrites in its slot.
   [[nodiscard]] Fault check_overwritten(StageIndex stage, WeightVersion written,
                                         const VersionRule& rule) const {
     const std::int64_t reader = rounds_.own_number(replica_, num_backwarded_.at(stage));
@@ -141,7 +144,7 @@ class TransferChecker {
            std::to_string(minibatch.value()) + " still reads";
   }
 
-  // The same of what the stage owns of ties, where this version of the stage is written or has come.
+  // Checks the same for the tied parameters that the stage owns, when the stage writes or receives a version.
   [[nodiscard]] Fault check_tied_overwritten(StageIndex stage, WeightVersion written) const {
     return owns_ties(stage) ? check_overwritten(stage, written, tied_rule_of(options_, stage)) : Fault();
   }
@@ -151,7 +154,8 @@ class TransferChecker {
                        [&](const TiedStages& tied) { return tied.owner == stage; });
   }
 
-  // The newest round whose gradient the replica has made, or is not a member of.
+  // The newest round for which the replica has made its gradient. Once all its backwards are done, it is the
+  // run's last round, even if the replica has no microbatch in that one.
   [[nodiscard]] std::int64_t newest_complete() const {
     const std::int64_t num_own = num_backwarded_.at(stages_.front());
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
@@ -160,7 +164,7 @@ class TransferChecker {
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
   }
 
-  // Asks about the round that is to be updated next.
+  // Whether backwards are left to do in the round that is updated next.
   [[nodiscard]] bool has_backwards_left(StageIndex stage) const {
     const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
     const std::int64_t num_own =
@@ -168,7 +172,7 @@ class TransferChecker {
     return num_backwarded_.at(stage) < num_own;
   }
 
-  // The exchange that is under way, in the one order that it has.
+  // Checks the next step of the norm exchange. Its steps have one fixed order.
   [[nodiscard]] Fault exchange_norm(const Instruction& instruction) {
     for (const StageIndex stage : stages_) {
       if (!has_backwards_left(stage)) continue;
@@ -228,7 +232,7 @@ class TransferChecker {
     return check_received(instruction);
   }
 
-  // Checks that everything the instruction reads has come.
+  // Checks that all versions that the instruction reads have come.
   [[nodiscard]] Fault check_received(const Instruction& instruction) const {
     if (writes_version(instruction.opcode)) return {};
     const bool evaluates = is_of_boundary(instruction.opcode);
@@ -313,20 +317,20 @@ class TransferChecker {
   const std::vector<StageIndex> stages_;
   const std::int64_t num_minibatches_;
   const ReplicaIndex replica_;  // of the only stage, where it has several
-  const Rounds rounds_;         // of all stages here
+  const Rounds rounds_;         // the same at all stages here
   Transfers transfers_;
 
-  std::vector<Instruction> unsent_;                    // SENDs of what was made
-  std::vector<Instruction> unused_;                    // RECVs of what nothing has used yet
-  std::vector<Instruction> owed_;                      // RECVs of tied gradients of what has been backwarded
-  std::map<Edge, WeightVersion> newest_received_;      // of what others update
+  std::vector<Instruction> unsent_;                    // SENDs that are due: their items are made
+  std::vector<Instruction> unused_;                    // RECVs whose items have not been used yet
+  std::vector<Instruction> owed_;                      // RECVs of tied gradients, due after a backward
+  std::map<Edge, WeightVersion> newest_received_;      // the newest version that has come over each edge
   std::map<StageIndex, std::int64_t> num_backwarded_;  // microbatches of the replica's own
   std::int64_t next_round_;
-  std::vector<Instruction> pushes_;         // SENDs that are due before its update
-  std::size_t num_updated_ = 0;             // stages, of this round
-  std::vector<Instruction> before_update_;  // of the first of them
-  std::vector<Instruction> norms_;          // of these
-  std::size_t num_norms_ = 0;               // done
+  std::vector<Instruction> pushes_;         // SENDs of pushes that are due before the round's update
+  std::size_t num_updated_ = 0;             // stages that have updated in this round
+  std::vector<Instruction> before_update_;  // all transfers before the round's first UPDATE
+  std::vector<Instruction> norms_;          // those of norms among these
+  std::size_t num_norms_ = 0;               // of norms_ that are done
 };
 }  // namespace
 

@@ -27,8 +27,8 @@ StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
   return {place.stage, place.replica};
 }
 
-// The two ends of the norm edge between the worker at this rank and the next. Norms are added up over all
-// workers where the schedule drains, else over the replicas of a stage. Empty where these two add up none.
+// The two ends of the norm edge between the worker at this rank and the next; empty if they have none. If the
+// schedule drains, norms are added up over all workers, otherwise over the replicas of a stage.
 std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
                                                                bool drains) {
   if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;
@@ -38,7 +38,7 @@ std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& 
   return std::pair(upstream, downstream);
 }
 
-// The replicas that have a microbatch in common.
+// Adds the edges between a stage and the next, for each pair of replicas that have a microbatch in common.
 void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>& edges) {
   const StageIndex downstream = upstream.next();
   const std::int64_t num_upstream = placement.num_replicas(upstream);
@@ -52,10 +52,10 @@ void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>&
   }
 }
 
-// To the stage downstream.
+// The edge from the stage to the next one downstream.
 Edge evaluation_edge(StageIndex stage) { return {EdgeKind::kEvaluation, {stage, {}}, {stage.next(), {}}}; }
 
-// From every replica to each other owner of a shard, and back.
+// Adds the edges for pushes from every replica to each other owner of a shard, and for the pulls back.
 void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge>& edges) {
   const std::int64_t num_replicas = placement.num_replicas(stage);
   for (ReplicaIndex replica; replica.value() < num_replicas; replica = replica.next()) {
@@ -67,7 +67,8 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
   }
 }
 
-// If replicas of the owner reduce together, each has the whole of a version.
+// Whether this replica of the owner sends versions to this replica of the user. If replicas update by a
+// collective, each has the whole version, so one of them is enough for a user.
 bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
                      ReplicaIndex user) {
   return !options.uses_allreduce || user.value() % num_owners == owner.value();
@@ -187,7 +188,7 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
   if (traits.writes_version) add_before_update(computed, instructions);
 }
 
-// The versions that the microbatch is the first of the replica's to read.
+// Adds RECVs of the versions that this microbatch is the replica's first to read.
 void Transfers::add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const {
   const std::int64_t number = rounds().number_of(forward.minibatch, forward.microbatch);
   const std::int64_t own_index = rounds().own_index(number);
@@ -257,7 +258,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
   if (traits.writes_version) add_after_update(computed, instructions);
 }
 
-// The replica that has the same work so many stages downstream; none beyond the first and the last stage.
+// The replica that has the same microbatch so many stages downstream. A negative distance goes upstream. None
+// beyond the first or the last stage.
 std::optional<StageReplica> Transfers::neighbour_of(const Instruction& computed,
                                                     std::int64_t distance) const {
   const StageIndex stage(computed.stage.value() + distance);
@@ -283,8 +285,8 @@ void Transfers::add_after_update(const Instruction& update, std::vector<Instruct
   if (!stashes_) receive_pulls(update.version, instructions);
 }
 
-// Each replica of a user sends its part of the minibatch to that replica of the owner which has its last
-// microbatch there.
+// Adds the transfers of tied gradients of a minibatch. Each replica of a user sends its part to one replica
+// of the owner: the one that has the sender's last microbatch of the minibatch.
 void Transfers::add_tied_gradients(const Instruction& backward,
                                    std::vector<Instruction>& instructions) const {
   const MinibatchId minibatch = backward.minibatch;
@@ -303,12 +305,14 @@ void Transfers::add_tied_gradients(const Instruction& backward,
   }
 }
 
-// Whether a replica's part of the last round is short may be known late, and then stands before its update.
+// Whether this replica's pushes of the round stand before the UPDATE, and not after the last backward. They
+// do so too if the replica's part of the run's last round is short, because that may only be known after its
+// last backward.
 bool Transfers::pushes_before_update(std::int64_t round) const {
   return drains_ || rounds().num_own_in(replica_, round, num_minibatches_) < rounds().own_per_round();
 }
 
-// While the number of minibatches is unknown, there seems to be no end.
+// While the number of minibatches is unknown, every replica counts as a member of every round.
 bool Transfers::is_member(ReplicaIndex replica, std::int64_t round) const {
   if (!num_minibatches_) return !rounds().is_spare(replica);
   return rounds().is_member(replica, round, *num_minibatches_);
@@ -334,8 +338,9 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
   }
 }
 
-// Receives the answer to the push of the round before, if no forward has asked for it: in the cool-down.
-// Before that a forward stands between any two backwards, and reads the version that the first of them made.
+// Receives the answer to the push of the round before, if no forward has received it. That happens only in
+// the cool-down. Before the cool-down a forward stands between any two backwards, and reads the version that
+// the first of them has made.
 void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!num_minibatches_) return;
   const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);
@@ -352,7 +357,7 @@ WeightVersion Transfers::newest_pulled(std::int64_t num_minibatches) const {
   return std::max(read, WeightVersion(last.value() - 1));
 }
 
-// Version v is what the update of round v - 1 wrote.
+// The update of round v - 1 writes version v.
 void Transfers::send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const {
   const StageReplica here{stages_.front(), replica_};
   const MinibatchId first = rounds().begin_of(version.value() - 1);
@@ -363,7 +368,7 @@ void Transfers::send_pulls(WeightVersion version, std::vector<Instruction>& inst
 }
 
 void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const {
-  if (rounds().is_spare(replica_)) return;  // which reads no version
+  if (rounds().is_spare(replica_)) return;  // a spare reads no version
   const StageReplica here{stages_.front(), replica_};
   const MinibatchId first = rounds().begin_of(version.value() - 1);
   for (ReplicaIndex other; other.value() < num_owners_; other = other.next()) {
@@ -372,7 +377,7 @@ void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& i
   }
 }
 
-// first: of the owner's round.
+// first: the first minibatch of the owner's round.
 void Transfers::send_version(const TiedStages& tied, MinibatchId first,
                              std::vector<Instruction>& instructions) const {
   const std::int64_t num_owners = rounds_at(tied.owner).num_replicas;
@@ -424,8 +429,8 @@ void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
 }
 
 std::size_t Transfers::num_added_max() const {
-  // Around an update four to or from every other owner; before a forward the versions since the one before
-  // it, which under vertical sync come as those of the input stage do.
+  // Around an UPDATE there are at most four transfers with every other owner. Before a FORWARD there are the
+  // versions since the replica's forward before. Under vertical sync they follow the input stage's versions.
   const std::int64_t num_per_replica =
       std::max<std::int64_t>(4, 1 + rule_.num_new_max(rounds().num_replicas));
   std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);

@@ -125,7 +125,8 @@ class Transfers {
   void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
   void receive_version(const TiedStages& tied, WeightVersion version,
                        std::vector<Instruction>& instructions) const;
-  // The newest version that the replica has read by its microbatches before the index-th, or started from.
+  // The newest version that the replica's microbatches before the index-th have read. If there is none, the
+  // version at the start of the run.
   [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
                                           std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
@@ -134,7 +135,7 @@ class Transfers {
   void send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
-  // The newest version that the replica has pulled when it has pushed all that it pushes.
+  // The newest version that the replica has pulled by the time of its last push.
   [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
   // The replica of the stage that has the microbatch with this number.
   [[nodiscard]] StageReplica end_at(StageIndex stage, std::int64_t number) const {
@@ -157,9 +158,9 @@ class Transfers {
   bool drains_ = false;
   bool stashes_ = true;
   bool exchanges_shards_ = false;         // with other replicas
-  VersionRule rule_;                      // of the only stage's forwards, where it has several replicas
+  VersionRule rule_;                      // of forwards; used if the worker's only stage has replicas
   std::vector<VersionRule> tied_rules_;   // of each of options_.ties
-  std::optional<StageReplica> upstream_;  // where norms come from and go to: the neighbours' first stages
+  std::optional<StageReplica> upstream_;  // the worker with which norms are exchanged, by its first stage
   std::optional<StageReplica> downstream_;
 };
 
@@ -171,7 +172,7 @@ class ProgramCursor {
   // The instruction to do next; empty when the program is over. While the number of minibatches is
   // unknown the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
-  // The one after it, where it belongs to the same computed instruction.
+  // The instruction after current(), if both belong to the same computed instruction.
   [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
@@ -190,8 +191,8 @@ class ProgramCursor {
   [[nodiscard]] bool may_evaluate_first() const {
     return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
   }
-  // The boundary before that forward is evaluated first. Of what stands before the forward, all that is done
-  // is not done again.
+  // Begins the evaluation of the boundary before that forward. Transfers of the forward that are done already
+  // are not done again.
   void evaluate_first();
   void end_evaluation() { evaluations_.end(); }
   [[nodiscard]] bool may_evaluation_be(bool is_last) const { return evaluations_.may_be(is_last); }
@@ -210,10 +211,10 @@ class ProgramCursor {
   ComputeCursor compute_;
   Evaluations evaluations_;
   Transfers transfers_;
-  std::vector<Instruction> instructions_;  // the one that is computed next, with its transfers
-  std::size_t position_ = 0;               // in them
-  std::optional<Instruction> computed_;    // that one, if there is one
-  std::int64_t num_finals_ = 0;            // of add_final()
+  std::vector<Instruction> instructions_;  // the instruction that is computed next, with its transfers
+  std::size_t position_ = 0;               // of current() in instructions_
+  std::optional<Instruction> computed_;    // the instruction that is computed next; none at the end
+  std::int64_t num_finals_ = 0;            // calls of add_final()
   // Versions that were received before a forward that turned out not to exist, or for an evaluation.
   std::vector<Instruction> early_;
 };
@@ -228,17 +229,18 @@ struct Evaluated {
 // make_compute_program.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
-// With evaluations at these boundaries, which ascend. Throws UserError for one that cannot be.
+// The same with evaluations. Their boundaries ascend. Throws UserError for a boundary that the run does not
+// have.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);
 
-// The services of asynchronous shards for others, besides the lists of their workers: one list for each push
-// edge, in the order of these; none if there are none. Each is a party of its own, at the edge's receiver.
+// The lists of what asynchronous shards do for other replicas, beside the lists of their workers: one for
+// each push edge, in the order of edges_of(), done by the edge's receiver. Empty for other schedules.
 [[nodiscard]] std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
                                                                   std::int64_t num_minibatches);
 
-// A list of what one worker computes, with its transfers.
+// Adds the transfers to a list of what one worker computes.
 [[nodiscard]] std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,
                                                      const std::vector<Instruction>& computed,
                                                      std::int64_t num_minibatches);

@@ -1,17 +1,21 @@
 // The replay of all workers' programs in memory. See validator.h.
 //
-// The first step checks every list by itself (list_checks.h): what a stage reads, keeps and updates depends
-// on its worker's own list alone. It checks what the worker computes, receives for that, and sends. The
-// second step checks that the lists fit together (check_items, Pipeline). The workers form a Kahn network:
-// each has a fixed order of instructions and waits only for queues. So whether there is a deadlock does not
-// depend on the workers' speeds, and one replay in any order proves it. The length of a queue does depend on
-// speeds. When its reader has done j instructions, the queue is longest if all other workers have gone as far
-// as they can. So one replay in which a worker moves only when no other can gives the worst case of all
-// queues that it reads. Writers wait for full queues of evaluations; that is a Kahn network again. Both steps
-// are linear in the number of instructions; the second runs once per worker. Asynchronous shards serve other
-// replicas by lists of their own. The second step treats these as lists of further workers. Each waits for
-// one replica alone, so this is a Kahn network, too, although the order in which a shard adds gradients is
-// not fixed.
+// The first step checks every list by itself (list_checks.h), because the versions that a stage reads, keeps
+// and writes depend on its worker's own list alone. It checks the worker's computing instructions, and the
+// transfers that belong to them.
+//
+// The second step checks that the lists fit together (check_items, Pipeline). The workers form a Kahn
+// network: each has a fixed order of instructions and waits only for queues. So whether there is a deadlock
+// does not depend on the workers' speeds, and one replay in any order decides it. The length of a queue does
+// depend on speeds. When its reader has done j instructions, the queue is longest if all other workers have
+// gone as far as they can. So a replay in which one worker moves only when no other can gives the worst case
+// of all queues that this worker reads. The writer of a full queue of evaluations waits; that is a Kahn
+// network, too.
+//
+// Both steps are linear in the number of instructions; the second runs once per worker. Asynchronous shards
+// serve other replicas by lists of their own, which the second step treats as lists of further workers. Each
+// of these waits for one replica alone, so this is a Kahn network, too, although the order in which a shard
+// adds gradients is not fixed.
 #include "schedule/validator.h"
 
 #include <algorithm>
@@ -39,17 +43,17 @@ std::string place(std::size_t worker, const std::vector<Instruction>& program, s
 
 constexpr std::size_t kNoEdge = static_cast<std::size_t>(-1);
 
-// Items come in the order in which they are asked for (check_items), so counting is enough.
+// The items of an edge. check_items() has compared them one by one, so that a count is enough here.
 struct Queue {
-  std::size_t reader = 0;  // workers, where there are any
+  std::size_t reader = 0;  // the worker that receives from the edge
   std::size_t writer = 0;
   bool is_bounded = false;  // to kNumEvaluationSlots: a SEND waits while it is full
   std::int64_t num_queued = 0;
   std::int64_t num_queued_max = 0;
 };
 
-// All workers at work on lists that have passed their own checks. If replicas update by a collective, an
-// UPDATE waits until all replicas of its stage have come to theirs.
+// Replays the lists of all workers together, once each list has passed its own checks. If replicas update by
+// a collective, an UPDATE waits until all replicas of its stage have come to theirs.
 class Pipeline {
  public:
   Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs);
@@ -58,7 +62,8 @@ class Pipeline {
   void run(std::size_t slowest);
 
   [[nodiscard]] bool is_finished() const;
-  // num_workers: the others' lists are of services, which wait for workers that wait.
+  // Describes what the first num_workers lists wait for. The lists behind them are those of services, which
+  // only wait for workers.
   [[nodiscard]] std::string describe_deadlock(std::size_t num_workers) const;
   [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
 
@@ -75,12 +80,12 @@ class Pipeline {
   std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge: it computes
   std::vector<std::size_t> positions_;                  // per worker
   std::vector<Queue> queues_;
-  // Per worker: those it reduces with, itself included, empty where it does not; the updates it has come to;
-  // and whether it is at one.
+  // Per worker: the replicas with which it updates by a collective, itself included (empty if there is none),
+  // the number of updates that it has come to, and whether it waits at one.
   std::vector<std::vector<std::size_t>> groups_;
   std::vector<std::int64_t> num_come_to_;
   std::vector<bool> is_waiting_;
-  std::vector<std::size_t> awake_;  // workers that may be able to move; the slowest is passed over
+  std::vector<std::size_t> awake_;  // workers that may be able to move
 };
 
 Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs)
@@ -129,7 +134,7 @@ void Pipeline::run_others(std::size_t slowest) {
   }
 }
 
-// Does the worker's next instruction, if it can, and wakes the one that was waiting for its item.
+// Does the worker's next instruction, if it can, and wakes the worker that may have waited for it.
 bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
   const std::size_t position = positions_[worker];
@@ -153,7 +158,8 @@ bool Pipeline::step(std::size_t worker) {
   return true;
 }
 
-// To come to the update is a step of its own, for which others may wait.
+// Takes an update by a collective in two steps. In the first the worker comes to the update, and wakes the
+// others. The second needs all others to have come.
 bool Pipeline::step_together(std::size_t worker) {
   const std::vector<std::size_t>& group = groups_[worker];
   if (!is_waiting_[worker]) {
@@ -210,8 +216,8 @@ std::string check_shape(const ScheduleOptions& options, const Programs& programs
          std::to_string(workers) + " workers";
 }
 
-// Every list by itself: what all compute, then what travels. Fills in what is known per stage; returns the
-// first fault.
+// Checks every list by itself: all computing instructions first, then all transfers. Fills in the report's
+// counts per stage, and returns the first fault.
 std::string check_lists(const ScheduleOptions& options, const Programs& programs,
                         std::int64_t num_minibatches, ReplayReport& report) {
   report.versions_live_max.assign(options.in_flight.size(), 0);
@@ -245,8 +251,8 @@ Programs add_services(const ScheduleOptions& options, Programs programs, std::in
   return programs;
 }
 
-// Compares the items of an edge, one by one, as its sender and its receiver have them; returns the first
-// difference.
+// Compares, edge by edge, the items that the sender's list has with those of the receiver's list. Returns the
+// first difference.
 std::string check_items(const Programs& programs) {
   std::map<Edge, std::vector<const Instruction*>> sent;
   for (const std::vector<Instruction>& program : programs) {
@@ -276,8 +282,8 @@ std::string check_items(const Programs& programs) {
   return {};
 }
 
-// All lists together, those of services too. Fills in what is known per edge; returns the deadlock, if there
-// is one.
+// Replays all lists together, with those of services. Fills in the report's counts per edge, and returns the
+// deadlock, if there is one.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);
   const auto workers = static_cast<std::size_t>(num_workers(options));
@@ -315,7 +321,7 @@ ReplayReport replay(const ScheduleOptions& options, const Programs& programs, st
     report.error = check_items(all);
     if (report.error.empty()) report.error = check_together(options, all, report);
   }
-  if (!report.error.empty()) return {false, report.error, {}, {}, {}};  // what was counted is partial
+  if (!report.error.empty()) return {false, report.error, {}, {}, {}};  // the counts are not complete
   return report;
 }
 

@@ -22,7 +22,7 @@ namespace pipedream {
 
 struct EdgeReport {
   Edge edge;
-  std::int64_t queued_max = 0;  // the most items that can wait there, however the workers' speeds interleave
+  std::int64_t queued_max = 0;  // the most items that can wait there, whatever the workers' speeds
 
   friend bool operator==(const EdgeReport&, const EdgeReport&) = default;
 };
