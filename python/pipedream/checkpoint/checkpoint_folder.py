@@ -1,7 +1,8 @@
-"""A folder of checkpoints: which are there, which is the newest that is whole, which are kept.
+"""Lists, finds and removes the checkpoints in a run's folder.
 
-A checkpoint is complete when its manifest is there. One without a manifest was left by a run that ended while
-writing it. Torch-free; any thread of the process that owns the folder.
+A checkpoint is complete if it has a manifest. Without one, its run ended while it wrote the checkpoint. A
+checkpoint is whole if it is complete and no file has changed since. Torch-free; any thread of the process
+that owns the folder.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _DAMAGED = "damaged-"
 
 
 def folder_of(path: Path, minibatch: int) -> Path:
-    """The folder of the checkpoint at this minibatch."""
+    """Returns the folder of the checkpoint at this minibatch, for example checkpoint-000000300."""
     return path / f"checkpoint-{minibatch:09}"
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The folders of all checkpoints, complete or not, from the oldest minibatch to the newest."""
+    """Returns the folders of all checkpoints, complete or not. The newest minibatch comes last."""
     found: list[tuple[int, Path]] = []
     with contextlib.suppress(FileNotFoundError):
         for entry in path.iterdir():
@@ -52,13 +53,12 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether all of its parts were written; they may have been changed since."""
+    """Whether all parts of the checkpoint were written. Files may have changed since."""
     return (checkpoint / MANIFEST_NAME).is_file()
 
 
 def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    """The newest complete checkpoint whose files are as they were written, and a line for each newer one
-    that is not used."""
+    """Returns the newest whole checkpoint with its manifest, and the reasons why newer ones are not used."""
     unused: list[str] = []
     for checkpoint in reversed(checkpoints_in(path)):
         if not is_complete(checkpoint):
@@ -77,8 +77,10 @@ def newest_whole(path: Path) -> tuple[tuple[Path, Manifest] | None, list[str]]:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """The checkpoint at the path, or the newest whole one of the folder at the path, and a line for each
-    newer one that is not used. Raises ValueError where there is none, or the one named is not whole."""
+    """Finds the checkpoint at the path, or the newest whole one in the folder at the path.
+
+    Returns the checkpoint, its manifest, and the reasons why newer ones are not used. Raises ValueError if
+    there is none, or if the path names a checkpoint that is not whole."""
     if is_complete(path):
         manifest = read_manifest(path)
         problems = problems_of(path, manifest)
@@ -97,10 +99,10 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest, list[str]]:
 
 
 def pin(checkpoint: Path) -> None:
-    """Keeps the checkpoint, however many newer ones there are. Raises ValueError if it is gone."""
+    """Marks the checkpoint, so that remove_old() never removes it. Raises ValueError if it is gone."""
     with contextlib.suppress(OSError):
         (checkpoint / _PIN_NAME).touch()
-    if not is_complete(checkpoint):  # looked at last: a removal begins with a rename
+    if not is_complete(checkpoint):  # checked last: a removal renames first and looks for the mark then
         raise ValueError(
             f"{checkpoint} is gone, as `keep` newer ones are complete: give a larger keep to pin it in time"
         )
@@ -111,8 +113,7 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Removes what is older than the newest `keep` complete checkpoints, but for pinned ones. The newest
-    complete one stays, and what is newer."""
+    """Removes all checkpoints older than the newest `keep` complete ones. Pinned ones stay."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     if len(complete) <= keep:
         return
@@ -125,8 +126,8 @@ def remove_old(path: Path, keep: int) -> None:
 
 
 def remove_incomplete(path: Path) -> None:
-    """Removes incomplete checkpoints, and the rest of a removal that was cut short. Call it before a run
-    writes into the folder, while nobody else does."""
+    """Removes incomplete checkpoints, and folders that an interrupted removal has left. Call it before a run
+    writes into the folder, when no other process writes there."""
     for checkpoint in checkpoints_in(path):
         if not is_complete(checkpoint):
             _remove(checkpoint)
@@ -135,11 +136,12 @@ def remove_incomplete(path: Path) -> None:
 
 
 def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
-    """Prepares the folder at the path for a run that continues from the checkpoint at this minibatch.
+    """Prepares the folder at the path for a run that continues from the checkpoint and begins with
+    `minibatch`.
 
-    The run would write over later checkpoints, so these are renamed as damaged ones, which people find by
-    that name. Where the run goes back a few minibatches, the checkpoint gets the name of the minibatch with
-    which the run begins. Returns where the checkpoint lies then.
+    The run would write over later checkpoints, so they are renamed to damaged-..., where people find them. If
+    the run begins some minibatches before the checkpoint's, the checkpoint is renamed to the minibatch with
+    which the run begins. Returns the checkpoint's path.
     """
     for other in checkpoints_in(path):
         if other != checkpoint and minibatch_of(other) > minibatch:
@@ -153,15 +155,16 @@ def go_on_after(checkpoint: Path, minibatch: int, path: Path) -> Path:
 
 
 def minibatch_of(checkpoint: Path) -> int:
-    """The one that its name says."""
+    """Returns the minibatch in the checkpoint's name; -1 if the name is no checkpoint's."""
     match = _NAME.match(checkpoint.name)
     return -1 if match is None else int(match.group(1))
 
 
 def _remove(checkpoint: Path, *, unless_pinned: bool = False) -> None:
-    """Renames it at once: nobody finds half a checkpoint, nor completes one that is being removed. Files that
-    cannot be removed stay until the next time. unless_pinned: so does a checkpoint that was pinned at the
-    last moment."""
+    """Removes a checkpoint. Renames it first, so that nobody finds half of it, or completes it meanwhile.
+
+    Files that cannot be removed stay until the next remove_incomplete(). unless_pinned: puts the checkpoint
+    back if it was pinned at the last moment."""
     removed = checkpoint.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{checkpoint.name}")
     with contextlib.suppress(OSError):
         checkpoint.rename(removed)

@@ -1,4 +1,5 @@
-"""Checkpoints: where a run saves itself, how often, and from where it goes on. Torch-free; any thread."""
+"""Checkpoints: where and how often a run saves checkpoints, and from which one it continues. Torch-free; any
+thread."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The folder into which a run saves itself, and how often.
+    """The folder into which a run saves checkpoints, and how often.
 
-    path: a folder, which is made; on several machines one that all of them share. every: "epoch", a number
-    of minibatches, or a time such as "10min"; each is rounded up to a minibatch at which all replicas have
-    made their updates. keep: the newest so many stay. resume: True continues from the newest whole
-    checkpoint of the folder, if it has one; the path of a checkpoint continues from that one; False refuses a
-    folder that has any. grace: the seconds that SIGTERM leaves to save one more before the process ends.
+    path: a folder; it is made if it is missing. On several machines, one that all of them share.
+    every: "epoch", a number of minibatches, or a time such as "10min". The run saves at the first minibatch
+        after that at which all replicas have made their updates.
+    keep: the number of newest checkpoints that stay; older ones are removed.
+    resume: True continues from the newest whole checkpoint in the folder, if there is one. The path of a
+        checkpoint continues from that one. False refuses a folder that has checkpoints.
+    grace: seconds between SIGTERM and the end of the process, in which the run saves once more.
     """
 
     path: str | os.PathLike[str]
@@ -91,8 +94,10 @@ class Checkpoints:
         return None if match is None else float(match.group(1)) * _SECONDS[match.group(2)]
 
     def find(self) -> Found | None:
-        """The checkpoint to continue from; None to start. Raises ValueError where `resume` forbids what is
-        there, or where what it names is not whole."""
+        """Returns the checkpoint to continue from, or None to start from the beginning.
+
+        Raises ValueError if `resume` is False and there are checkpoints, if it names one that is not whole,
+        or if there are complete checkpoints and none is whole."""
         if self.resume is False:
             present = checkpoints_in(self.folder)
             if present:
@@ -126,7 +131,8 @@ class Checkpoints:
 
 
 def checkpoints_of(value: Any) -> Checkpoints | None:
-    """The argument of run: a plain path stands for Checkpoints(path)."""
+    """Returns the argument `checkpoints` of run() as Checkpoints: a plain path stands for
+    Checkpoints(path)."""
     if value is None or isinstance(value, Checkpoints):
         return value
     if isinstance(value, (str, os.PathLike)):

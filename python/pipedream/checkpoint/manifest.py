@@ -2,14 +2,15 @@
 
     checkpoint-000000300/
         checkpoint.json                       the manifest: position, plan, all parts' files, sizes, checksums
-        stage-0.json                          the part of stage 0, with the state that is no tensor
+        stage-0.json                          the part of stage 0, with all state that is not in tensors
         stage-0-version-300.safetensors       one file per weight version that the stage keeps
         stage-0-optimizer.safetensors
-        stage-1-replica-1.json                the part of a further replica
+        stage-1-replica-1.json                the part of replica 1 of stage 1
 
-Each worker writes the files of its own part, and its part's JSON after them. Whoever finds all parts there
-writes the manifest from them, so no worker waits for another; two that do so at once write the same bytes.
-A file has a temporary name until it is whole and on the disk. Torch-free; any thread.
+Each worker writes the files of its own part, then its part's JSON. A worker that then finds all parts there
+writes the manifest from them. So no worker waits for another. Two workers may write the manifest at the same
+time, but they write the same bytes. A file has a temporary name until it is whole and on the disk.
+Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _KIND, _PART_KIND, _VERSION = "checkpoint", "checkpoint-part", 1
 _UNFINISHED = ".part"
 _CHUNK_BYTES = 1 << 20
 _Parsed = TypeVar("_Parsed")
-_NOT_FINITE = "not finite"  # the key of an object that stands for a float which JSON does not have
+_NOT_FINITE = "not finite"  # {"not finite": "inf"} stands for a float that JSON lacks
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ class PartFile:
 
     name: str
     kind: str
-    """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" for those that the state
-    names, "record" for losses and data, or "state" for a part's JSON."""
+    """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" (tensors to which the
+    part's
+    JSON refers), "record" (losses, samples and epochs of earlier minibatches), or "state" (a part's JSON)."""
     num_bytes: int
     crc32: int
     version: int | None = None
-    """The weight version that a file of kind "version" or "tied" has."""
+    """The weight version in a file of kind "version" or "tied"; else None."""
     owner: int | None = None
-    """The stage that owns the parameters of a file of kind "tied", which several stages use."""
+    """The stage that owns the shared parameters in a file of kind "tied"; else None."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ class Part:
 
     @property
     def newest_weights(self) -> list[PartFile]:
-        """The files with the newest version of all parameters that the stage itself updates: of those that it
-        alone uses, and of those that it owns."""
+        """The files with the newest version of all parameters that the stage updates: those that it alone
+        uses, and shared ones that it owns."""
         return [*self.newest_of_kind("version"), *self.newest_of_kind("tied")]
 
     def newest_of_kind(self, kind: str) -> list[PartFile]:
-        """One of "version" or "tied"; none where it has no such parameters."""
+        """Returns the newest file of kind "version" or "tied", in a list. Empty if the stage owns no such
+        parameters."""
         files = [file for file in self.of_kind(kind) if file.owner in (None, self.stage_index)]
         return [max(files, key=lambda file: file.version or 0)] if files else []
 
@@ -95,14 +98,14 @@ class Header:
     """The fields that all parts of a checkpoint have in common."""
 
     run: str
-    """Names the start of the run, so that parts of two are told apart."""
+    """An id of this start of the run. Parts of two starts have different ids."""
     minibatch: int
-    """All updates of the minibatches before it are in the checkpoint, and none of its own."""
+    """The checkpoint has the updates of all minibatches before this one, and no later update."""
     epoch: int | None = field(compare=False)
     """The epoch of that minibatch. None in the parts of stages that read no data."""
     plan: Mapping[str, Any]
     schedule: str
-    """A name, or the text of a program."""
+    """The schedule's name, or the text of a written program."""
     microbatches: int
     seed: int
     parts: tuple[tuple[int, int], ...]
@@ -134,7 +137,7 @@ class Manifest:
 
 
 class _Checksummed:
-    """A file that counts what is written into it. Only what a writer of tensors needs of a file."""
+    """Writes into a file, and computes the size and the checksum of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -143,7 +146,7 @@ class _Checksummed:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for begin in range(0, view.nbytes, _CHUNK_BYTES):  # which stays in the cache for both
+        for begin in range(0, view.nbytes, _CHUNK_BYTES):  # a chunk stays in the cache for both reads
             chunk = view[begin : begin + _CHUNK_BYTES]
             self.crc32 = zlib.crc32(chunk, self.crc32)
             self._file.write(chunk)
@@ -163,9 +166,9 @@ def write_whole(
     owner: int | None = None,
     lasts: bool = True,
 ) -> PartFile:
-    """Has `write` fill a file, which gets its name once it is whole. Where that fails none is left. lasts:
-    once it is on the disk, as a machine may fail."""
-    # A name of its own: two workers may find the last part at once, and write the same manifest.
+    """Calls `write` with an open file, and gives the file its name when it is whole. Leaves no file if that
+    fails. lasts: first waits until the bytes are on the disk, so that they survive a failing machine."""
+    # The random part keeps the temporary names of two workers that write the same manifest apart.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
@@ -182,15 +185,16 @@ def write_whole(
 
 
 def part_name(stage_index: int, replica_index: int) -> str:
-    """ "stage-0", or "stage-0-replica-1": how the names of a part's files begin."""
+    """Returns the first part of the names of a part's files: "stage-0", or "stage-0-replica-1"."""
     return f"stage-{stage_index}" + (f"-replica-{replica_index}" if replica_index > 0 else "")
 
 
 def write_part(
     folder: Path, header: Header, part: Part, state: Mapping[str, Any], *, lasts: bool = True
 ) -> None:
-    """Writes the part's JSON, when all its files are there. state: what is no tensor; floats in it may be
-    infinite or NaN. lasts: as write_whole's."""
+    """Writes the part's JSON. Call it after all files of the part are written.
+
+    state: all state that is not in tensors; its floats may be infinite or NaN. lasts: see write_whole()."""
     fields = {
         "format": f"pipedream.{_PART_KIND}/{_VERSION}",
         "stage": part.stage_index,
@@ -206,8 +210,9 @@ def write_part(
 
 
 def write_manifest(folder: Path) -> Manifest | None:
-    """Completes the checkpoint in the folder where all its parts are there; else returns None. Raises
-    FileFormatError where parts contradict each other."""
+    """Writes the manifest if all parts of the checkpoint are in the folder. Returns None if one is missing.
+
+    Raises FileFormatError if the parts are of different runs."""
     manifest = _joined(folder)
     if manifest is not None:
         content = _to_bytes(manifest.to_dict())
@@ -217,7 +222,7 @@ def write_manifest(folder: Path) -> Manifest | None:
 
 
 def _joined(folder: Path) -> Manifest | None:
-    """The manifest that follows from the parts; None where one is missing."""
+    """Makes the manifest from the parts. Returns None if a part is missing."""
     known: dict[tuple[int, int], Part] = {}
     header: Header | None = None
     for path in sorted(folder.glob("stage-*.json")):
@@ -235,14 +240,15 @@ def _joined(folder: Path) -> Manifest | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises FileFormatError naming file and field, and OSError where there is none."""
+    """Raises FileFormatError that names file and field, and OSError if the file cannot be read."""
     path = folder / MANIFEST_NAME
     fields = _read(path, _KIND)
     return _told_for(path, lambda: _manifest_of(fields))
 
 
 def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
-    """A part's JSON: what it is a part of, its files, and the state. Raises as read_manifest does."""
+    """Reads a part's JSON. Returns the checkpoint's header, the part, and the state that is not in tensors.
+    Raises as read_manifest() does."""
     fields = _read(path, _PART_KIND)
 
     def parse() -> tuple[Header, Part, dict[str, Any]]:
@@ -256,7 +262,8 @@ def read_part(path: Path) -> tuple[Header, Part, dict[str, Any]]:
 
 
 def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> list[str]:
-    """A line for each file that is missing, shorter or longer than written, or has other content."""
+    """Returns a line for each file that is missing, or that has changed in size or content since it was
+    written. checksums: without them only sizes are compared."""
     found = []
     for file in manifest.files:
         path = folder / file.name
@@ -276,7 +283,7 @@ def problems_of(folder: Path, manifest: Manifest, *, checksums: bool = True) -> 
 
 
 def _is_of_its_parts(folder: Path, manifest: Manifest) -> bool:
-    """Whether the manifest, which has no checksum of its own, has what the parts have."""
+    """Whether the manifest agrees with the parts. The manifest has no checksum of its own, the parts do."""
     try:
         joined = _joined(folder)
     except (FileFormatError, OSError):
@@ -293,7 +300,7 @@ def _crc32_of(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the names in the folder last, where the system can."""
+    """Writes the folder's names to the disk, if the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -328,7 +335,7 @@ def _told_for(path: Path, parse: Callable[[], _Parsed]) -> _Parsed:
 
 def _header_to_dict(header: Header) -> dict[str, Any]:
     fields = {name: value for name, value in vars(header).items() if name != "parts"}
-    return fields | {"seed": str(header.seed)}  # of 64 bits, which not every reader of JSON has
+    return fields | {"seed": str(header.seed)}  # text, as not every JSON reader has 64-bit integers
 
 
 def _header_of(fields: Mapping[str, Any], places: Iterable[Any]) -> Header:
@@ -406,7 +413,7 @@ def _files_to_list(files: Iterable[PartFile]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with objects for the floats that JSON does not have."""
+    """Replaces infinite floats and NaN, which JSON lacks, by objects such as {"not finite": "inf"}."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_NOT_FINITE: str(value)}
     if isinstance(value, Mapping):
@@ -417,7 +424,7 @@ def _finite(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """Undoes _finite."""
+    """Undoes _finite()."""
     if isinstance(value, dict):
         if set(value) == {_NOT_FINITE}:
             return float(value[_NOT_FINITE])

@@ -1,9 +1,9 @@
-"""The state of a run that has ended. Another run goes on from it: `run(..., state=previous.state)`.
+"""The state of a run that has ended. Another run continues from it: `run(..., state=previous.state)`.
 
-A part of it is JSON, which all ranks know; the rest is the snapshots of the stages. Under torchrun each
-rank has its own snapshots in memory. Local workers write theirs into files, which the next workers read;
-their folder lasts as long as the state. A process keeps the state of its latest run, and those that its
-user holds. Any thread.
+The state has a JSON document, which is the same at all ranks, and the snapshots of the stages. Under torchrun
+each rank has its own snapshots in memory. Local workers write theirs into a folder, from which the next run's
+workers read; the folder is removed with the state. A process keeps the state of its latest run. Older states
+stay only if the user holds them. Any thread.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DOCUMENT = "run.json"
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The part of one rank."""
+    """One rank's part of the state."""
 
     snapshots: list[StageSnapshot]
-    """One of each of its stages, or that of a spare's shard."""
+    """One snapshot per stage of the rank, or that of a spare's shard."""
     process: dict[str, Any]
-    """The generators of its process, as JSON."""
+    """The process's random number generators, as JSON."""
     data: dict[str, Any] | None
-    """Torch's, where whoever reads the data has left its own; None where the data are read by the process's,
-    or nobody has drawn."""
+    """The generators of the rank's data stream, as JSON. None if its data draw from the process's generators,
+    or if they have drawn nothing."""
 
     @classmethod
     def of(cls, snapshots: list[StageSnapshot], stream: RngStream | None) -> WorkerState:
@@ -83,8 +83,8 @@ class RunState:
         folder: Path | None = None,
         remove: Callable[[], None] | None = None,
     ) -> None:
-        """document: the same at all ranks, as JSON. own: of this rank; None where the folder has those of
-        all. remove: called when nobody needs the folder any more."""
+        """document: JSON, the same at all ranks. own: this rank's part; None if the parts of all ranks are in
+        the folder. remove: removes the folder; called when this object is destroyed."""
         self.document = dict(document)
         self._own = own
         self._folder = folder
@@ -93,12 +93,12 @@ class RunState:
 
     @classmethod
     def load(cls, folder: Path, remove: Callable[[], None]) -> RunState:
-        """Reads what save() and the workers have written."""
+        """Reads the document that save() wrote; parts of workers stay in the folder until they are needed."""
         document = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
         return cls(document, folder=folder, remove=remove)
 
     def save(self, folder: Path) -> None:
-        """Writes the part that all ranks know."""
+        """Writes the document."""
         folder.mkdir(exist_ok=True)
         (folder / _DOCUMENT).write_text(json.dumps(self.document), encoding="utf-8")
 
@@ -106,17 +106,18 @@ class RunState:
         return f"RunState(after {self.minibatch} minibatches)"
 
     def __reduce__(self) -> Any:
-        """Local workers read their parts from the folder, which stays its owner's."""
+        """Pickles without the parts: local workers read theirs from the folder. The copy does not remove the
+        folder."""
         return RunState, (self.document, None, self._folder)
 
     @property
     def minibatch(self) -> int:
-        """The minibatch with which the next run begins, counted through all runs before it."""
+        """The first minibatch of the next run, counted through all runs before it."""
         return int(self.document["minibatch"])
 
     @property
     def begun_at(self) -> int:
-        """The minibatch with which the pipeline last began after a drain."""
+        """The minibatch before which the pipeline was last empty."""
         return int(self.document["begun_at"])
 
     @property
@@ -125,17 +126,17 @@ class RunState:
 
     @property
     def kinds(self) -> tuple[Shapes, ...]:
-        """The shapes of minibatches for which memory was planned, as Plan.shapes_apart has them."""
+        """The shapes of minibatches for which memory was planned, in the form of Plan.shapes_apart."""
         return tuple(checked_shapes("state", kind) for kind in self.document["kinds"])
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the caller's model has got the weights."""
+        """Whether the trained weights were copied into the caller's model."""
         return bool(self.document["is_gathered"])
 
     @property
     def name(self) -> str:
-        """The same at all ranks, and no other's."""
+        """A name for this state: the same at all ranks, and different from every other state's."""
         return f"{self.document['name']} after {self.minibatch} minibatches"
 
     def of_rank(self, rank: int) -> WorkerState:
@@ -145,7 +146,7 @@ class RunState:
         return WorkerState.load(self._folder, rank)
 
     def restore_generators(self, rank: int, stream: RngStream | None) -> None:
-        """Restores the generators of the rank's process, and of its data stream where it has one."""
+        """Restores the generators of the rank's process, and of its data stream if it has one."""
         if self._own is not None:
             process, data = self._own.process, self._own.data
         else:
@@ -156,7 +157,7 @@ class RunState:
             stream.go_on_from(RngState.from_document(data))
 
     def seed_data(self) -> None:
-        """The process's generators become those of whoever reads the data."""
+        """Sets the process's generators to the state from which the next data draw."""
         generators = self.document["data_generators"]
         if generators is None:
             seed_all(data_seed(self.base_seed))
@@ -164,7 +165,7 @@ class RunState:
             RngState.from_document(generators).restore()
 
     def check(self, settings: Mapping[str, Any], seed: int | None) -> None:
-        """Raises ValueError where no run of these settings can go on from here."""
+        """Raises ValueError if a run with these settings cannot continue from this state."""
         if self.document["missing"]:
             raise ValueError(f"state cannot be gone on from: {self.document['missing']}")
         multiple = int(self.document["multiple"])
@@ -188,13 +189,14 @@ class RunState:
 
 
 def _remove_here(pid: int, remove: Callable[[], None]) -> None:
-    """Not in a process that was forked from it."""
+    """Removes the folder, unless this is a forked child of the process that owns it."""
     if os.getpid() == pid:
         remove()
 
 
 class KeptState:
-    """A result's hold on its state: until the next run of the process begins, unless its user has it then."""
+    """Keeps a result's state until the process begins its next run. After that the state lives only if the
+    user holds it."""
 
     _latest: KeptState | None = None
 
@@ -206,12 +208,12 @@ class KeptState:
 
     @classmethod
     def let_go(cls) -> None:
-        """Another run begins."""
+        """Lets go of the latest run's state. Called when another run begins."""
         if cls._latest is not None:
             cls._latest._held, cls._latest = None, None
 
     def get(self) -> RunState:
-        """Raises ValueError where it is gone."""
+        """Returns the state. Raises ValueError if it is gone."""
         state = self._state()
         if state is None:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""The exact state of one stage's replica at a boundary: all that a run needs to go on from there as if it had
-never stopped. Plain values in host memory; any thread.
+"""The exact state of one replica of a stage at a boundary. From it a run continues as if it had never
+stopped.
 
-A boundary N lies before minibatch N: all updates of earlier minibatches are made, and none of later ones.
-What is no tensor is JSON, and nothing is pickled: encode() and decode() have the values of optimizers and
-schedulers that JSON does not know.
+Boundary N lies before minibatch N: all updates of earlier minibatches are made, and no later one. Nothing is
+pickled: state is tensors and JSON. Optimizers and schedulers also have values that JSON lacks, such as tuples
+and dtypes: encode() turns them into JSON, and decode() back. Plain values in host memory; any thread.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ __all__ = ["StageSnapshot", "decode", "encode", "on_host"]
 
 @dataclass(frozen=True)
 class StageSnapshot:
-    """The state of one stage at one replica, or of the shard of a spare."""
+    """The state of one replica of a stage, or of a spare's shard."""
 
     stage_index: int
     replica_index: int
-    """The replica; spares are counted on from the stage's replicas."""
+    """The index of the replica, or of the spare: spares have the indices after the replicas'."""
     minibatch: int
-    """The boundary."""
+    """The boundary: the first minibatch whose update is not in the snapshot."""
     versions: dict[int, dict[str, Tensor]]
-    """By version, each parameter that the stage alone trains, by its name in the original model: the newest,
-    and those before it that the first microbatches after the boundary read."""
+    """version -> {parameter name in the original model: values}, for parameters that only this stage trains.
+    It has the newest version, and older ones that the first microbatches after the boundary read."""
     tied: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    """By the stage that owns them, likewise those parameters that several stages use. Versions count the
-    owner's rounds."""
+    """owner stage -> versions as above, for parameters that several stages use. A version is the number of
+    the owner's updates."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """By name, those of the stage, as the forward of the boundary's minibatch finds them."""
+    """name -> the stage's buffer, with the values that the forward of minibatch `minibatch` finds."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
-    """By "parameter name / key"; of a piece of a parameter, as shards have them, "name[first:end] / key"."""
+    """ "parameter name / key" -> a tensor of the optimizer's state. A piece of a parameter, as shards have
+    it, is named "name[first:end] / key"."""
     optimizer_document: dict[str, Any] = field(default_factory=dict)
-    """JSON: the other values of its state, and of its groups."""
+    """JSON: the rest of the optimizer's state, and its parameter groups."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """Residuals of codecs in what the stage sent, by "channel / item / tensor"."""
+    """ "channel / item / tensor" -> the residual of the codec (links/residuals.py) where this stage sends."""
     document: dict[str, Any] = field(default_factory=dict)
-    """JSON: "scheduler", "loss_scaling", "generators" and what else is no tensor."""
+    """JSON: "scheduler", "loss_scaling", "generators" and other state that is not in tensors."""
     document_tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the document names."""
+    """name -> a tensor to which the document refers by that name."""
 
     @property
     def newest_version(self) -> int:
@@ -62,7 +63,7 @@ class StageSnapshot:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by one name each."""
+        """Returns all tensors, each by a name that is unique in the snapshot."""
         kinds: dict[str, Mapping[str, Tensor]] = {kind: getattr(self, kind) for kind in _TENSOR_FIELDS}
         kinds |= {f"version {version}": values for version, values in self.versions.items()}
         for owner, versions in self.tied.items():
@@ -76,11 +77,12 @@ _TENSOR_FIELDS = ("buffers", "optimizer", "residuals", "document_tensors")
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy of its own in host memory, of the same strides where they leave no gaps."""
+    """Returns a copy in host memory. It has the tensor's strides if they leave no gaps."""
     return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
-# JSON has no tuples, and only texts as keys.
+# encode() writes these values as objects with one of these keys: {"tuple": [...]}. A dict is a "map", because
+# JSON has only text as keys.
 _KINDS = ("tuple", "map", "tensor", "dtype", "complex", "float")
 _SCALARS = (str, bool, int, type(None))
 
@@ -88,8 +90,8 @@ _SCALARS = (str, bool, int, type(None))
 def encode(
     value: Any, name: str, tensors: dict[str, Tensor], to_host: Callable[[Tensor], Tensor] = on_host
 ) -> Any:
-    """The value as JSON. Its tensors go into `tensors`, by names that begin with `name`; the value has these
-    names. Raises ValueError for what cannot be kept."""
+    """Returns the value as JSON. Copies its tensors into `tensors`, by names that begin with `name`; the JSON
+    refers to them by these names. Raises ValueError for a value of any other type."""
     if isinstance(value, Tensor):
         tensors[name] = to_host(value)
         return {"tensor": name, "device": value.device.type}
@@ -115,8 +117,9 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """Returns the value that encode() was given. device: where tensors lie that were not in host memory; None
-    leaves them there. Tensors of host memory are copies, so that `tensors` stay as they are."""
+    """Undoes encode(). device: for tensors that were not in host memory; None leaves them in host memory.
+
+    All tensors in the result are copies, so that it does not share memory with `tensors`."""
     if isinstance(value, list):
         return [decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):

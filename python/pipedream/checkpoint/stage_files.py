@@ -1,7 +1,7 @@
-"""The tensors of one stage's part of a checkpoint: into safetensors files, and back.
+"""Writes the tensors of one stage's part of a checkpoint into safetensors files, and reads them back.
 
-Tensors have the names of the original model's parameters and buffers. Nothing is pickled. The worker's thread
-that writes checkpoints owns what is written; any thread reads.
+Tensors have the names of the original model's parameters and buffers. Nothing is pickled. The worker's writer
+thread (writer.py) writes checkpoints; the calling thread does all else.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ __all__ = [
 ]
 
 NAMES = "names"
-"""The key, in a part's state, of what names_of_stage() says."""
+"""The key of a part's JSON under which names_of_stage()'s result is."""
 RECORD = "record"
-"""The kind of the file with what the stage has reported of earlier minibatches."""
+"""The kind of the file with reports of earlier minibatches, such as their losses."""
 
 AVERAGE = " / average"
-"""How the name of a parameter's average ends, in a file of the kind "optimizer"."""
+"""The suffix of a parameter's average (callbacks.EMA) in a file of kind "optimizer"."""
 FROZEN = "frozen"
 """The kind of the file with parameters that are not trained."""
 _KINDS = ("buffers", "optimizer", "residuals")
@@ -70,21 +70,21 @@ class Content:
     """The tensors of one file."""
 
     kind: str
-    """A kind of PartFile's."""
+    """One of the kinds of PartFile."""
     tensors: Mapping[str, Tensor]
     version: int | None = None
     owner: int | None = None
 
     @property
     def suffix(self) -> str:
-        """How the file's name ends, without its extension: "version-300", "tied-0-version-300"."""
+        """The last part of the file's name, without extension: "version-300", "tied-0-version-300"."""
         if self.owner is not None:
             return f"{self.kind}-{self.owner}-version-{self.version}"
         return self.kind if self.version is None else f"{self.kind}-{self.version}"
 
 
 def contents_of(snapshot: StageSnapshot) -> list[Content]:
-    """The tensors of the snapshot, by the files that they go into."""
+    """Returns the tensors of the snapshot, one Content per file."""
     return [
         *(Content("version", tensors, version) for version, tensors in snapshot.versions.items()),
         *(
@@ -98,17 +98,17 @@ def contents_of(snapshot: StageSnapshot) -> list[Content]:
 
 
 def state_of(snapshot: StageSnapshot) -> dict[str, Any]:
-    """The rest of the snapshot, for the part's JSON."""
+    """Returns the part of the snapshot that is not in tensors, for the part's JSON."""
     return {
         **{name: getattr(snapshot, name) for name in _PLAIN_FIELDS},
-        # A stage may train nothing, and have versions all the same.
+        # A stage that trains nothing has versions too, but no file for them.
         "versions": list(snapshot.versions),
         "tied": {str(owner): list(versions) for owner, versions in snapshot.tied.items()},
     }
 
 
 def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
-    """The snapshot of which contents_of() and state_of() were written, in memory of its own."""
+    """Reads a part's snapshot, the reverse of contents_of() and state_of(). Its tensors are copies."""
     _, _, state = read_part(folder / f"{part_name(part.stage_index, part.replica_index)}.json")
     strides: dict[str, list[int]] = state[_STRIDES]
 
@@ -135,7 +135,7 @@ def read_snapshot(folder: Path, part: Part) -> StageSnapshot:
 
 
 def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
-    """A copy, as files have no strides and their memory is theirs."""
+    """Returns a copy with these strides: the file stores none, and the tensor lies in the file's memory."""
     if strides is None:
         return tensor.clone()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
@@ -150,8 +150,8 @@ def write_stage(
     *,
     lasts: bool = True,
 ) -> Part:
-    """Writes a file for each content with tensors, and then the part's JSON. place: (stage, replica). lasts:
-    as write_whole's."""
+    """Writes a file for each content that has tensors, then the part's JSON. place: (stage, replica). lasts:
+    see manifest.write_whole()."""
     prefix = part_name(*place)
     files = []
     strides: dict[str, list[int]] = {}
@@ -167,14 +167,14 @@ def write_stage(
 
 
 def write_snapshot(folder: Path, snapshot: StageSnapshot) -> None:
-    """Writes a snapshot by itself, for a process of this machine to read soon (read_snapshots)."""
+    """Writes one snapshot without a checkpoint, for another process of this machine to read."""
     place = (snapshot.stage_index, snapshot.replica_index)
     header = Header("state", snapshot.minibatch, None, {}, "state", 1, 0, (place,))
     write_stage(folder, header, place, contents_of(snapshot), state_of(snapshot), lasts=False)
 
 
 def read_snapshots(folder: Path) -> list[StageSnapshot]:
-    """All that write_snapshot() has written there, by stage."""
+    """Reads all snapshots that write_snapshot() wrote into the folder, in the order of their stages."""
     parts = [read_part(path)[1] for path in folder.glob("stage-*.json")]
     parts.sort(key=lambda part: (part.stage_index, part.replica_index))
     return [read_snapshot(folder, part) for part in parts]
@@ -189,34 +189,34 @@ def _write_content(path: Path, content: Content, lasts: bool) -> PartFile:
 
 
 def read_kind(folder: Path, files: Iterable[PartFile]) -> dict[str, Tensor]:
-    """The tensors of these files, whose memory is the files' until somebody copies them."""
+    """Returns the tensors of these files. They share memory with the mapped files: copy them to keep them."""
     return {name: tensor for file in files for name, tensor in saved_values(folder / file.name).items()}
 
 
 def piece_of(name: str, tensor: Tensor, first: int, count: int) -> tuple[str, Tensor]:
-    """Consecutive elements of a parameter, in the order of its memory, and what they are called."""
+    """Returns `count` elements of a parameter from `first` on, in the order of its memory, and their name."""
     return piece_name(name, first, count), flat_view(tensor)[first : first + count]
 
 
 def piece_name(name: str, first: int, count: int) -> str:
-    """The name of so many elements of a parameter, from this one on."""
+    """Returns the name of a piece: 10 elements from element 20 of "weight" are "weight[20:30]"."""
     return f"{name}[{first}:{first + count}]"
 
 
 def piece_in(name: str) -> tuple[str, int, int]:
-    """(name of the whole parameter, first element, end) of what piece_of() has named; of a whole one (name,
-    0, 0)."""
+    """Undoes piece_name(): returns ("weight", 20, 30) for "weight[20:30]", and ("weight", 0, 0) for
+    "weight"."""
     match = _PIECE.match(name)
     return (name, 0, 0) if match is None else (match.group(1), int(match.group(2)), int(match.group(3)))
 
 
 def has_pieces(names: Iterable[str]) -> bool:
-    """Whether any of these is the name of a piece."""
+    """Whether any of these names is a piece's."""
     return any(_PIECE.match(name) for name in names)
 
 
 def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Whole parameters, where some are pieces that piece_of() made. names: of names_of_stage()."""
+    """Joins pieces into whole parameters. Whole tensors stay as they are. names: from names_of_stage()."""
     joined: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = _PIECE.match(name)
@@ -232,11 +232,12 @@ def join_pieces(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict
 
 
 def names_of_stage(stage: StageModule, ties: Sequence[Tie]) -> dict[str, Any]:
-    """Tells a reader without the model what it must know of the stage's names. Ask before the stage trains.
+    """Returns facts about the stage's names, for readers that have no model. Call it before the stage trains.
 
-    "aliases" has the names that a state_dict has besides, each with the name that stands in the files. "tied"
-    has the parameters that another stage owns, with that stage and its name there. "not_saved" has the
-    buffers that no state_dict holds, "layouts" [shape, strides] of each trained parameter.
+    aliases: {further name of a tensor in a state_dict: its name in the files}.
+    tied: {parameter that another stage owns: [owner stage, its name there]}.
+    not_saved: buffers that no state_dict has.
+    layouts: {trained parameter: [shape, strides]}.
     """
     held = (*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers())
     name_in_files = {id(tensor): name for name, tensor in held}

@@ -1,7 +1,7 @@
-"""The state of a stage, parameters and buffers by name: from rank to rank, and to a file and back.
+"""Moves a stage's parameters and buffers from rank to rank, and into a file and back.
 
-What comes says itself what it is, because a buffer may be new or have another shape after training (a
-cache that a layer makes in its first forward). Owned by the calling thread.
+Name, dtype and shape of each tensor travel with it. The receiver cannot know them, because layers may make or
+resize buffers in their first forward. Owned by the calling thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipedream.model.initial_weights import COMPLEX_MARK
 from pipedream.model.layers import dtype_name
 from pipedream.model.stage_module import StageModule
 
-# The names that safetensors has for them.
+# The dtypes' names in safetensors files.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -80,8 +80,8 @@ class Writable(Protocol):
 
 
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
-    """Sends the stage's parameters and buffers, or its buffers alone. Tensors on the meta device have no
-    values, and are left out."""
+    """Sends the stage's parameters and buffers, or only its buffers. Skips tensors on the meta device, which
+    have no values."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
     send_values(core, channel, {name: tensor for name, tensor in state.items() if not tensor.is_meta})
 
@@ -90,17 +90,17 @@ def send_values(core: _core.Worker, channel: str, values: Mapping[str, Tensor]) 
     described = [[name, dtype_name(value.dtype), list(value.shape)] for name, value in values.items()]
     send_document(core, channel, described)
     send_tensors(core, channel, list(values.values()))
-    core.wait_until_sent(channel)  # they are read where they lie, and the next forward changes buffers
+    core.wait_until_sent(channel)  # the core reads the tensors in place, and the next forward changes buffers
 
 
 def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
-    """Makes what send_state sent the stage's state."""
+    """Receives what send_state() sent, into the stage."""
     for name, value in receive_values(core, channel).items():
         _assign(stage, name, value)
 
 
 def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
-    """Receives what send_state or send_values sent."""
+    """Receives what send_state() or send_values() sent, as new tensors."""
     values: dict[str, Tensor] = {}
     for name, dtype, shape in receive_document(core, channel):
         values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -109,8 +109,10 @@ def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
 
 
 def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]]) -> None:
-    """The stage's floating-point buffers become the means over its replicas: its own, then of the others by
-    name. What is alike everywhere, or not everywhere of one shape, stays as it is."""
+    """Replaces the stage's floating-point buffers by their means over the stage's replicas.
+
+    A buffer stays as it is if all replicas have equal values, or if their shapes differ. of_others: the other
+    replicas' buffers by name."""
     buffers = dict(stage.stage_buffers())
     with torch.no_grad():
         for name, mean in mean_buffers(buffers, of_others).items():
@@ -118,7 +120,7 @@ def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]
 
 
 def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The means of the buffers that average_buffers changes."""
+    """Returns the means of the buffers that average_buffers() changes, by name."""
     means: dict[str, Tensor] = {}
     for name, buffer in mine.items():
         others = [values[name] for values in of_others if name in values]
@@ -133,13 +135,13 @@ def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Te
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
     dtype = values[0].dtype
-    if dtype.itemsize == 1:  # nothing adds these
+    if dtype.itemsize == 1:  # torch cannot add 8-bit floats
         values = [value.float() for value in values]
     return (sum(values[1:], values[0]) / len(values)).to(dtype)
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:
-    """Passes on what send_state sent, which this rank has no use for."""
+    """Receives what send_state() sent, and sends it on. This rank does not use it."""
     described = relay_document(core, source, sink)
     sizes = (math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in described)
     relay_tensors(core, source, sink, sizes)
@@ -152,8 +154,9 @@ def save_state(
     names: Collection[str] | None = None,
     only_buffers: bool = False,
 ) -> None:
-    """Writes a safetensors file, over the bytes of one that is there already. names: the tensors to save;
-    None saves all. Leaves no file where it fails."""
+    """Writes a safetensors file. An existing file keeps its disk space and is written over.
+
+    names: the tensors to save; None saves all. Leaves no file if it fails."""
     state: dict[str, Tensor] = {}
     for stage in stages:
         of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
@@ -169,17 +172,18 @@ def save_state(
 
 
 def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
-    """The most that save_state() will write, unless a tensor grows."""
+    """The most bytes that save_state() writes, unless a tensor grows."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
-    # The header has a tensor's name and its other fields.
+    # 256 bytes are enough for a tensor's other fields in the header.
     return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
-    """Writes a safetensors file, one tensor at a time on the host. The library's own function would give up
-    the file's reserved room first."""
+    """Writes a safetensors file. Only one tensor at a time is copied to the host. The safetensors library's
+    own
+    function would first give up the disk space that was reserved for the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The widest first, so that each lies at a multiple of its width.
+    # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))
     size = 0
     for name, tensor in ordered:
@@ -200,7 +204,7 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
 
 
 def _width_of(tensor: Tensor) -> int:
-    """Bytes of a number in the file; a complex one is stored as two."""
+    """Bytes of a number in the file. A complex number is stored as two."""
     return tensor.element_size() // (2 if tensor.is_complex() else 1)
 
 
@@ -210,7 +214,7 @@ def saved_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Returns the values that save_state wrote, all or those of these names."""
+    """Returns the tensors of a file that save_state() wrote. names: None returns all."""
     values: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as opened:
         for name_there in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -222,14 +226,14 @@ def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = N
 
 
 def load_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> None:
-    """Makes what save_state wrote the stages' state."""
+    """Loads a file that save_state() wrote into the stages."""
     known = {name: stage for stage in stages for name in _state_of(stage)}
     for name, value in saved_values(path).items():
         _assign(known[name] if name in known else _owner_of(stages, name), name, value)
 
 
 def set_buffers(stage: StageModule, values: Mapping[str, Tensor]) -> None:
-    """Makes these the stage's buffers."""
+    """Sets the stage's buffers to these values."""
     for name, value in values.items():
         _assign(stage, name, value)
 

@@ -1,6 +1,6 @@
-"""The whole model of a checkpoint: as a file, or into a model that is there. No run is needed.
+"""Reads the whole model out of a checkpoint, into a model or into one file. No run is needed.
 
-Each parameter has its newest version. A stage's floating-point buffers are the means over its replicas, as
+Each parameter has its newest version. Floating-point buffers of a stage are the means over its replicas, as
 after a run. On the caller's thread.
 """
 
@@ -37,19 +37,22 @@ _SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class WholeState:
-    """The state of the whole model, by full names; a tensor with several names is under each."""
+    """The state of the whole model, by full names. A tensor with several names is there under each of
+    them."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
-    """Puts the parameters and buffers of a checkpoint into a model, in place.
+    """Loads the parameters and buffers of a checkpoint into a model, in place.
 
-    path: one checkpoint, or a folder of them, of which the newest whole one is taken. model: the model that
-    was trained, an nn.Module or a list of layers; with as many stages as you like, or none. Raises ValueError
-    where there is no whole checkpoint, and for a model that it does not fit, naming the first parameter that
-    differs; then the model is as it was.
+    path: one checkpoint, or a folder of checkpoints, from which the newest whole one is loaded.
+    model: the model that was trained, as an nn.Module or a list of layers. The number of stages plays no
+    part.
+
+    Raises ValueError if there is no whole checkpoint, or if the model has other parameters; the error names
+    the first that differs, and the model stays as it was.
     """
     checkpoint, manifest, _ = find_checkpoint(Path(path))
     state = read_whole_state(checkpoint, manifest)
@@ -74,7 +77,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: Model) -> None:
 
 
 def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
-    """The buffer may be new, or have another shape: layers make some in their first forward."""
+    """Loads one buffer. It may be new, or have another shape: some layers make theirs in the first
+    forward."""
     buffer = module._buffers.get(name)
     if buffer is not None and buffer.shape == saved.shape and buffer.dtype == saved.dtype:
         with torch.no_grad():
@@ -88,8 +92,8 @@ def _load_buffer(module: nn.Module, name: str, saved: Tensor) -> None:
 def check_fits(
     checkpoint: Path, parameters: Mapping[str, Tensor], roots: Sequence[tuple[str, nn.Module]]
 ) -> None:
-    """Raises ValueError naming the first parameter of the model that differs from the checkpoint's, or that
-    one of the two does not have. roots: layers.roots_of()."""
+    """Raises ValueError that names the first parameter with another dtype or shape in the checkpoint, or that
+    only one of the two has. roots: from layers.roots_of()."""
     own = {
         prefix + name: parameter
         for prefix, root in roots
@@ -116,9 +120,11 @@ def _describe(tensor: Tensor) -> str:
 def export_checkpoint(
     path: str | os.PathLike[str], output: str | os.PathLike[str], *, ema: bool = False
 ) -> dict[str, Any]:
-    """Writes the state_dict of the whole model, as the model of the run had it: safetensors for a name that
-    ends in .safetensors, else torch's own format for .pt and .pth. ema: with the averages of callbacks.EMA in
-    the place of the trained weights. Says what was written."""
+    """Writes the state_dict of the whole model into one file.
+
+    The format follows from the output's suffix: .safetensors, or .pt and .pth for torch.save(). ema: writes
+    the averages of callbacks.EMA in place of the trained weights. Returns facts about the written file.
+    """
     target = Path(output)
     if target.suffix not in (_SAFETENSORS, *_STATE_DICT_SUFFIXES):
         raise ValueError(
@@ -152,8 +158,9 @@ def export_checkpoint(
 
 
 def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tensor], int]:
-    """The averages of callbacks.EMA by the full names of the parameters, and of how many versions they are;
-    ({}, 0) where the run kept none."""
+    """Returns the averages of callbacks.EMA by full parameter name, and the number of versions in them.
+    Returns
+    ({}, 0) if the run kept none."""
     averages: dict[str, Tensor] = {}
     known_as: dict[str, str] = {}
     count = 0
@@ -165,17 +172,18 @@ def read_averages(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, Tenso
         names = read_part(checkpoint / f"{part_name(stage_index, parts[0].replica_index)}.json")[2][NAMES]
         saved = read_kind(checkpoint, [file for part in parts for file in part.of_kind("optimizer")])
         own = {name.removesuffix(AVERAGE): value for name, value in saved.items() if name.endswith(AVERAGE)}
-        # A stage that uses a parameter of another may be a version behind.
+        # Averages of a shared parameter come from its owner: a stage that only uses it may be a version
+        # behind.
         averages |= join_pieces({n: v for n, v in own.items() if n not in names["tied"]}, names)
         known_as |= _known_as(names)
     return _with_all_names(averages, known_as), count
 
 
 def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool = False) -> WholeState:
-    """persistent: without the buffers that no state_dict holds."""
+    """Reads the state of all stages. persistent: leaves out the buffers that no state_dict has."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    known_as: dict[str, str] = {}  # another name: the one under which its value is
+    known_as: dict[str, str] = {}  # another name -> the name with the value
     for stage_index in sorted({part.stage_index for part in manifest.parts}):
         parts = [part for part in manifest.parts if part.stage_index == stage_index]
         first = min(parts, key=lambda part: part.replica_index)
@@ -191,8 +199,9 @@ def read_whole_state(checkpoint: Path, manifest: Manifest, *, persistent: bool =
 
 
 def _known_as(names: Mapping[str, Any]) -> dict[str, str]:
-    """Other names of tensors, each with the name that its value is under. names: from names_of_stage()."""
-    # In a module that was cut both stages have it under one name.
+    """Returns {another name of a tensor: the name under which its value is stored}. names: from
+    names_of_stage()."""
+    # A module that was cut has a shared parameter under the same name in both stages.
     tied = {name: known for name, (_, known) in names["tied"].items() if known != name}
     aliases: dict[str, str] = names["aliases"]
     return tied | aliases
@@ -209,15 +218,17 @@ def _with_all_names(tensors: dict[str, Tensor], known_as: Mapping[str, str]) -> 
 
 
 def _newest_of(checkpoint: Path, parts: Sequence[Part], names: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The newest weights of a stage from its replicas' parts: of shards what they are together, of whole
-    weights the mean, as replicas with sync_every differ until they take it."""
+    """Returns a stage's newest weights from its replicas' parts.
+
+    If the replicas have shards, joins them. If each has all weights, takes the means: with sync_every the
+    replicas' weights differ."""
     mine, *others = (read_kind(checkpoint, part.newest_weights) for part in parts)
     found = {name: tensor for of_part in (mine, *others) for name, tensor in of_part.items()}
     return join_pieces(found, names) if has_pieces(found) else mine | mean_buffers(mine, others)
 
 
 def _mean_buffers(checkpoint: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """parts: of a stage's replicas."""
+    """Returns a stage's buffers, as means over its replicas. parts: the replicas' parts."""
     mine, *others = (
         read_kind(checkpoint, part.of_kind("buffers"))
         for part in sorted(parts, key=lambda part: part.replica_index)

@@ -1,11 +1,12 @@
-"""A worker's writer of checkpoints copies a stage's state in memory, and a thread of its own writes the copy.
+"""A worker's checkpoint writer: copies a stage's state in memory; a thread of its own writes the copy to
+disk.
 
-    compute thread    ... B299 U299 | copy | F300 B300 ...       the stall is the copy
-    writer thread                         write, fsync, rename, part; manifest if all parts are there; keep
+    compute thread    ... B299 U299 | copy | F300 B300 ...
+    writer thread                         tensors, part; manifest if all parts are there; remove old ones
 
-The copy goes into memory that is allocated before the first minibatch. A stage has room for one copy: where
-the file system is slower than checkpoints are asked for, the next copy waits until the last one is written. A
-checkpoint that cannot be written is told and dropped, and the training goes on.
+Training stalls only for the copy. Its memory is allocated before the first minibatch and holds one copy per
+stage. If the disk is slower than the checkpoints follow each other, the next copy waits until the last one is
+written. If a checkpoint cannot be written, the writer logs a warning and the training goes on.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ _ALIGNMENT_BYTES = 64
 
 
 class CopyMemory:
-    """Host memory for one copy of a stage's state, allocated once. Owned by the compute thread while it
-    copies, and by the writer's thread until it has written."""
+    """Host memory for one copy of a stage's state, allocated once. The compute thread owns it while it
+    copies;
+    then the writer thread owns it until the copy is written."""
 
     def __init__(self, memory: Tensor) -> None:
-        """memory: flat, uint8, on the host."""
+        """memory: a flat uint8 tensor on the host."""
         self._memory = memory
         self._used_bytes = 0
         self._beside_bytes = 0
         self.peak_bytes = 0
-        """With what had no room and was allocated beside: a buffer may have grown."""
+        """The most bytes in use, with tensors that did not fit (a buffer has grown) and got memory of their
+        own."""
 
     def clear(self) -> None:
         self._used_bytes = self._beside_bytes = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The tensor's values, in this memory."""
+        """Returns a copy of the tensor in this memory. If it does not fit, allocates."""
         begin = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + tensor.nbytes
         if end > self._memory.numel():
@@ -61,7 +64,7 @@ class CopyMemory:
             flat = self._memory[begin:end].view(tensor.dtype)
             self._used_bytes = end
         self.peak_bytes = max(self.peak_bytes, self._used_bytes + self._beside_bytes)
-        # The strides of the tensor where they leave no gaps, else those of empty_like.
+        # empty_like keeps the tensor's strides if they leave no gaps.
         strides = torch.empty_like(tensor, device="meta").stride()
         return torch.as_strided(flat, tensor.shape, strides).copy_(tensor.detach())
 
@@ -70,7 +73,7 @@ class CopyMemory:
 
     @staticmethod
     def bytes_beside(num_tensors: int) -> int:
-        """The most that copies of so many tensors leave unused between them."""
+        """The most bytes that alignment leaves unused between so many copies."""
         return num_tensors * _ALIGNMENT_BYTES
 
 
@@ -80,11 +83,11 @@ class Figures:
 
     num_copied: int = 0
     stall_ns: int = 0
-    """Time that the compute thread spent copying, and waiting for room to copy into."""
+    """The compute thread's time for copying, and for waiting until the last copy was written."""
     num_written: int = 0
-    """Parts, of which one that failed is not counted."""
+    """Parts that were written. Failed ones do not count."""
     write_ns: int = 0
-    """Time that the writer's thread spent on them."""
+    """The writer thread's time for all parts."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """The writer of one worker, for all of its stages."""
+    """One worker's writer for all of its stages."""
 
     def __init__(
         self,
@@ -107,8 +110,8 @@ class CheckpointWriter:
         memory: Mapping[int, Tensor],
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
-        """memory: by stage, for CopyMemory. on_complete: told, on the writer's thread, of each checkpoint
-        that this worker completed."""
+        """memory: for each stage the memory of its CopyMemory. on_complete: called on the writer thread with
+        each checkpoint that this worker has completed."""
         self._path = path
         self._keep = keep
         self._memory = {stage: CopyMemory(of_stage) for stage, of_stage in memory.items()}
@@ -127,8 +130,8 @@ class CheckpointWriter:
         contents: Sequence[Content],
         state: Mapping[str, Any],
     ) -> None:
-        """Copies the contents and has them written. place: (stage, replica). On the compute thread, which may
-        change the tensors as soon as this returns."""
+        """Copies the contents; the writer thread then writes them. place: (stage, replica). Called on the
+        compute thread, which may change the tensors as soon as this returns."""
         began_ns = time.perf_counter_ns()
         stage_index, _ = place
         is_free, memory = self._is_free[stage_index], self._memory[stage_index]
@@ -174,14 +177,14 @@ class CheckpointWriter:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_stage(job.folder, job.header, job.place, job.contents, job.state)
         for checkpoint in checkpoints_in(self._path):
-            # An earlier one is not complete yet where a network's file system showed the last parts late.
+            # Looks at earlier checkpoints too: a network file system may have shown their last parts late.
             if _completes(checkpoint):
                 remove_old(self._path, self._keep)
                 self._on_complete(checkpoint)
 
     def _tell(self, job: _Job, error: Exception) -> None:
-        """A training is worth more than one checkpoint. The files of a part that is not whole make room
-        again; a whole one stays, as another worker may have completed the checkpoint with it."""
+        """Logs that a checkpoint could not be written, and removes this part's files to free the disk. They
+        stay if the part is whole, as another worker may have completed the checkpoint with them."""
         part = part_name(*job.place)
         with contextlib.suppress(OSError):
             for path in () if (job.folder / f"{part}.json").exists() else job.folder.glob(f"{part}[-.]*"):
@@ -196,10 +199,10 @@ class CheckpointWriter:
 
 
 def _completes(checkpoint: Path) -> bool:
-    """Whether the checkpoint was not complete, and is now."""
+    """Completes the checkpoint if all parts are there. Returns whether this call did."""
     try:
         return not is_complete(checkpoint) and write_manifest(checkpoint) is not None
     except FileNotFoundError:
         if checkpoint.exists():
             raise
-        return False  # an old one, which another worker has removed meanwhile
+        return False  # another worker has removed this old checkpoint meanwhile

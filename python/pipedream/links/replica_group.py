@@ -1,4 +1,4 @@
-"""A process group of torch.distributed for the replicas of one stage, which all-reduce their gradients in it.
+"""A process group of torch.distributed, in which the replicas of one stage all-reduce gradients and weights.
 
 The backend is NCCL if each replica has a CUDA device of its own, else gloo. The run makes its own group and
 leaves the process's default group as it is. gloo listens on the address of the links. Neither backend
