@@ -1,4 +1,4 @@
-// Figures of channels as rows for Python. Called with the GIL held.
+// Statistics and transfer records of channels, as dicts and rows for Python. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// The DLPack exchange structures (ABI of DLPack 0.x and 1.x, https://dmlc.github.io/dlpack), declared by
-// hand: the core needs no more of it than this. Plain C layout.
+// The DLPack structures that the core needs (ABI of DLPack 0.x and 1.x, https://dmlc.github.io/dlpack),
+// declared by hand. Plain C layout.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,9 @@ struct DLManagedTensorVersioned {
   DLTensor dl_tensor;
 };
 
-// A framework's functions for its tensors as Python objects (1.3), with the GIL: 0, or -1 and a Python error.
-// In the capsule kDLPackExchangeApi, which is the attribute __dlpack_c_exchange_api__ of the tensors' type.
+// A framework's table of functions that convert its tensors, which are Python objects (DLPack 1.3). They need
+// the GIL, and return 0, or -1 with a Python error set. The tensors' type has the table as its attribute
+// __dlpack_c_exchange_api__: a capsule with the name kDLPackExchangeApi.
 struct DLPackExchangeAPI {
   DLPackVersion version;
   struct DLPackExchangeAPI* prev_api;

@@ -1,4 +1,3 @@
-// With the GIL.
 #include "bindings/engine_rows.h"
 
 namespace py = pybind11;

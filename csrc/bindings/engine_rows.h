@@ -1,4 +1,4 @@
-// Records of a stage engine as Python's rows and entries. Called with the GIL held.
+// Records of a stage engine, as rows and dicts for Python. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,7 +1,7 @@
-// Methods for calls at every work item, by Python's own calling convention, which passes a pointer to the
-// arguments. pybind11's packs the arguments into a tuple, looks for an overload and casts each by its type.
-// This code is several times as long, and it is not in the processor's caches when a work item gets there.
-// Called with the GIL held.
+// Binds methods that are called for every work item, with Python's own calling convention (METH_FASTCALL),
+// which passes a pointer to the arguments. pybind11 would pack the arguments into a tuple, look for an
+// overload and cast each argument by its type. That is several times as much code, and it is no longer in the
+// processor's caches at the next work item. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@
 
 namespace pipedream {
 
-using FastArguments = std::span<PyObject* const>;  // borrowed, and as many as were said
+using FastArguments = std::span<PyObject* const>;  // borrowed references; def_fast() has checked the number
 
 // Runs a call and returns its result; if it throws, sets Python's error and returns null.
 template <class Call>
@@ -54,7 +54,7 @@ void def_fast(const pybind11::object& bound_class, const char* name, const char*
       return method(pybind11::cast<Self&>(pybind11::handle(self)), FastArguments(arguments, kNumArguments));
     });
   };
-  // How Python stores functions of every convention.
+  // Python stores functions of every convention as a PyCFunction.
   PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) = call;
   // NOLINTNEXTLINE(*-reinterpret-cast)
   const auto stored = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));

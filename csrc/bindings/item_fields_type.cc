@@ -17,7 +17,7 @@ struct PyItemFields {
   ItemFields fields;
 };
 
-// Python makes it of zeros, and frees its memory as it is.
+// Python makes the object from zeroed memory, and frees it without a destructor.
 static_assert(std::is_trivially_copyable_v<ItemFields> && sizeof(bool) == sizeof(char));
 
 constexpr Py_ssize_t offset_of(std::size_t in_fields) {
@@ -40,7 +40,7 @@ std::array<PyMemberDef, 8> g_members{{
 
 PyTypeObject* g_type = nullptr;  // set once, when the module is imported
 
-// By keywords alone, each of a member.
+// Takes keywords alone; each sets the member of its name.
 int init(PyObject* self, PyObject* arguments, PyObject* keywords) {
   if (PyTuple_GET_SIZE(arguments) != 0) {
     PyErr_SetString(PyExc_TypeError, "ItemFields() takes keywords alone");

@@ -1,5 +1,5 @@
-// ItemFields as a Python object whose members are the struct's own: read and set for every work item. Called
-// with the GIL held.
+// ItemFields as a Python object. Python reads and sets members of the struct itself, because it does so for
+// every work item. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,10 +8,10 @@
 
 namespace pipedream {
 
-// Before anything else of this file.
+// Makes the Python type. Call it before anything else of this file.
 void bind_item_fields(pybind11::module_& module);
 
-// Null: it is another type's.
+// The fields in the object; null if it has another type.
 [[nodiscard]] ItemFields* item_fields_in(pybind11::handle object);
 [[nodiscard]] pybind11::object make_item_fields(const ItemFields& fields);
 

@@ -46,7 +46,7 @@ constexpr PyMemberDef number_member(const char* name, std::size_t offset, const 
   return {name, T_LONGLONG, static_cast<Py_ssize_t>(offset), READONLY, doc};
 }
 
-// Its values become Python's when they are read: most are not.
+// The members of a WorkItem. A number becomes a Python object only when it is read; most are never read.
 std::array<PyMemberDef, 17> g_members{{
     object_member("kind", offsetof(PyWorkItem, kind),
                   "FORWARD, RECOMPUTE, BACKWARD, UPDATE, EVALUATE, SEND, RECV or DONE"),
@@ -130,8 +130,8 @@ class WorkItemType {
   [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
-  PyTypeObject* type_;                                       // as long as the process, as are the kinds
-  std::array<PyObject*, kOpcodeTraits.size() + 1> kinds_{};  // by Opcode, and of the end
+  PyTypeObject* type_;                                       // lives as long as the process, as do the kinds
+  std::array<PyObject*, kOpcodeTraits.size() + 1> kinds_{};  // names by Opcode, then "DONE"
 };
 
 const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported

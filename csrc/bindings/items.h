@@ -1,4 +1,4 @@
-// Received items as Python sees them: a work item, and an item outside the schedule. Called with the GIL
+// The Python types of received items: a work item, and an item outside the schedule. Called with the GIL
 // held.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace pipedream {
 
-// Keeps what Python borrows alive: the pool outlives the lease.
+// Owns a received item whose tensors Python borrows, and keeps its pool alive as long.
 struct ItemHolder {
   std::shared_ptr<Pool> pool;
   ReceivedItem item;
@@ -31,15 +31,16 @@ struct PyItem {
   ItemFields fields;
   bool is_end = false;
 
-  // One capsule per tensor; the slot is free again when all are gone. Once.
+  // Returns one capsule per tensor. The slot is free again once all capsules and their tensors are gone. A
+  // second call returns none.
   pybind11::list take_tensors();
 };
 
-// Whose members cost next to nothing to make and to read. freed_slot: -1 is none.
+// Makes a WorkItem. Its members cost next to nothing to make and to read. freed_slot: -1 for none.
 [[nodiscard]] pybind11::object make_work_item(const WorkItem& work, const ItemFields& fields,
                                               const pybind11::list& tensors, std::int64_t freed_slot);
 
-// Before the first of them.
+// Makes the Python types. Call it before the first item is made.
 void bind_items(pybind11::module_& module);
 
 }  // namespace pipedream

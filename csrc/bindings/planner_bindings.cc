@@ -1,6 +1,9 @@
-// pipedream._core: the exact partition. Layers cross as one list per figure, stages as tuples of
-// (first_layer, last_layer, num_replicas), weights that may go as factors as a list of (weight_bytes,
-// factor_bytes, product_s) per layer, or none at all. Called with the GIL held.
+// pipedream._core: the exact partition, and the memory and time of plans. Called with the GIL held. Python
+// passes
+//   layers    as one list per figure, with one entry per layer
+//   stages    as tuples (first_layer, last_layer, num_replicas)
+//   factors   as a list per layer of (weight_bytes, factor_bytes, product_s), one for each weight whose
+//             gradient may be pushed as factors; an empty list if there is none at all
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -87,7 +90,7 @@ double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_
                       bandwidth_bytes_per_s, num_microbatches);
 }
 
-// frozen_bytes: empty where nothing is frozen.
+// frozen_bytes: empty if no parameter is frozen.
 std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& forward_s,
                                      const Figures& frozen_bytes, std::size_t num_layers) {
   if (saved_bytes.size() != num_layers || forward_s.size() != num_layers ||

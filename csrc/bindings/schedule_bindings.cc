@@ -1,5 +1,5 @@
-// pipedream._core: schedules, by their options, and who is where in a plan. Ids cross as plain ints. Called
-// with the GIL held.
+// pipedream._core: the options of schedules and what follows from them, and the placement of stages. For
+// Python an id is an int. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -230,7 +230,7 @@ void bind_options(py::module_& module) {
       .def_property_readonly(
           "program",
           [](const ScheduleOptions& options) {
-            return std::const_pointer_cast<ListedProgram>(options.program);  // bound without setters
+            return std::const_pointer_cast<ListedProgram>(options.program);  // Python cannot change it
           })
       .def_property_readonly("rules", [](const ScheduleOptions& options) { return rules_of(options); })
       .def_readonly("evaluates", &ScheduleOptions::evaluates)

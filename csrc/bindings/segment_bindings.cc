@@ -1,8 +1,8 @@
 // pipedream._core: segments of the worker's planned memory for torch's caching allocator.
 //
-// torch.cuda.memory.CUDAPluggableAllocator finds the two C functions by name in this module's file; they are
-// called by torch on whatever thread allocates, without the GIL. One arena per process: a process is one
-// worker.
+// torch.cuda.memory.CUDAPluggableAllocator finds the two C functions by name in this module's file. Torch
+// calls them without the GIL, on any thread that allocates. There is one arena per process, because a process
+// is one worker.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/types.h>
@@ -23,16 +23,17 @@ namespace py = pybind11;
 
 namespace {
 
-// Set before torch is told of the allocator. Never freed: torch may give segments back while it exits.
+// The process's arena, set before torch gets the allocator. The last one is never destroyed, because torch
+// may free segments while the process exits.
 pipedream::SegmentArena* g_arena = nullptr;
 
-// Torch keeps a segment by stream while it is cached, and frees it without one: any stream of the process may
-// get it.
+// Waits for all work of the device before a segment may be reused. Torch caches a segment for one stream, but
+// frees it without naming that stream, and any stream of the process may get it next.
 void wait_for(pipedream::Device& device) {
   try {
     device.synchronize();
   } catch (const pipedream::DeviceError&) {
-    // Torch's next call tells of it; nothing runs any more.
+    // Torch's next CUDA call reports the error. Nothing runs on the device any more.
   }
 }
 

@@ -140,7 +140,7 @@ void PyShardExchange::end_version() {
 
 void PyShardExchange::wait_for_pushes(std::int64_t num_rounds_left) {
   wait([&](Deadline deadline) { return exchange_.wait_for_pushes(num_rounds_left, deadline); });
-  exchange_.collect_pushed();  // with the GIL: what they kept alive is Python's
+  exchange_.collect_pushed();  // with the GIL, because this drops Python's tensors
 }
 
 void PyShardExchange::pull_from(std::int64_t other) {

@@ -1,5 +1,5 @@
-// pipedream._core.ShardExchange: a worker's exchange for Python, which makes the optimizer's steps between
-// its calls. Called with the GIL held, which is released during a wait.
+// pipedream._core.ShardExchange: Python's access to a worker's exchange of shards. Between the calls Python
+// makes the optimizer's steps. Called with the GIL held; a wait releases it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,11 +19,12 @@
 
 namespace pipedream {
 
-// One chunk: begin_bytes, num_bytes, is_tied, and each piece as (parameter, first element, elements,
-// begin_bytes, dtype name).
+// A chunk is (begin_bytes, num_bytes, is_tied, pieces), and a piece is (parameter, first element, number of
+// elements, begin_bytes, dtype name).
 using ExchangePieceRow = std::tuple<std::size_t, std::int64_t, std::int64_t, std::size_t, std::string>;
 using ExchangeChunkRow = std::tuple<std::size_t, std::size_t, bool, std::vector<ExchangePieceRow>>;
-// Names of channels as in ExchangePeer: push_to, push_from, factors_to, factors_from, pull_to, pull_from.
+// A peer is (chunks, names of channels, is_posted). The names are push_to, push_from, factors_to,
+// factors_from, pull_to and pull_from, as in ExchangePeer.
 using ExchangePeerRow = std::tuple<std::vector<ExchangeChunkRow>, std::vector<std::string>, bool>;
 
 class PyShardExchange {

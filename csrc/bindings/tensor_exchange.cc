@@ -113,7 +113,7 @@ std::string device_text(DLDevice device) {
   return "a device of DLPack type " + std::to_string(device.device_type);
 }
 
-// Whoever reads a tensor by its address must be able to.
+// Throws UserError unless the tensor is on the wanted device, where its address is valid.
 void check_device(const DLTensor& tensor, DLDevice wanted) {
   const bool fits = wanted.device_type == kDLCpu ? is_on_host(tensor)
                                                  : tensor.device.device_type == wanted.device_type &&
@@ -164,7 +164,7 @@ DLManagedTensorVersioned* take_by_table(const DLPackExchangeAPI& table, const py
   return managed;
 }
 
-// The views of objects. look: what one of them holds.
+// Returns a view of each object. look: returns an object's DLTensor.
 template <class Look>
 std::vector<TensorView> view_each(const py::list& objects, DLDevice wanted,
                                   const std::function<std::string()>& where, Look look) {
@@ -182,7 +182,8 @@ std::vector<TensorView> view_each(const py::list& objects, DLDevice wanted,
   return views;
 }
 
-// Python's tensors, until nobody reads their memory any more: dropped on whatever thread that is, GIL or not.
+// Keeps Python's tensors alive until nobody reads their memory any more. May be dropped on any thread, with
+// the GIL or without.
 class KeptTensors {
  public:
   explicit KeptTensors(std::size_t num_tensors) { kept_.reserve(num_tensors); }
@@ -193,7 +194,7 @@ class KeptTensors {
   KeptTensors(const KeptTensors&) = delete;
   KeptTensors& operator=(const KeptTensors&) = delete;
 
-  // owner: of what stands for the tensor's memory beside it.
+  // owner: keeps alive what the tensor's DLTensor needs besides the tensor (look_at()).
   void keep(py::object tensor, std::shared_ptr<void> owner) {
     kept_.emplace_back(std::move(tensor), std::move(owner));
   }
@@ -202,7 +203,7 @@ class KeptTensors {
   std::vector<std::pair<py::object, std::shared_ptr<void>>> kept_;
 };
 
-// The tensor is contiguous.
+// The memory of a tensor that is contiguous.
 std::span<const std::byte> bytes_of(const DLTensor& tensor) {
   constexpr std::size_t kBitsPerByte = 8;
   std::size_t num_bytes = std::size_t{tensor.dtype.bits} * tensor.dtype.lanes / kBitsPerByte;
@@ -212,7 +213,7 @@ std::span<const std::byte> bytes_of(const DLTensor& tensor) {
   return {static_cast<const std::byte*>(tensor.data) + tensor.byte_offset, num_bytes};
 }
 
-// Below this, hashing takes less than giving the GIL away and taking it again may.
+// Up to this size, hashing takes less time than it may take to release the GIL and to get it back.
 constexpr std::size_t kHashedWithTheGilBytesMax = std::size_t{64} << 10;
 
 // The hash covers contents, dtypes and shapes.
@@ -286,7 +287,7 @@ Borrowed TensorExchange::borrow(const py::list& tensors, DeviceType device, int 
   return borrowed;
 }
 
-// Whether its memory holds its values.
+// Whether the tensor's memory holds its values.
 bool TensorExchange::is_plain(const py::handle& tensor, const DLTensor& content) const {
   const auto says = [&](const py::object& method) {
     if (method.is_none()) return false;
@@ -297,7 +298,7 @@ bool TensorExchange::is_plain(const py::handle& tensor, const DLTensor& content)
   return !says(is_neg_) && (content.dtype.code != kDLComplex || !says(is_conj_));
 }
 
-// Valid while the tensor is as it is; owner has what it needs besides.
+// The tensor's DLTensor, which is valid until the tensor changes or dies, and while owner lives.
 DLTensor TensorExchange::look_at(const py::handle& tensor, std::shared_ptr<void>& owner) const {
   if (table_ != nullptr && table_->dltensor_from_py_object_no_sync != nullptr) {
     DLTensor content{};
@@ -335,7 +336,7 @@ std::function<std::uintptr_t()> TensorExchange::current_stream(int device_index)
     return current(kDLCuda, device_index, stream) == 0;
   };
   void* stream = nullptr;
-  if (!ask(&stream)) {  // here, as it would set Python's error where nobody has the GIL
+  if (!ask(&stream)) {  // asked here once, because a failure sets a Python error, which needs the GIL
     PyErr_Clear();
     return {};
   }
@@ -359,7 +360,7 @@ std::optional<std::uint64_t> TensorExchange::fingerprint_of(const py::list& tens
   if (num_bytes <= kHashedWithTheGilBytesMax) return hash_of(contents);
   const py::gil_scoped_release release;
   return hash_of(contents);
-} catch (const py::error_already_set&) {  // of a tensor that the framework does not lend
+} catch (const py::error_already_set&) {  // the framework does not lend the tensor
   return std::nullopt;
 }
 

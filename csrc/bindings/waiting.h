@@ -1,5 +1,5 @@
-// Waits of Python's threads in the core, without the GIL and with checks for signals, and the Python
-// exceptions for failures of such waits.
+// Lets Python's threads wait in the core: without the GIL, with checks for signals, and with a Python
+// exception if the wait fails.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@ namespace pipedream {
 inline constexpr double kForeverSeconds = 1e9;
 inline constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 
-// RunFailure(kind, message), the failure as a Python exception. Before the first raise().
+// Makes the exception type RunFailure(kind, message). Call it before the first raise().
 void bind_run_failure(pybind11::module_& module);
 [[noreturn]] void raise(const Failure& failure);
 
@@ -24,7 +24,7 @@ void bind_run_failure(pybind11::module_& module);
                             std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
 }
 
-inline constexpr Deadline kAtOnce{};  // long over
+inline constexpr Deadline kAtOnce{};  // a deadline in the past
 
 // Calls `attempt(kAtOnce)` once without the GIL.
 template <class Attempt>
@@ -37,8 +37,8 @@ template <class Attempt>
   return result;
 }
 
-// Calls `attempt(deadline)` without the GIL until it gives a value (or `done` says so), the time is over
-// or a signal handler raises. What attempt returned last is returned.
+// Calls `attempt(deadline)` without the GIL again and again, until `done` accepts its value or the time is
+// over. Returns attempt's last result. Throws if an attempt fails or a signal handler raises.
 template <class Attempt, class Done>
 [[nodiscard]] auto with_signals(double timeout_s, Attempt attempt, Done done) {
   const Deadline end = deadline_after(timeout_s);

@@ -1,4 +1,4 @@
-// pipedream._core: weight layout and native optimizer kernels. Pointers cross as integers: the caller
+// pipedream._core: weight layout and native optimizer kernels. Python passes pointers as integers. The caller
 // owns the tensors and has checked dtype, contiguity and size.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -48,7 +48,7 @@ bool on_cuda(const std::string& device) {
   throw UserError("device is '" + device + "'; it must be 'host' or 'cuda'");
 }
 
-// Tensors come as one tuple of integers each: elements, then addresses in the order of the struct.
+// Reads one tensor's tuple of integers: the number of elements, then addresses in the order of the struct.
 template <std::size_t kNumFields>
 std::array<std::uintptr_t, kNumFields> fields_of(const py::handle& row) {
   const auto tuple = py::cast<py::tuple>(row);

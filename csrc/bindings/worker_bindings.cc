@@ -1,6 +1,6 @@
-// pipedream._core.Worker: one object per worker. advance() completes a work item, sends what it made and
-// waits for the next: one crossing per item, which releases the GIL once.
-// No GIL across a wait (waiting.h).
+// pipedream._core.Worker: one object per worker. advance() completes a work item, sends its results and waits
+// for the next item. So Python calls the core once per item, and the core releases the GIL once. No wait
+// holds the GIL (waiting.h).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -43,7 +43,7 @@ namespace {
 
 constexpr double kStarvedCheckSeconds = 1.0;
 
-// (dtype name, dimensions, bytes at most) of each tensor of an item.
+// Each tensor of an item: its dtype's name, number of dimensions, and largest size in bytes.
 using TensorFields = std::vector<std::tuple<std::string, int, std::size_t>>;
 
 ItemSpec item_spec(const TensorFields& tensors) {
@@ -56,15 +56,15 @@ ItemSpec item_spec(const TensorFields& tensors) {
 
 }  // namespace
 
-// Public key, secret key, public keys that are let in.
+// This worker's public key and secret key, and the public keys of peers that may connect.
 using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
-// The first and the last.
+// The first and the last port that the worker may listen on.
 using PortFields = std::pair<std::uint16_t, std::uint16_t>;
 
 class PyWorker {
  public:
   explicit PyWorker(const WorkerOptions& options) : worker_(std::make_unique<Worker>(options)) {}
-  // In a child of fork() nobody owns it from now on: its threads and sockets are the parent's.
+  // In a child of fork() the worker is leaked, because its threads and sockets are the parent's.
   ~PyWorker() {
     if (!home_.is_this()) static_cast<void>(worker_.release());
   }
@@ -165,7 +165,7 @@ class PyWorker {
         .value();
   }
 
-  // A flat uint8 tensor over one slot of a term, kept for good.
+  // A flat uint8 tensor over one slot of a term. The slot stays leased as long as the tensor lives.
   py::capsule hold_slot(const std::string& term) {
     auto held = std::make_shared<Worker::HeldSlot>(worker_->hold_slot(term));
     TensorView view;
@@ -177,7 +177,8 @@ class PyWorker {
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
-  // By item, in turn, and tensor: flat uint8 tensors over what the channel's codec has left out.
+  // The residuals, which are the values that the channel's codec has not sent yet: flat uint8 tensors, by
+  // item in the order of sending, and by tensor of the item.
   py::list residuals(const std::string& channel) {
     py::list items;
     for (const auto& of_item : worker_->residuals(channel)) {
@@ -196,7 +197,7 @@ class PyWorker {
     return items;
   }
 
-  // edges: all of which this worker has one end, each with the name of its channel
+  // edges: all edges of which this worker has one end, each with the name of its channel
   void start(const ScheduleOptions& options, std::int64_t rank,
              const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
              std::size_t num_spans_max) {
@@ -212,8 +213,8 @@ class PyWorker {
 
   py::object next_work() { return wait_for_work(std::nullopt, 0, py::none()); }
 
-  // (tensors, fields, compute_ns, while_waiting). The list is empty afterwards, so that nobody else keeps
-  // what was sent.
+  // arguments: (tensors, fields, compute_ns, while_waiting). Empties the list of tensors, so that it does not
+  // keep them alive after they are sent.
   py::object advance(FastArguments arguments) {
     const py::list tensors = list_in(arguments[0]);
     const ItemFields* const fields = item_fields_in(arguments[1]);
@@ -249,7 +250,7 @@ class PyWorker {
                [](bool sent) { return sent; })
         .value();
   }
-  // (channel, capsules) of each
+  // items: (channel, capsules) for each
   void send_items(const std::vector<std::pair<std::string, py::list>>& items, const ItemFields& fields) {
     for (const auto& [channel, tensors] : items) send_item(channel, tensors, fields, kForeverSeconds);
   }
@@ -259,11 +260,11 @@ class PyWorker {
       return worker_->wait_until_sent(channel, num_left_max, deadline);
     };
     const bool have_left = with_signals(timeout_s, attempt, [](bool left) { return left; }).value();
-    worker_->collect_released(channel);  // with the GIL: what they kept alive is Python's
+    worker_->collect_released(channel);  // with the GIL, because this drops Python's tensors
     return have_left;
   }
 
-  // None at the time-out.
+  // Null at the time-out.
   std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s, bool counts_as_wait) {
     auto result = with_signals(
         timeout_s,
@@ -272,7 +273,7 @@ class PyWorker {
     if (!result.value()) return nullptr;
     return item_of(channel, std::move(*result.value()));
   }
-  // (which of the channels, its item); None after stop_serving().
+  // (the channel's index in `channels`, its next item), or None after stop_serving().
   py::object receive_any(const std::vector<std::string>& channels) {
     auto result = with_signals(
         kForeverSeconds, [&](Deadline deadline) { return worker_->receive_any(channels, deadline); },
@@ -297,7 +298,7 @@ class PyWorker {
     return slot_of_version;
   }
   py::list spans() const { return span_rows(worker_->engine().spans()); }
-  // After wait_for_transfers(), so that they are complete; of both directions.
+  // (sent, received): each a dict of rows by channel. They are complete after wait_for_transfers().
   py::tuple transfers() const {
     py::dict sent;
     py::dict received;
@@ -339,9 +340,9 @@ class PyWorker {
     return item;
   }
 
-  // Completes the item that is being done, if `made` has what it made, and waits for the next. while_waiting:
-  // called once where that has not come yet, with the item without its tensors, or None; what it takes is
-  // waiting if the item still has not come then.
+  // Completes the current item, if `made` has its results, and waits for the next. while_waiting: called once
+  // if the next item is not there yet, with that item without its tensors, or with None. Its time counts as
+  // waiting if the item is still not there afterwards.
   py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns, py::handle while_waiting) {
     Clock::time_point starved_since = kNotStarved;
     std::optional<SlotIndex> freed;
@@ -361,7 +362,7 @@ class PyWorker {
       worker_->engine().add_wait(called_ns);
     }
     for (;;) {
-      worker_->engine().collect_released();  // with the GIL: what they kept alive is Python's
+      worker_->engine().collect_released();  // with the GIL, because this drops Python's tensors
       auto result = with_signals(kStarvedCheckSeconds, attempt,
                                  [](const std::optional<WorkItem>& work) { return work.has_value(); });
       if (result.value()) return hand_out(std::move(*result.value()), freed);
@@ -371,7 +372,7 @@ class PyWorker {
 
   py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
     worker_->engine().collect_released();   // with the GIL
-    doing_ = work.opcode.value_or(doing_);  // where all is done nothing is completed
+    doing_ = work.opcode.value_or(doing_);  // DONE has no opcode, and is never completed
 
     on_device_ = work.on_device;
     ItemFields fields;
@@ -387,8 +388,8 @@ class PyWorker {
     return make_work_item(work, fields, tensors, freed ? freed->value() : -1);
   }
 
-  // User code that keeps the tensors it was given keeps their slots, and then nothing can arrive. Garbage
-  // may hold them too, so that goes first.
+  // Throws UserError if nothing could arrive for a while because all slots of a channel are in use: user code
+  // that keeps its input tensors keeps their slots. Garbage may hold tensors, too, so it is collected first.
   void check_not_starved(Clock::time_point& starved_since) {
     const ReceiveChannel* channel = worker_->engine().starved_channel();
     if (channel == nullptr) {
@@ -424,16 +425,16 @@ class PyWorker {
 
   const HomeProcess home_;
   std::unique_ptr<Worker> worker_;
-  // start() sets it; whichever thread drops a tensor reads it.
+  // The framework's current stream. start() sets it; the threads that drop tensors read it.
   struct CurrentStream {
-    std::function<std::uintptr_t()> ask;  // where it is known
+    std::function<std::uintptr_t()> ask;  // set before is_known becomes true
     std::atomic<bool> is_known{false};
   };
 
   std::shared_ptr<CurrentStream> current_stream_;
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
   Opcode doing_ = Opcode::kForward;
-  bool on_device_ = true;                // what it sends or has received
+  bool on_device_ = true;                // whether the current item's tensors are on the device
   std::set<std::string> staging_terms_;  // in pinned host memory
 };
 
@@ -545,7 +546,7 @@ void bind_worker(py::module_& module) {
       .def("describe_memory", [](PyWorker& self) { return self.worker().pool()->describe(); })
       .def("channel_stats", &PyWorker::channel_stats)
       .def("channel_transports", [](PyWorker& self) { return self.worker().channel_transports(); })
-      // With the GIL, on purpose: a beat says that the interpreter runs.
+      // pulse() keeps the GIL on purpose: a beat says that the interpreter runs.
       .def(
           "pulse", [](PyWorker& self) { self.worker().pulse(); }, "Any thread.")
       .def(

@@ -193,7 +193,7 @@ ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round,
     num_summed += pushed.num_summed;
     if (pushed.factors) gradients.factors.emplace_back(other, *std::exchange(pushed.factors, std::nullopt));
   }
-  // The pushes report their number of minibatches, because the run's number may be unknown here.
+  // Counted from what the pushes report, because the number of minibatches in the run may be unknown here.
   num_minibatches_ = gradients.num_minibatches = num_summed / spec_.rounds.num_microbatches;
   return gradients;
 }

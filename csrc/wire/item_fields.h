@@ -17,8 +17,9 @@ struct ItemFields {
   bool gradients_overflowed = false;
   // The microbatch has no samples: its tensors have no elements.
   bool is_empty = false;
-  // Number of minibatches of which a replica's pushed gradients are the sum. With is_end_of_data: number of
-  // minibatches of the run.
+  // With is_end_of_data, the number of minibatches of the run. Otherwise, on gradients that a replica pushes,
+  // the number of microbatches of which they are the sum; on an asynchronous shard's version, the number of
+  // gradients that it contains.
   std::uint32_t num_minibatches = 0;
   // The item replaces gradients: the data have ended, and the tensors have no elements.
   bool is_end_of_data = false;
