@@ -1,4 +1,4 @@
-"""Callbacks: they are told of a run while it goes on, and may steer it: `run(callbacks=[...])`.
+"""Callbacks follow a run while it goes on, and may steer it: `run(callbacks=[...])`.
 
     class Printer(pipedream.callbacks.Callback):
         def on_epoch(self, report):

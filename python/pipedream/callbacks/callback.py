@@ -28,15 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Decision:
-    """The wish of a callback at the boundary that its report names (`takes_effect`)."""
+    """A callback's wishes. They take effect at the boundary that its report names in `takes_effect`."""
 
     stop: bool = False
     rate_factor: float = 1.0
     """Multiplies the learning rates of all stages."""
     evaluate: bool = False
-    """Evaluates run(validation=...) there, too."""
+    """Evaluates run(validation=...) at that boundary, too."""
     checkpoint: bool = False
-    """Saves a checkpoint of run(checkpoints=...) there, too."""
+    """Saves a checkpoint of run(checkpoints=...) at that boundary, too."""
 
     def __or__(self, other: Decision) -> Decision:
         return Decision(
@@ -63,8 +63,8 @@ class StartReport:
     decision_lead: int
     """Minibatches from the boundary of a report to the one where its decision takes effect."""
     minibatches_per_update: int = 1
-    """Minibatches from which the first stage makes one weight version: several where it has replicas that
-    take turns."""
+    """Minibatches from which the first stage makes one weight version. It is more than one if the stage has
+    replicas that take turns."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,22 @@ class MinibatchReport:
     losses: Sequence[float]
     samples: Sequence[int]
     rates: Sequence[float]
-    """Learning rates of the first stage's parameter groups, at the end."""
+    """Learning rates of the first stage's parameter groups, after the last of the minibatches."""
     takes_effect: int | None
-    """The minibatch before which a decision takes effect; None: none can any more."""
+    """The minibatch before which a decision takes effect. None: it is too late for decisions."""
     seconds: float
-    """Since the report before, or the start."""
+    """Seconds since the report before, or since the start."""
     version: int = 0
-    """Weight version of the first stage after the last minibatch: its updates, and those of the run that this
-    one goes on from."""
+    """Weight version of the first stage after the last minibatch. It counts the updates of this run and of
+    the run from which this one goes on."""
     gradient_norms: Sequence[float] = ()
-    """2-norm of the gradients of each update, before they are clipped: over all stages where the schedule
-    drains, else of the first stage. Empty unless max_grad_norm is given, autocast is float16, or a callback
-    has `wants_gradient_norms`; and with sync="asp" or "allreduce", sync_every, spare shards or a Program."""
+    """2-norm of the gradients of each update, before they are clipped: over all stages if the schedule
+    drains, else of the first stage alone. Empty unless max_grad_norm is given, autocast is float16, or a
+    callback has `wants_gradient_norms`. Always empty with sync="asp" or "allreduce", sync_every, spare
+    shards or a Program."""
     is_past: bool = False
-    """Whether this was before the checkpoint from which the run continues. Callbacks are told of it again, so
-    that they count on; rates, norms and times are not known."""
+    """Whether these minibatches came before the checkpoint from which the run continues. Callbacks are told
+    of them again, so that their counts are right. Rates, norms and times are not known."""
 
     @property
     def end(self) -> int:
@@ -121,8 +122,8 @@ class EpochReport(MinibatchReport):
     Validation(every="epoch") it is the evaluation after this epoch."""
 
     def value_of(self, metric: str) -> float:
-        """A metric, or "loss": the mean of the epoch's losses where no evaluation has one. Raises ValueError
-        for a metric that there is not."""
+        """Returns a metric of the newest evaluation. "loss" is the mean of the epoch's losses if there is no
+        evaluation. Raises ValueError for an unknown metric."""
         if metric in self.metrics:
             return self.metrics[metric]
         if metric == "loss":
@@ -136,12 +137,12 @@ class EvaluationReport:
     """Held-out data have been evaluated."""
 
     minibatch: int
-    """The minibatches that the weights were trained on, as RunResult.validation has it."""
+    """The number of minibatches that the weights were trained on, as in RunResult.validation."""
     metrics: Mapping[str, float]
     """Figures by name, "loss" among them."""
     samples: int
     takes_effect: int | None
-    """The minibatch before which a decision takes effect; None: none can any more."""
+    """The minibatch before which a decision takes effect. None: it is too late for decisions."""
     is_past: bool = False
     """See MinibatchReport."""
 
@@ -162,7 +163,8 @@ class CheckpointReport:
         return minibatch_of(self.path)
 
     def pin(self) -> None:
-        """Keeps it, however many newer ones there are. Raises ValueError if `keep` has let it go already."""
+        """Keeps the checkpoint, however many newer ones come. Raises ValueError if it has been removed
+        already, because run(checkpoints=...) keeps only so many."""
         pin(self.path)
 
 
@@ -171,17 +173,17 @@ class EndReport:
     """The run is over."""
 
     result: Any
-    """The RunResult; None where it failed."""
+    """The RunResult; None if the run failed."""
     error: BaseException | None
-    """Why it failed; None where it did not."""
+    """The error with which the run failed; None if it did not fail."""
 
 
 class Callback:
-    """Told of a run; a subclass defines the methods that it needs.
+    """The base class of callbacks. A subclass defines the methods that it needs.
 
-    Answers of on_minibatches, on_epoch and on_evaluation take effect before any later minibatch is admitted
-    if the schedule drains, else a fixed number of minibatches later (StartReport.decision_lead). The pipeline
-    waits there for an answer that is late."""
+    Answers of on_minibatches, on_epoch and on_evaluation take effect at a fixed boundary. If the schedule
+    drains, it is the boundary of the report: no later minibatch is admitted before. Otherwise it comes
+    StartReport.decision_lead minibatches later. The pipeline waits there for an answer that is late."""
 
     every: int | None = None
     """Minibatches after which on_minibatches is called, rounded up to a boundary; None: never."""
@@ -198,10 +200,10 @@ class Callback:
 
     def on_evaluation(self, report: EvaluationReport) -> Answer:
         """Called at the boundary of a planned evaluation, before on_minibatches and on_epoch of the same
-        boundary. One that a decision asked for is told at the next boundary."""
+        boundary. For an evaluation that a decision asked for, it is called at the next boundary."""
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Called soon after a checkpoint is complete. It decides nothing but to pin it."""
+        """Called soon after a checkpoint is complete. It may pin the checkpoint, and decides nothing else."""
 
     def on_end(self, report: EndReport) -> None: ...
 
@@ -226,7 +228,7 @@ def callback_of(on_epoch_end: Callable[[EpochReport], Answer]) -> Callback:
 
 
 def decision_of(callback: Callback, answer: Answer) -> Decision:
-    """Raises TypeError or ValueError for what is no decision."""
+    """Returns the answer as a Decision. Raises TypeError or ValueError if the answer is not valid."""
     name = type(callback).__name__
     if answer is None or answer is True:
         return Decision()

@@ -41,7 +41,7 @@ class _Watch(Callback):
             and known
             and all(map(math.isnan, known))
         ):
-            return False  # one of several figures that a metric returns, not evaluated yet
+            return False  # perhaps one of several figures of a metric: none has been evaluated yet
         value = report.value_of(self.metric)
         if self.metric in report.metrics and math.isnan(value):
             return False  # not evaluated yet
@@ -55,7 +55,7 @@ class _Watch(Callback):
 
 class EarlyStopping(_Watch):
     """Stops the run when `metric` has not become better by more than `min_delta` for more than `patience`
-    epochs. metric: of the validation; "loss" is the mean loss of the epoch where nothing is validated."""
+    epochs. metric: a metric of the validation. Without validation, "loss" is the mean loss of the epoch."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class EarlyStopping(_Watch):
 
 class ReduceLROnPlateau(_Watch):
     """Multiplies the learning rates of all stages by `factor`, at the same minibatch, when `metric` has not
-    become better by more than `min_delta` for more than `patience` epochs. After `max_reductions` it does no
-    more."""
+    become better by more than `min_delta` for more than `patience` epochs. After `max_reductions` times it
+    changes nothing more."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Calls the callbacks of a run. At a boundary they are told what has happened since the one before, and
-their decisions are joined. In the caller's process, or under torchrun at rank 0; on the thread that calls."""
+"""Calls the callbacks of a run. At a boundary it tells them what has happened since the boundary before, and
+joins their decisions. It runs in the caller's process, or under torchrun at rank 0, on the thread that calls.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ __all__ = ["CallPoints", "Evaluated", "History", "Question", "Steering"]
 
 @dataclass(frozen=True)
 class CallPoints:
-    """The places at which the callbacks of a run are called, for the workers, which have none of them."""
+    """The points at which a run calls its callbacks. Workers need this, because they have no callbacks."""
 
     everys: tuple[int, ...] = ()
-    """Minibatches between two calls, of each callback that has a number."""
+    """Minibatches between two calls: the number of each callback that has one."""
     at_epochs: bool = False
     at_evaluations: bool = False
     decides: bool = False
     """Whether the pipeline waits for an answer."""
     gradient_norms: bool = False
-    """Whether gradients are measured for them."""
+    """Whether the norms of gradients are measured for a callback."""
     ema_decay: float | None = None
     """The decay of the averages that the stages keep; None: they keep none."""
 
     def is_due(self, begin: int, end: int, *, has_ended_epoch: bool) -> bool:
-        """Whether one is after the boundary `begin` and not after `end`."""
+        """Whether a point lies after the boundary `begin`, up to and including the boundary `end`."""
         return (self.at_epochs and has_ended_epoch) or any(
             begin // every != end // every for every in self.everys
         )
@@ -52,19 +53,20 @@ class CallPoints:
 
 @dataclass(frozen=True)
 class Question:
-    """The message of the first stage at a boundary. Minibatches count through all runs that go on one where
-    another ended."""
+    """The message of the first stage at a boundary. If the run goes on from the state of another, the numbers
+    of its minibatches go on, too."""
 
     boundary: int
     takes_effect: int | None
     """The boundary at which the answer is due; None: the data are over, and nothing is asked."""
     epochs: list[tuple[int, int]]
-    """(epoch, the minibatch after its last one) of those that have ended since the question before."""
+    """(epoch, the minibatch after its last one), for each epoch that has ended since the question before."""
     samples: list[int]
     """Samples of each minibatch since the question before, up to the boundary."""
     rates: list[float]
     evaluations: list[int] = field(default_factory=list)
-    """The minibatches before which there were evaluations that the callbacks have not been told of."""
+    """Evaluations that the callbacks have not been told of, each by the minibatch before which it took
+    place."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Question:
@@ -73,7 +75,7 @@ class Question:
 
 
 class Evaluated(NamedTuple):
-    """An evaluation as the last stage tells of it."""
+    """An evaluation as the last stage reports it."""
 
     minibatch: int
     samples: int
@@ -82,12 +84,12 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """The run before the checkpoint from which it continues, by minibatch."""
+    """The part of a run before the checkpoint from which it continues, by minibatch."""
 
     losses: Sequence[float]
     samples: Sequence[int]
     epochs: Sequence[int]
-    """And that of the minibatch at the checkpoint."""
+    """The epoch of each minibatch. The last entry is of the first minibatch after the checkpoint."""
     evaluations: Sequence[Evaluated]
     is_evaluated_next: bool
     """Whether the weights of the checkpoint are evaluated when the run goes on."""
@@ -99,7 +101,8 @@ class Steering:
     """The callbacks of one run."""
 
     def __init__(self, callbacks: Iterable[Callback], metrics: Iterable[str] = ()) -> None:
-        """metrics: that evaluations will have; NaN until there is one."""
+        """metrics: names of the metrics that evaluations will have. Their values are NaN until there is an
+        evaluation."""
         given = list(callbacks)
         decays = [callback.decay for callback in given if isinstance(callback, EMA)]
         if len(decays) > 1:
@@ -116,7 +119,7 @@ class Steering:
             ema_decay=decays[0] if decays else None,
         )
         self.error: Exception | None = None
-        """Raised by a callback: the run stops, and then it is raised to the user."""
+        """The exception that a callback raised. The run stops, and then raises it to the user."""
         self.why_rates_are_fixed = ""
         """The reason why no callback may change the rates; else empty."""
         self.norms: Sequence[float] = ()
@@ -128,9 +131,10 @@ class Steering:
         self._losses_before: Sequence[float] = ()
         self._is_past = False
         self._held_epochs: list[tuple[int, int]] = []
-        """Epochs that ended at the checkpoint and that callbacks are told of when it is evaluated."""
+        """Epochs that ended at the checkpoint, if its weights are still to be evaluated. Callbacks are told
+        of these epochs after that evaluation."""
         self._samples: list[int] = []
-        self._told_to = [0] * len(self._callbacks)  # on_minibatches of each
+        self._told_to = [0] * len(self._callbacks)  # by callback: the boundary of its last on_minibatches
         self._told_s = [0.0] * len(self._callbacks)
         self._epoch_begin, self._epoch_s, self._num_epochs = 0, 0.0, 0
         self._rates: list[float] = []
@@ -151,10 +155,12 @@ class Steering:
         checkpoints: Path | None = None,
         before: History | None = None,
     ) -> list[tuple[int, Decision]]:
-        """Tells the callbacks of the start, and of what was before the checkpoint from which the run
-        continues. An exception of one ends the run before it begins. checkpoints: the folder into which the
-        run saves itself. Returns what they decided before the checkpoint and what takes effect after it, or
-        stops the run there, by minibatch."""
+        """Tells the callbacks of the start. If the run continues from a checkpoint, also tells them again of
+        everything before it. An exception of a callback ends the run before it begins. checkpoints: the
+        folder into which the run saves itself.
+
+        Returns (minibatch, decision) for each decision that was made before the checkpoint and takes effect
+        after it, or stops the run there."""
         self._origin = first_minibatch if before is None else 0
         self._per_update = report.minibatches_per_update
         self._first_update = first_minibatch // self._per_update
@@ -167,8 +173,9 @@ class Steering:
         return self._tell_again(before, first_minibatch, report.decision_lead)
 
     def _tell_again(self, before: History, end: int, lead: int) -> list[tuple[int, Decision]]:
-        """Goes through the boundaries up to the checkpoint at `end`, as if the run came by again. Where what
-        was asked there waits for an evaluation that is still to come, it is asked again."""
+        """Goes through the boundaries up to the checkpoint at `end`, and tells the callbacks as the run did.
+        If the weights of the checkpoint are still to be evaluated, the last boundary is left to the run,
+        which asks there again after the evaluation."""
         self._losses_before, self._samples, self._is_past = before.losses, [*before.samples], True
         left = [*before.evaluations]
         later: list[tuple[int, Decision]] = []
@@ -196,11 +203,12 @@ class Steering:
         return later
 
     def updates_before(self, boundary: int) -> int:
-        """Updates of the first stage in this run before the boundary, which counts through all runs."""
+        """Returns how many updates the first stage makes in this run before the boundary. The boundary has
+        the number of a minibatch as in Question."""
         return boundary // self._per_update - self._first_update
 
     def begin(self) -> None:
-        """The first time: minibatches are trained on from now on."""
+        """Starts the clocks of the reports when the training begins. Later calls do nothing."""
         if not self._has_begun:
             self._has_begun = True
             self._epoch_s = time.monotonic()
@@ -213,8 +221,10 @@ class Steering:
     def tell(
         self, question: Question, losses: Sequence[float], evaluations: Sequence[Evaluated] = ()
     ) -> Decision:
-        """losses: of all minibatches up to the question's boundary, at least. evaluations: those that the
-        question names. A callback that raises stops the run, and none is told of anything after that."""
+        """Tells the callbacks of a boundary and returns their joint decision. losses: of all minibatches up
+        to the question's boundary, at least. evaluations: those that the question names.
+
+        A callback that raises stops the run. After that no callback is told of anything."""
         self.note_last(question)
         self.tell_of_checkpoints()
         if self.error is not None:
@@ -247,10 +257,11 @@ class Steering:
             self.error = error
 
     def end_with(self, result: Any) -> None:
-        """The run is over, with this RunResult: what was not told yet is told, and decides nothing."""
+        """Tells the callbacks what they have not been told yet, after a run with this RunResult. Their
+        answers decide nothing any more."""
         losses, sizes = result.losses, result.epoch_sizes
         self.tell_of_checkpoints()
-        if self.error is not None:  # as all that ends a run early
+        if self.error is not None:  # like every error that ends a run early
             self.error.losses, self.error.minibatch = losses, len(losses)  # type: ignore[attr-defined]
             return
         self._samples += [1] * (len(losses) - len(self._samples))
@@ -317,7 +328,7 @@ class Steering:
     def _between(
         self, begin: int, end: int, losses: Sequence[float], takes_effect: int | None, seconds: float
     ) -> dict[str, Any]:
-        """The fields of a MinibatchReport."""
+        """Returns the fields of a MinibatchReport."""
         first, last = (max(self._updates_by(m), self._first_update) for m in (begin, end))
         return {
             "first": begin,
@@ -332,7 +343,8 @@ class Steering:
         }
 
     def _updates_by(self, minibatch: int) -> int:
-        """Updates of the first stage with the minibatches before this one, the last of which may be short."""
+        """Returns how many updates the first stage makes of the minibatches before this one. The last update
+        may have fewer minibatches than the others."""
         return -(-(self._origin + minibatch) // self._per_update)
 
     def _new_checkpoints(self) -> list[Path]:
@@ -342,7 +354,7 @@ class Steering:
         return [path for path in complete if path not in self._seen]
 
     def _checked(self, decision: Decision) -> Decision:
-        """Raises ValueError for what the run cannot do."""
+        """Returns the decision. Raises ValueError if the run cannot carry it out."""
         why = ""
         if decision.rate_factor != 1.0 and self.why_rates_are_fixed:
             why = f"its learning rates times {decision.rate_factor:g}, and {self.why_rates_are_fixed}"

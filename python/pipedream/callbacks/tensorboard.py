@@ -19,12 +19,14 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard(Callback):
-    """Writes loss, rate, samples/s, the gradients' norm where it is measured, and validation figures into
-    `path`, and at the end the share of bubbles, the bytes sent, and
-    each worker's peak memory and each stage's delay: `tensorboard --logdir path` shows them.
+    """Writes figures of the run into `path`; `tensorboard --logdir path` shows them.
 
-    every: minibatches between two writes; the loss of each minibatch is in one of them. Raises ValueError for
-    less than one, and where the package tensorboard is missing."""
+    During the run: loss, learning rate, samples/s, the norm of the gradients if it is measured, and
+    validation figures. At the end: the share of bubbles, the bytes sent, each worker's peak memory and each
+    stage's delay.
+
+    every: minibatches between two writes. Each write has the losses of all minibatches since the one before.
+    Raises ValueError for less than one, and if the package tensorboard is missing."""
 
     decides = False
 

@@ -1,9 +1,9 @@
 """Figures of minibatch 0 that local workers leave in the folder of the run, for the caller to compare.
 
-    first-data.json          the fingerprint of the minibatch, by the last stage
-    first-gradients-S.json   the norm of stage S's gradients, where PIPEDREAM_CHECK=1 asks for it
+    first-data.json          the fingerprint of the minibatch, written by the last stage
+    first-gradients-S.json   the norm of stage S's gradients, if PIPEDREAM_CHECK=1 asks for it
 
-Its loss is on the status board. Torch-free; each file has one writer.
+The loss of minibatch 0 is on the status board. Torch-free; each file has one writer.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class FirstFigures:
         write_record(self._gradients_path(stage), {"norm": norm})
 
     def fingerprint(self) -> int | None:
-        """None: it has not been written yet."""
+        """Returns None if the fingerprint has not been written yet."""
         return int(_read(self._data_path)["fingerprint"]) if self._data_path.exists() else None
 
     def gradient_norms(self, num_stages: int) -> list[float] | None:
-        """One per stage. None: some have not been written yet."""
+        """Returns one norm per stage, or None if some have not been written yet."""
         paths = [self._gradients_path(stage) for stage in range(num_stages)]
         return [_read(path)["norm"] for path in paths] if all(map(Path.exists, paths)) else None
 

@@ -1,8 +1,8 @@
 """The live display of a run, on stderr: epoch, minibatches, loss and samples/s.
 
-Shown by the last stage's worker, which has the losses: on a terminal one line that changes, elsewhere (a log
-file, CI) a line every few seconds and one at the end. Owned by that worker's compute thread; it has no thread
-of its own, whose locks a forked process of a DataLoader would find taken.
+The last stage's worker shows it, because that worker has the losses. A terminal gets one line that changes. A
+log file or CI gets a line every few seconds and one at the end. Owned by that worker's compute thread. The
+display has no thread of its own: a process that a DataLoader forks would find that thread's locks taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["RunProgress", "skipping_shown"]
 _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 5.0
 _RATE_WINDOW_S = 10.0
-_DELAY_WIDTH_MIN = 110  # of a terminal, in columns, that has room for the delay
+_DELAY_WIDTH_MIN = 110  # columns of a terminal from which there is room for the delay
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Display(Protocol):
     def show(self, state: _State) -> None: ...
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
 
     def close(self) -> None: ...
 
@@ -66,7 +66,7 @@ class RunProgress:
         schedule: _core.ScheduleOptions,
         file: TextIO | None = None,
     ) -> None:
-        """file: where it is shown, None is stderr."""
+        """file: the stream on which the progress is shown; None is stderr."""
         self._enabled = enabled
         self._make_display = functools.partial(
             _display_for, file or sys.stderr, num_minibatches, num_epochs, schedule
@@ -74,7 +74,7 @@ class RunProgress:
         self._display: _Display | None = None
         self._samples = 0
         self._newest: tuple[int, int, float] | None = None  # minibatch, epoch and loss that are not shown yet
-        self._marks: deque[tuple[float, int]] = deque()  # when, samples by then
+        self._marks: deque[tuple[float, int]] = deque()  # (time, samples until then)
         self._next_s = 0.0
 
     def __enter__(self) -> RunProgress:
@@ -93,7 +93,7 @@ class RunProgress:
     ) -> None:
         if self._display is None:
             return
-        if self._newest is not None:  # what came since the last time
+        if self._newest is not None:  # minibatches that are not shown yet
             self._show(self._display, time.monotonic())
         self._display.close()
 
@@ -102,7 +102,7 @@ class RunProgress:
         return self._display is not None
 
     def advance(self, minibatch: int, epoch: int, loss: float, samples: int) -> None:
-        """The last stage has done this minibatch."""
+        """Counts a minibatch that the last stage has done, and shows it if a line is due."""
         if self._display is None:
             return
         self._samples += samples
@@ -113,7 +113,7 @@ class RunProgress:
             self._show(self._display, now_s)
 
     def show_evaluation(self, boundary: int, samples: int, figures: Mapping[str, float]) -> None:
-        """An evaluation of the weights before this minibatch has these figures."""
+        """Shows the figures of an evaluation of the weights before minibatch `boundary`."""
         if self._display is not None:
             named = ", ".join(f"{name} {format_figure(figure)}" for name, figure in figures.items())
             self._display.note(f"validation after {boundary} minibatches: {named} ({samples} samples)")
@@ -125,7 +125,7 @@ class RunProgress:
         display.show(_State(minibatch, epoch, loss, self._rate(now_s)))
 
     def _rate(self, now_s: float) -> float:
-        """Samples per second over the latest seconds."""
+        """Samples per second over the latest _RATE_WINDOW_S seconds."""
         self._marks.append((now_s, self._samples))
         while self._marks[1][0] <= now_s - _RATE_WINDOW_S:
             self._marks.popleft()
@@ -135,8 +135,8 @@ class RunProgress:
 
 @contextlib.contextmanager
 def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows how far a resumed run has read past the data that it was trained on. Yields what is told how many
-    minibatches are behind."""
+    """Shows how far a resumed run has read past the data that it was trained on. Yields a function to call
+    after each minibatch, with the number read so far."""
     doing = "reading past the minibatches that were trained on"
     started_s = shown_s = time.monotonic()
     with progress_bar(doing, num_minibatches, "minibatches", is_shown=is_shown) as advance:
@@ -160,7 +160,7 @@ def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable
 def _display_for(
     file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
 ) -> _Display:
-    # Not as rich sees it: a CI that asks for colours has no terminal either.
+    # Rich is not asked: it takes a CI that wants colours for a terminal.
     if file.isatty():
         console = Console(file=file)
         if not console.is_dumb_terminal:
@@ -194,7 +194,7 @@ class _Lines:
 
 
 class _Bar:
-    """A line that changes, with the time that is left, and where there is room how late gradients are."""
+    """One line that changes. It has the time that is left and, on a wide terminal, how late gradients are."""
 
     period_s = _BAR_PERIOD_S
 
@@ -241,6 +241,6 @@ class _Bar:
 
 
 def _describe_delay(schedule: _core.ScheduleOptions) -> str:
-    """Nothing where no gradient is late."""
+    """Returns an empty text if no gradient is late."""
     delay = mean_delay(schedule)
     return f"  gradients {delay:.2g} update{'s' * (delay != 1)} late" if delay else ""

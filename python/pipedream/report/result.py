@@ -26,25 +26,26 @@ __all__ = ["ChannelFigures", "Evaluation", "RunResult", "UpdateOrder", "WorkSpan
 
 
 class WorkSpan(NamedTuple):
-    """One work item of a worker; times on the machine's monotonic clock. On a GPU they are the device's own,
-    whenever the host asked and launched."""
+    """One work item of a worker, with times on the machine's monotonic clock. On a GPU they say when the
+    device worked, not when the host launched the work."""
 
     kind: str
     """The name of its opcode: FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
     stage: int
     minibatch: int
-    """The minibatch. An EVALUATE has the one before which the weights are evaluated; its microbatch is the
-    validation minibatch."""
+    """The minibatch of the item. An EVALUATE has the minibatch before which the weights are evaluated, and
+    the number of the validation minibatch as its microbatch."""
     microbatch: int
     asked_ns: int
-    """When the worker asked for it; on a GPU not before the device had done the item before."""
+    """When the worker asked for the item. On a GPU never before the device had done the item before it."""
     ready_ns: int
-    """When it had its input; on a GPU when the device began the user's work."""
+    """When the item had its input. On a GPU: when the device began the user's work."""
     completed_ns: int
     wait_ns: int
-    """The part of asked to ready that waits for a neighbour's tensors, with nothing else to do."""
+    """Time between asked and ready in which the worker waited for a neighbour's tensors and had nothing else
+    to do."""
     compute_ns: int
-    """The part of ready to completed that is in user code."""
+    """Time between ready and completed in user code."""
 
     @property
     def traits(self) -> _core.OpcodeTraits:
@@ -57,11 +58,11 @@ class Evaluation(NamedTuple):
     minibatch: int
     """The minibatches that these weights were trained on."""
     epoch: int
-    """The epoch of the last of them."""
+    """The epoch of the last of these minibatches."""
     loss: float
-    """Mean over the samples, or by weight_fn."""
+    """Mean over the samples, or weighted by weight_fn."""
     metrics: dict[str, float]
-    """By name: all sums over all counts."""
+    """Metrics by name: the sums of all validation minibatches, divided by their counts."""
     samples: int
 
 
@@ -70,7 +71,7 @@ class ChannelFigures(NamedTuple):
 
     name: str
     sender: int
-    """Its stage."""
+    """The stage that sends."""
     receiver: int
     transport: str
     """The transport as in RunResult.transports."""
@@ -83,20 +84,22 @@ class ChannelFigures(NamedTuple):
     tensor_bytes: int
     """Bytes of its tensors without a codec."""
     wire_bytes: int
-    """By the socket, headers included."""
+    """Bytes that went through the socket, headers included."""
     placed_bytes: int
-    """Written into the receiver's memory by the sender, on one host."""
+    """Bytes that the sender wrote into the receiver's memory, on one host."""
     transfer_ms: float
-    """In which tensors were under way, as far as the two ends can tell."""
+    """Milliseconds in which tensors were under way, as far as the two ends can tell."""
     credit_wait_ms: float
-    """Besides: in which the next item waited for the receiver to have room."""
+    """Milliseconds, besides transfer_ms, in which the next item waited until the receiver had room."""
     wait_ms: float
-    """In which the receiver had nothing to do but to wait for this channel."""
+    """Milliseconds in which the receiver had nothing to do but to wait for this channel."""
     overlap_share: float | None
-    """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was under way. At
-    least so much was hidden: the receiver also waits for what its neighbour has yet to compute."""
+    """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was under way. The
+    true share of hidden transfers is no smaller: wait_ms also has the time in which the neighbour was still
+    computing."""
     chunk_bytes: int
-    """Into how large chunks tensors were cut at the end of the run; it is measured on the first ones."""
+    """Bytes of the chunks into which tensors were cut at the end of the run. The first items are measured to
+    choose the size."""
     refused: int
     """Connections and frames that did not belong to the run, at both ends."""
 
@@ -106,10 +109,11 @@ class UpdateOrder(NamedTuple):
     own."""
 
     parts: list[list[tuple[str, int, int]]]
-    """Parts of it that are updated at once: (parameter, first element, elements), as they lie in memory."""
+    """Parts of the shard, each of which is updated at once. A part lists (parameter, first element, number of
+    elements) as they lie in memory."""
     replicas: list[int]
-    """The replica whose gradient each update was of. A replica's come in their order, part by part. Empty
-    where there were more than 2^20."""
+    """For each update, the replica whose gradient it used. The gradients of one replica come in its own
+    order, part by part. Empty if there were more than 2^20 updates."""
 
     @classmethod
     def of(cls, parts: list[Any], replicas: list[int]) -> UpdateOrder:
@@ -130,23 +134,27 @@ class RunResult:
     """versions[stage][minibatch] = the weight versions that the forward of its first microbatch and the
     backward of its last one actually read."""
     samples_per_s: float
-    """All samples over the time from the first work item to the last, without pauses to plan again."""
+    """All samples, divided by the time from the first work item to the last. Pauses to plan memory again do
+    not count."""
     predicted_ms: float | None
-    """Per minibatch, by the plan's cost model; None when the plan has no figure. The calibrated model's is of
-    this run's schedule and microbatches; the paper's is the bottleneck, whatever the schedule."""
+    """Milliseconds per minibatch that the plan's cost model predicts; None if the plan has no figure. The
+    calibrated model predicts this run's schedule and microbatches. The paper's model gives the time of the
+    bottleneck, whatever the schedule."""
     measured_ms: float
-    """Per minibatch, in the steady phase, at the last stage, without evaluations."""
+    """Milliseconds per minibatch in the steady phase, measured at the last stage, without evaluations."""
     bubble_share: float
     """Share of the workers' time in which they did not run user code, 0 to 1."""
     bytes_sent: int
-    """By all workers between stages, headers included, and what they wrote into each other's memory."""
+    """Bytes that all workers sent between stages, headers included, and bytes that they wrote into each
+    other's memory."""
     transports: dict[str, str]
-    """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0": "zmq/tcp", encrypted
-    as "zmq/tcp curve", "shared memory" (where they are of 16 KiB or more), or "cuda ipc"."""
+    """How tensors travel between two stages: "0->1" has activations from stage 0 to 1, "1->0" gradients back.
+    Values are "zmq/tcp", encrypted "zmq/tcp curve", "shared memory" (for those of 16 KiB or more), and
+    "cuda ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
     """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
-    host the terms that torch makes are measured over the first minibatches."""
+    host, the terms of torch's own memory are measured during the first minibatches alone."""
     microbatch_versions: list[list[list[tuple[int, int]]]] = field(default_factory=list)
     """microbatch_versions[stage][minibatch][microbatch] = the weight versions that (forward, backward)
     actually read."""
@@ -157,18 +165,18 @@ class RunResult:
     data_wait_share: list[float] = field(default_factory=list)
     """Per worker: share of its time spent reading data, which counts as user code; 0 where it reads none."""
     data_sources: list[str] = field(default_factory=list)
-    """Per worker: what it reads, as "DataLoader with num_workers=2"; "" where it reads nothing."""
+    """Per worker: the data that it reads, such as "DataLoader with num_workers=2"; "" if it reads none."""
     epoch_sizes: list[int] = field(default_factory=list)
     """Minibatches of each epoch."""
     recompute: list[bool] = field(default_factory=list)
     """Per stage: whether its forwards were done again before their backwards."""
     offload: list[list[str]] = field(default_factory=list)
-    """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
+    """Per stage: the parts that were offloaded to host memory, of "versions" and "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
     """Figures of every channel between two stages, activations and gradients."""
     bytes_synced: int = 0
-    """By the replicas of each stage, and its spares, to each other, headers included: gradients, or their
-    factors, and versions of the weights. What an all-reduce sends is not in it."""
+    """Bytes that the replicas of each stage, and its spares, sent each other, headers included: gradients or
+    their factors, and versions of the weights. Bytes of an all-reduce are not in it."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
@@ -177,44 +185,47 @@ class RunResult:
     worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
     drained_at: list[int] = field(default_factory=list)
-    """The minibatches before which all workers finished, as one was larger than planned, planned their memory
-    again and began anew: they read the newest version as the run's first does. Given these,
-    pipedream.reference computes the same numbers. `memory` has the most of any of the plans, per term; the
-    time in between is in no figure."""
+    """Minibatches before which the run paused because one was larger than planned: all workers finished their
+    work, planned their memory again and started anew. Such a minibatch reads the newest version, as the
+    run's first does. Given this list, pipedream.reference computes the same numbers. `memory` has the
+    largest of all plans, per term. The time of the pauses is in no figure."""
     stopped_at: int | None = None
-    """Minibatches that were trained on when the run was stopped early, by Ctrl-C or a callback: all stages
-    ended with the version after so many. None where the data were used up."""
+    """How many minibatches were trained on, if Ctrl-C or a callback stopped the run: all stages ended with
+    the version after that many. None if the data were used up."""
     continued_at: int = 0
-    """The minibatch of the checkpoint from which the run continued: the first of `versions` and
-    `microbatch_versions`. `losses` and what is by epoch have those before it, too."""
+    """The minibatch of the checkpoint from which the run continued; 0 if it did not. `versions` and
+    `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include those before
+    it."""
     checkpoints: list[dict[str, int]] = field(default_factory=list)
-    """Per worker: num_copied and num_written parts of checkpoints, stall_ns, for which its training waited,
-    and write_ns, which its other thread spent."""
+    """Per worker: num_copied and num_written parts of checkpoints; stall_ns, the time for which its training
+    waited; and write_ns, the time that its writing thread spent."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
-    """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
-    parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
-    say it."""
+    """With sync="asp": updates_read[stage][minibatch] = (fewest, most). The parts of the weights that the
+    minibatch's forward read contained the gradients of that many minibatches. Empty for a stage without
+    replicas, where `versions` has the number."""
     validation: list[Evaluation] = field(default_factory=list)
     """Evaluations of run(validation=...), one entry each, in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
-    """With sync="asp", by stage and replica, of each one's shard; none for a stage without replicas. Given
-    these, pipedream.reference computes the same numbers."""
+    """With sync="asp": by stage and replica, the order of the updates of the replica's shard. Empty for a
+    stage without replicas. Given these, pipedream.reference computes the same numbers."""
 
     def __post_init__(self) -> None:
         self._kept: KeptState | None = None
         self.ema: dict[str, Tensor] | None = None
-        """Averages of callbacks.EMA by the names of parameters, for model.load_state_dict(ema, strict=False);
-        where the trained model is, and with gather="none" nowhere. None: there was no EMA."""
+        """Averages of callbacks.EMA by the names of parameters, for model.load_state_dict(ema, strict=False).
+        The process that has the trained model has them; with gather="none" no process does. None: there was
+        no EMA, or the averages are not here."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy comes without the state, of which each process keeps one."""
+        """Leaves the run's state out of copies, because a process keeps the state of one run only."""
         return {**vars(self), "_kept": None}
 
     @property
     def state(self) -> RunState:
-        """The state in which the run ended, for another that goes on from it: run(..., state=result.state). A
-        process keeps that of its latest run: raises ValueError where another has begun since, unless somebody
-        holds it."""
+        """The state in which the run ended. Another run goes on from it: run(..., state=result.state).
+
+        A process keeps the state of its latest run. Raises ValueError if another run has begun since, unless
+        somebody holds the state."""
         if self._kept is None:
             raise ValueError("this result has come from elsewhere, without the state of its run")
         return self._kept.get()
@@ -224,8 +235,8 @@ class RunResult:
         self._kept = KeptState(state)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens: the workers' items of work
-        and what travelled between them. docs/transport.md says what its tracks are."""
+        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens. It has the workers' work
+        items and the tensors that travelled between them. docs/transport.md describes its tracks."""
         channels = {channel.name: channel._asdict() for channel in self.channels}
         spans, arrows = list(self._work_spans()), []
         for transfers in self.transfers:
@@ -239,8 +250,8 @@ class RunResult:
         return describe_memory(self.worker_names, self.memory)
 
     def describe_channels(self) -> str:
-        """A table of `channels`, and a line for each stage that waited for its data instead; empty when
-        nothing travels and no stage waited."""
+        """A table of `channels`, and a line for each worker that waited long for its data. Empty if nothing
+        travels and no worker waited."""
         parts = [_describe_channels(self.channels), "\n".join(describe_data_waits(self))]
         return "\n\n".join(part for part in parts if part)
 
@@ -255,12 +266,12 @@ class RunResult:
         return summarize(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the losses into a .png, .svg or .pdf file. Raises ValueError for another ending, and where
+        """Draws the losses into a .png, .svg or .pdf file. Raises ValueError for another ending, and if
         matplotlib is missing."""
         plot_losses(self, path)
 
     def to_dict(self) -> dict[str, Any]:
-        # Not asdict: copying the spans one by one takes seconds. Its state is no part of it.
+        # Not asdict, which copies the spans one by one and takes seconds. The run's state is left out.
         return {name: value for name, value in vars(self).items() if name not in ("_kept", "ema")}
 
     @classmethod

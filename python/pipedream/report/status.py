@@ -18,7 +18,7 @@ __all__ = ["LOOK_S", "StatusBoard", "in_turn", "losses_of"]
 _Item = TypeVar("_Item")
 
 LOOK_S = 0.05
-"""Between two looks of the caller at its workers."""
+"""Seconds between two looks of the caller at its workers."""
 
 _COUNT = struct.Struct("<q")
 _NUMBER = struct.Struct("<d")
@@ -26,8 +26,8 @@ _ROOM_AT_FIRST = 4096
 
 
 class _Series:
-    """Numbers that one worker adds and others read, in a file: how many there are, then 8 bytes each, and
-    room for more."""
+    """A file of numbers that one worker adds and others read. It has their count, the numbers with 8 bytes
+    each, and room for more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,13 +40,13 @@ class _Series:
         if count >= len(self._numbers):
             self._map(max(_ROOM_AT_FIRST, 2 * count))
         self._numbers[count] = number
-        self._counts[0] = count  # the number is there before it counts
+        self._counts[0] = count  # last, so a reader that sees the count finds the number
 
     def read(self) -> list[float]:
         if not self._path.exists():
             return []
         content = self._path.read_bytes()
-        if not content:  # made and not filled yet
+        if not content:  # the file is made, and not filled yet
             return []
         (count,) = _COUNT.unpack_from(content)
         end = _COUNT.size + _NUMBER.size * count
@@ -54,19 +54,21 @@ class _Series:
         return numbers
 
     def _map(self, count: int) -> None:
-        """Maps the file, with room for so many; what is in it stays."""
+        """Maps the file, with room for `count` numbers. Its content stays."""
         num_bytes = _COUNT.size + _NUMBER.size * count
         with self._path.open("r+b" if len(self._numbers) else "wb") as file:
             file.truncate(num_bytes)
         with self._path.open("r+b") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), num_bytes))
-        self._counts, self._numbers = mapped.cast("q"), mapped.cast("d")  # numbered alike: the count is 0
+        self._counts, self._numbers = mapped.cast("q"), mapped.cast("d")  # element 0 is the count
 
 
 class StatusBoard:
-    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank, and as many for
-    each of the two values of an early end; and beside it files of numbers: the losses so far of each replica
-    of the last stage, and the gradients' norms of the first stage."""
+    """A file that says at which minibatch each local worker is, and where the run ends if it ends early. It
+    has 8 bytes per rank, and 8 for each of the two values of an early end.
+
+    Files beside it have series of numbers: the losses so far of each replica of the last stage, and the norms
+    of the first stage's gradients."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
@@ -78,7 +80,7 @@ class StatusBoard:
         # Entries after those of the ranks.
         self._asked, self._stop_at = num_workers, num_workers + 1
         self._path = path
-        self._own_losses: _Series | None = None  # of the worker that adds some
+        self._own_losses: _Series | None = None  # at a worker that adds losses
         self._norms = _Series(path.with_name(f"{path.name}-norms"))
 
     def write(self, rank: int, minibatch: int) -> None:
@@ -115,7 +117,7 @@ class StatusBoard:
         self._own_losses.add(loss)
 
     def losses(self, num_replicas: int = 1, num_microbatches: int = 1) -> list[float]:
-        """All that so many replicas have added, up to the first minibatch that is missing."""
+        """Returns the losses that the replicas have added, up to the first minibatch that one has not."""
         parts = [self._losses_of(replica).read() for replica in range(num_replicas)]
         return losses_of(parts, num_microbatches)
 
@@ -131,15 +133,16 @@ class StatusBoard:
 
 
 def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:
-    """The loss of each minibatch, up to the first that is missing somewhere. parts: by replica, its part of
-    each minibatch of which it has a microbatch; the parts add up."""
+    """Returns the loss of each minibatch, up to the first that a replica lacks. parts: by replica, its share
+    of the loss of each minibatch of which it has a microbatch. The shares of a minibatch add up to its
+    loss."""
     num_replicas, m = len(parts), num_microbatches
     if num_replicas == 1:
         return list(parts[0])
     nexts = [0] * num_replicas
     losses: list[float] = []
     while True:
-        number = len(losses) * m  # of its first microbatch
+        number = len(losses) * m  # of the minibatch's first microbatch, counted through the run
         having = sorted({(number + index) % num_replicas for index in range(min(m, num_replicas))})
         if any(nexts[replica] >= len(parts[replica]) for replica in having):
             return losses

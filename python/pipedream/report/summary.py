@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_data_waits", "describe_result", "plot_losses", "summarize"]
 
-_DATA_SHARE_MIN = 0.1  # of a worker's time spent reading data that is worth a line
+_DATA_SHARE_MIN = 0.1  # share of a worker's time spent reading data from which a line tells of it
 _EPOCHS_SHOWN = 6
 _LOSSES_COLOUR, _SMOOTHED_COLOUR, _MEANS_COLOUR = "#56b4e9", "#0072b2", "#d55e00"  # of the Okabe-Ito palette
-_SMOOTHED_MIN = 20  # minibatches of which a running mean shows more than they do
-_SMOOTHED_SHARE = 0.05  # of the run, that the running mean remembers
+_SMOOTHED_MIN = 20  # minibatches from which a running mean is drawn
+_SMOOTHED_SHARE = 0.05  # share of the run that the running mean remembers
 
 
 def describe_result(result: RunResult) -> str:
-    """Five lines, and one of validation."""
+    """Returns five lines, and one about validation if there was any."""
     name, peak, predicted = max(_memory_of_workers(result), key=lambda w: w[1], default=("no worker", 0, 0))
     transports = ", ".join(sorted(set(result.transports.values()))) or "nothing"
     synced = f"; {format_bytes(result.bytes_synced)} between replicas" if result.bytes_synced else ""
@@ -61,7 +61,7 @@ def summarize(result: RunResult) -> str:
 
 
 def describe_data_waits(result: RunResult) -> Iterator[str]:
-    """A line for each worker that spent a good part of its time reading data."""
+    """Yields a line for each worker that spent a good part of its time reading data."""
     for name, share, source in zip(
         result.worker_names, result.data_wait_share, result.data_sources, strict=True
     ):
@@ -83,7 +83,7 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
         axes.plot(_running_mean(result.losses), color=_SMOOTHED_COLOUR, linewidth=1.4, label=label)
     if len(result.epoch_sizes) > 1:
         for epoch, (begin, end) in enumerate(_epoch_ranges(result)):
-            label = "mean of an epoch" if epoch == 0 else "_"  # which the legend leaves out
+            label = "mean of an epoch" if epoch == 0 else "_"  # the legend leaves "_" out
             mean = result.epoch_losses[epoch]
             axes.hlines(mean, begin, end - 1, color=_MEANS_COLOUR, linewidth=1.6, label=label)
     if len(axes.get_legend_handles_labels()[0]) > 1:
@@ -143,7 +143,7 @@ def _describe_time(result: RunResult) -> str:
 
 
 def _epoch_ranges(result: RunResult) -> Iterator[tuple[int, int]]:
-    """First minibatch, and the one after the last, of each epoch."""
+    """Yields (first minibatch, the one after the last) of each epoch."""
     begin = 0
     for size in result.epoch_sizes:
         yield begin, begin + size
@@ -209,7 +209,7 @@ def _worker_table(result: RunResult) -> str:
 
 
 def _memory_of_workers(result: RunResult) -> Iterator[tuple[str, int, int]]:
-    """Name, peak and predicted bytes: the sums of the terms that have one."""
+    """Yields (name, peak bytes, predicted bytes) of each worker: sums over the terms that have the figure."""
     for name, terms in zip(result.worker_names, result.memory, strict=True):
         peak, predicted = (
             sum(figures[kind] or 0 for figures in terms.values()) for kind in ("peak", "predicted")

@@ -33,12 +33,12 @@ class SentTransfer(NamedTuple):
     started_ns: int
     """When the receiver had room for it."""
     copied_ns: int | None
-    """When all of it, encoded where that is due, lay in a staging buffer or in the receiver's memory; None
-    when the wire read the tensors themselves."""
+    """When the whole item, encoded if a codec applies, lay in a staging buffer or in the receiver's memory.
+    None if the wire read the tensors themselves."""
     framed_ns: int
     """When its first chunk was given to the connection."""
     released_ns: int
-    """When the connection had taken its last; the system may have kept that for longer."""
+    """When the connection had taken its last chunk. The operating system may keep the chunk for longer."""
 
 
 class ReceivedTransfer(NamedTuple):
@@ -50,7 +50,7 @@ class ReceivedTransfer(NamedTuple):
     arrived_ns: int
     """When its first chunk was there."""
     complete_ns: int
-    """When its last was; a copy to the device, or decoding, may follow."""
+    """When its last chunk was there. A copy to the device, or decoding, may follow."""
 
 
 class ChannelTransfers(NamedTuple):
@@ -122,9 +122,11 @@ def draw_transfers(
     arguments: dict[str, Any],
     name_of: Callable[[int, int], str],
 ) -> tuple[list[Span], list[tuple[Span, Span]]]:
-    """The spans of one channel, on tracks of its two workers, and arrows from what was sent to its arrival.
+    """Returns the spans of one channel, on tracks of its two workers, and an arrow from each sent item to its
+    arrival.
 
-    arguments: of the channel, beside every span. name_of: of a minibatch and a microbatch.
+    arguments: facts about the channel, added to every span. name_of: names an item, by minibatch and
+    microbatch.
     """
     sender, receiver = (worker_names[rank] for rank in (transfers.sender_rank, transfers.receiver_rank))
     send, receive = f"send {transfers.channel}", f"receive {transfers.channel}"

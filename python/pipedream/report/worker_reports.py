@@ -1,4 +1,4 @@
-"""The workers' reports, joined to the result of their run. Pure; any thread."""
+"""Joins the workers' reports into the result of their run. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def combine_reports(
         for stage, replicas in enumerate(of_stages)
     ]
     figures = [_figures_of(channel, reports) for channel in channels]
-    # Besides the warm-up those in which memory is measured, which takes time per operator on the host.
+    # measured_ms leaves out the warm-up, and the slow minibatches in which the host measures memory.
     num_in_flight = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
     num_warm_up = -(-num_in_flight // m)
     return RunResult(
@@ -107,7 +107,8 @@ def _evaluations_of(
     epochs: Sequence[int],
     schedule: _core.ScheduleOptions,
 ) -> list[Evaluation]:
-    """report: of the last stage. epochs: of each minibatch of the result."""
+    """Returns the evaluations. report: the last stage's. epochs: the epoch of each minibatch of the
+    result."""
     rows = [*record.get("evaluated", []), *report["validation"]]
     first_minibatch = 0 if record else schedule.first_minibatch
     return [
@@ -131,7 +132,7 @@ def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list
 def _updates_read(
     schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
-    """The updates that the version of each minibatch's first forward contained."""
+    """Returns, by minibatch, the (fewest, most) updates in the version that its first forward read."""
     first = _core.rounds_of(schedule, stage).first_version
     read: list[list[tuple[int, int]]] = []
     for report in replicas:
@@ -145,12 +146,12 @@ def _updates_read(
 
 
 def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:
-    """Counts are the receiver's, which has had everything when it reports; its sender may still be at the
-    last item then."""
+    """Takes the counts from the receiver, which has received everything when it reports. The sender may
+    report while it still sends the last item."""
     assert channel.stages is not None
     sent = reports[channel.sender]["channels"][channel.name]
     received = reports[channel.receiver]["channels"][channel.name]
-    # A socket takes bytes long before they are there, so the sender's time alone would be too short.
+    # A socket takes bytes long before they arrive, so the sender's time alone would be too short.
     transfer_ns = max(sent["transfer_ns"] - sent["credit_wait_ns"], received["transfer_ns"])
     wait_ns = received["wait_ns"]
     return ChannelFigures(
@@ -199,7 +200,7 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 
 
 def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
-    """Time that a worker spent on evaluations, and waiting for them, between two updates."""
+    """Time that a worker spent on evaluations, and on waiting for them, between two updates."""
     evaluated = (span for span in spans if span.traits.scope == "boundary")
     return sum(
         span.completed_ns - span.asked_ns
@@ -209,9 +210,10 @@ def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
 
 
 def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[int]) -> float:
-    """Milliseconds per minibatch between updates of the last stage, without evaluations and without the first
-    minibatches, which are counted from `begins`: of the run, and after each drain. Over all of them when
-    there are too few. An update that several minibatches share names the first."""
+    """Returns milliseconds per minibatch, between updates of the last stage and without evaluations. Leaves
+    out num_warm_up minibatches after each of `begins`, which are the first minibatch of the run and those
+    after drains. If too few minibatches remain, all count. The span of an update that several minibatches
+    share names the first of them."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
