@@ -1,10 +1,9 @@
-// BoundedQueue: order, the bound, close, deadlines, and that nothing is lost between threads.
+// BoundedQueue: order, the bound, close, and that nothing is lost between threads.
 #include "base/bounded_queue.h"
 
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -22,28 +21,6 @@ TEST(BoundedQueue, IsFirstInFirstOut) {
   EXPECT_EQ(queue.pop(), 1);
   EXPECT_EQ(queue.pop(), 2);
   EXPECT_EQ(queue.pop(), 3);
-}
-
-TEST(BoundedQueue, TryPushRefusesTheItemPastTheBound) {
-  BoundedQueue<int> queue(2);
-  EXPECT_TRUE(queue.try_push(1));
-  EXPECT_TRUE(queue.try_push(2));
-  EXPECT_FALSE(queue.try_push(3));
-  EXPECT_EQ(queue.size(), 2u);
-  EXPECT_EQ(queue.pop(), 1);
-  EXPECT_TRUE(queue.try_push(3));
-}
-
-TEST(BoundedQueue, TryPopIsEmptyWhenNothingIsThere) {
-  BoundedQueue<int> queue(1);
-  EXPECT_EQ(queue.try_pop(), std::nullopt);
-}
-
-TEST(BoundedQueue, PopUntilIsEmptyAtTheDeadline) {
-  BoundedQueue<int> queue(1);
-  const Deadline deadline = Clock::now() + std::chrono::milliseconds(5);
-  EXPECT_EQ(queue.pop_until(deadline), std::nullopt);
-  EXPECT_GE(Clock::now(), deadline);
 }
 
 TEST(BoundedQueue, PushWaitsForRoom) {
@@ -92,7 +69,7 @@ TEST(BoundedQueue, AfterCloseWhatIsInsideIsStillDelivered) {
   BoundedQueue<int> queue(2);
   ASSERT_TRUE(queue.push(1));
   queue.close();
-  EXPECT_FALSE(queue.try_push(2));
+  EXPECT_FALSE(queue.push(2));
   EXPECT_EQ(queue.pop(), 1);
   EXPECT_EQ(queue.pop(), std::nullopt);
 }
