@@ -1,8 +1,8 @@
-"""Copies between device and host memory that run beside the device's computing.
+"""Copies between device and host memory, which run while the device computes.
 
-CUDA copies on streams of its own, one per direction. Events order them, and the CPU waits for none. The
-host does the same copies at once: it gains nothing, but its tests then test this code. Owned by the
-worker's compute thread.
+CUDA copies run on streams of their own, one per direction. Events order them, and the CPU waits for none.
+Without a GPU the same copies are done at once. That gains nothing, but lets tests on the host run this code.
+Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ __all__ = ["CopyStreams", "make_copy_streams"]
 
 
 class CopyStreams(Protocol):
-    """Copies beside the compute stream. What they return says when a copy is done; None: it is."""
+    """Copies beside the compute stream. out() and into() return an event, which comes when the copy is done.
+    None: the copy is done already."""
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Device to host, after what the compute stream has been given so far and after `after`."""
+        """Copies from device to host. The copy waits for all work that the compute stream has been given so
+        far, and for the events `after`."""
 
     def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Host to device, likewise."""
+        """Copies from host to device, and waits as out() does."""
 
     def wait(self, *copies: Any) -> None:
-        """Makes the compute stream wait for the copies, from now on; the CPU does not wait."""
+        """Makes the compute stream wait for the copies. The CPU does not wait."""
 
     def finish(self) -> None:
-        """The CPU waits for all copies."""
+        """Makes the CPU wait for all copies."""
 
 
 class _HostCopies:
-    """One memory: a copy is done when the call returns."""
+    """Copies within host memory. A copy is done when the call returns."""
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
         with torch.no_grad():
@@ -48,7 +50,7 @@ class _HostCopies:
 
 
 class _CudaCopies:
-    """A stream per direction: both directions of the bus work at once."""
+    """One stream per direction, because both directions of the bus can work at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +74,8 @@ class _CudaCopies:
         self._into.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
-        # The source is made, or the target's former content read, by what compute has been given so far.
+        # Work that the compute stream has been given makes the source, or still reads the target's old
+        # content.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:
             if event is not None:

@@ -1,9 +1,9 @@
 """Rehearsal of an evaluation: each worker runs its own stages once, in eval mode, on the first validation
-minibatch. That tells what crosses the cuts there, what memory it takes, and whether loss and metrics can do
-with what comes out.
+minibatch. That shows which tensors cross the cuts in eval mode, how much memory an evaluation takes, and
+whether the loss and the metrics accept the outputs.
 
-Values go from stage to stage as those of the training's rehearsal do (rehearsal.py). Modules, generators and
-what loss and metrics keep are afterwards as they were. On the worker's compute thread.
+Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules,
+generators and the state of loss and metrics are as they were. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RehearsedEvaluation:
     """The knowledge that this worker has of its evaluations before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    """By the stage upstream, at both sides of its stages."""
+    """Boundaries at both sides of this worker's stages, by the stage upstream of the cut."""
     peak_bytes: int = 0
-    """Bytes that torch makes in one forward, and those of the copies of buffers that it runs on."""
+    """Bytes that torch makes in one forward, and bytes of the copies of buffers on which the forward runs."""
 
 
 def rehearse_evaluation(
@@ -53,8 +53,8 @@ def rehearse_evaluation(
     autocast: torch.dtype | None,
     describe: Callable[[int], str],
 ) -> RehearsedEvaluation:
-    """stages: the worker's, of the eval-mode forward, on the device. inputs, targets: of the first validation
-    minibatch, read where the first and the last stage are."""
+    """Runs the worker's stages on the first validation minibatch. stages: those of the eval-mode forward, on
+    the device. inputs, targets: None at a worker that has neither the first nor the last stage."""
     boundaries: dict[int, Boundary] = {}
     peak_bytes = 0
     for stage in stages:
@@ -91,7 +91,7 @@ def _run(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[Any, int]:
-    """The output, and the most that torch had beside the weights."""
+    """Returns (output, the most bytes that torch's tensors had beside the weights)."""
     loss_fn, metrics = (None, {}) if spared is None else spared
     calls = StageCalls(stage, loss_fn, device, autocast)
     meter = make_meter(device)

@@ -1,8 +1,8 @@
 """The memory that a stage's work needs beside the pool: measured in a rehearsal, and again while training.
 
-On CUDA the allocator counts. On the host torch keeps no count, so a dispatch mode sees every tensor that an
-operator makes and when its memory goes; that costs some us per operator, so it watches only the first
-minibatches. What an operator allocates and frees inside itself is not seen on the host.
+On CUDA the allocator counts. On the host torch keeps no count. There a dispatch mode notes every tensor that
+an operator makes, and when the tensor's memory is freed. That costs some us per operator, so the mode is on
+during the first minibatches only. It does not see memory that an operator both allocates and frees.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ __all__ = [
     "storage_bytes",
 ]
 
-# Scalars, as the loss, its scale and what its backward starts with: how long each lives differs.
+# Room for scalars: the loss, its scale, and the gradient with which the loss's backward starts. How long each
+# of them lives differs.
 SCALARS_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of torch's own memory that one stage needs, the minibatch being cut as the run will."""
+    """Bytes of torch's own memory that one stage needs, with as many microbatches as in the run."""
 
     input_bytes: int
     """Bytes of one microbatch's inputs (and targets at the last stage)."""
     stash_bytes: int
-    """Made by the forward of a microbatch and kept until its backward."""
+    """Bytes that the forward of a microbatch makes and that stay until its backward."""
     transient_bytes: int
-    """The most beyond the other terms, while a forward or a backward runs."""
+    """The most bytes beyond the other terms while a forward or a backward runs."""
     gradient_bytes: int
     """Bytes of the parameters' gradients."""
     is_measured: bool
@@ -55,14 +56,14 @@ class Footprint:
     offloadable_bytes: int = 0
     """The part of stash_bytes that offloading moves to the host; 0 also if nobody asked."""
     factor_rows: Mapping[str, int] = field(default_factory=dict)
-    """By name, of the weights whose gradient is the product of two factors (model/factored.py): the factors'
-    rows in a microbatch. None also where nobody asked."""
+    """Rows of the factors in one microbatch, by the name of the weight. It has the weights whose gradient is
+    the product of two factors (model/factored.py). Empty also if nobody asked."""
     foreign_draws: tuple[str, ...] = ()
-    """Generators but torch's that the forward draws from."""
+    """Generators other than torch's from which the forward draws."""
     draws: SeenDraws = field(default_factory=SeenDraws)
     """Draws from torch's generators."""
     is_repeatable: bool = True
-    """Whether a recompute gives what the forward gave; True also where nobody asked."""
+    """Whether a recompute gives the same output as the forward; True also if nobody asked."""
 
     def or_as(self, other: Footprint) -> Footprint:
         """Returns the footprint of a stage whose minibatches may also be like the other's: the larger of each
@@ -102,8 +103,8 @@ class MemoryMeter(Protocol):
 
 
 def make_meter(device: torch.device) -> MemoryMeter:
-    """Makes the meter of a device that has memory, or of "meta", whose tensors only say how much they would
-    take."""
+    """Makes the meter of a device. "meta" is a device, too: its tensors have no memory, and the meter counts
+    how much they would take."""
     return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
@@ -126,7 +127,7 @@ class _CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def note(self, tensor: Tensor) -> None:
-        """The allocator has counted it."""
+        """Does nothing, because the allocator has counted the tensor."""
 
     def __enter__(self) -> _CudaMeter:
         return self
@@ -136,14 +137,14 @@ class _CudaMeter:
 
 
 class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every storage that an operator returns and that was not there before."""
+    """Counts every new storage that an operator returns."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
-        # Storages by the address of their C++ object, with a weak reference that keeps the entry true.
+        # Storages by the address of their C++ object. The weak reference removes the entry with the storage.
         self._known: dict[int, Any] = {}
 
     def reset_peak(self) -> None:
@@ -195,7 +196,7 @@ class WorkMeter:
     """Reads a meter around work items and keeps the peaks per term."""
 
     def __init__(self, meter: MemoryMeter, gradient_bytes: Callable[[], int]) -> None:
-        """gradient_bytes: of the parameters' gradients that there are."""
+        """gradient_bytes: returns the bytes of the parameters' gradients that exist at the moment."""
         self._meter = meter
         self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
@@ -210,29 +211,30 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def recompute(self) -> Iterator[None]:
-        """Is around a recompute: what it makes lives until the backward that follows, so it counts as
+        """Measures a recompute. Its tensors live until the backward that follows, so they count as
         transient."""
         with self._measured():
             yield
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        with self._measured(lambda: self.gradient_peak_bytes):  # copies may have left meanwhile
+        # The peak: copies of gradients may be sent and freed during the backward.
+        with self._measured(lambda: self.gradient_peak_bytes):
             yield
             self._note_gradients()
             self._note_kept()  # also gradients on their way upstream
 
     def note_gradients(self, copied: Tensor | None = None) -> None:
-        """Notes the bytes of gradients before some of them may go, in a backward or between two work items.
-        copied: copies of gradients that were made outside of the meter and that gradient_bytes knows."""
+        """Notes the bytes of gradients before some of them may be freed, in a backward or between two work
+        items. copied: copies of gradients that were made outside of the meter; gradient_bytes counts them."""
         if copied is not None:
             self._meter.note(copied)
         self._note_gradients()
 
     @property
     def transient_peak_bytes(self) -> int:
-        """Beyond the most that was kept, not beyond what was kept then: a microbatch of fewer samples, or of
-        another shape, keeps less and has as much beside it, and the sum of the terms is what counts."""
+        """The peak beyond the most bytes that were ever kept, not beyond those kept at that moment. A smaller
+        microbatch may keep less and need as much beside it, but only the sum of the terms matters."""
         return max(self._peak_bytes - self.stash_peak_bytes, 0)
 
     def kept_bytes(self) -> int:
@@ -255,8 +257,8 @@ class WorkMeter:
 
 
 class StepMeter:
-    """Reads a meter around an optimizer's steps: what they make and drop. What they keep, the optimizer's
-    state, has a term of its own, so this meter is no other's."""
+    """Measures the tensors that an optimizer's steps make and drop. The state that the steps keep has a term
+    of its own, so this meter must not be used for anything else."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
@@ -268,7 +270,7 @@ class StepMeter:
             before = meter.live_bytes
             meter.reset_peak()
             yield
-            # Gradients may go meanwhile, so that there is less than before.
+            # The step may free gradients, so that fewer bytes are live after it than before.
             kept = max(before, meter.live_bytes)
             self.peak_bytes = max(self.peak_bytes, meter.peak_bytes - kept)
 

@@ -1,7 +1,7 @@
-"""A worker's memory as one sum of named terms, predicted before the first minibatch (design.md, section 5).
+"""A worker's memory as one sum of named terms, predicted before the first minibatch (docs/inside-memory.md).
 
-The pool's memory is planned to the byte; torch's own is predicted from a rehearsal. If a worker would not
-fit into a given limit, it turns recompute and offloading on. Pure; any thread.
+The memory of the pool is planned to the byte. Torch's own memory is predicted from a rehearsal. If a worker
+would not fit into a given limit, it turns recompute and offloading on. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # the masters of bfloat16 parameters
 AVERAGES = "averages of weights"  # of callbacks.EMA
-# Where shards are asynchronous: the newest version of a replica's own, and a copy for each other replica.
+# Asynchronous shards: the newest version of a replica's own shard, and a copy of it for each other replica.
 SHARD = "own shard"
 SHARD_ANSWERS = "own shard for the others"
-# Of the pool too, but always in host memory.
+# Terms of the pool that are always in host memory.
 OFFLOADED_VERSIONS = "offloaded weight versions"
 OFFLOADED_ACTIVATIONS = "offloaded activations"
 # Terms of torch's own memory.
@@ -75,10 +75,10 @@ TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 SHARD_STEP = "step for another replica"
 EVALUATION = "evaluation"
 
-_NUM_RELEASED_LATE = 1  # a neighbour has used it, and its memory has not come back to the sender
+_NUM_RELEASED_LATE = 1  # items that a neighbour has used, but whose memory has not come back to the sender
 _NO_LIMIT = 1 << 60
-_PERIOD_MAX = 1 << 12  # minibatches that are looked at
-_GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
+_PERIOD_MAX = 1 << 12  # microbatches that _num_within_rounds() looks at
+_GENERATOR_BYTES = 8192  # state of torch's generators, which a recompute needs
 
 Terms = dict[str, int]
 
@@ -101,11 +101,13 @@ class PushedGradients:
     """Bytes that a replica's exchange with its stage's shards takes beside the gradients."""
 
     copy_bytes: int = 0
-    """Bytes of a round's copies, from which gradients leave that share a chunk, or are sparse."""
+    """Bytes of the copies that one round makes of gradients which share a chunk, or are sparse. These are
+    sent from the copies."""
     mean_bytes: int = 0
     """Bytes of the means that an update has at once in memory of their own."""
     num_rounds: int = 1
-    """Rounds that may be here at once: the one that is accumulated, and those that wait or have not left."""
+    """Rounds whose gradients may be in memory at once: the one that is accumulated, and those that wait or
+    have not been sent."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class MemoryPlan:
     weight_bytes: Mapping[int, int]
     """Bytes of one version of the stage's own parameters."""
     tied_bytes: Mapping[int, Mapping[int, int]]
-    """Bytes of one version of the parameters that it shares with other stages, by their owner."""
+    """Bytes of one version of the parameters that the stage shares with other stages, by owner."""
     placed_state_bytes: Mapping[int, int]
     """Bytes of the optimizer's state that lies in the pool, without masters."""
     torch_state_bytes: Mapping[int, int]
@@ -182,22 +184,22 @@ class MemoryPlan:
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def counted_bytes(self) -> int:
-        """The terms that a limit is for: all on the host, those in the device's memory on a GPU."""
+        """Returns the bytes that a limit applies to: all terms on the host; on a GPU those in its memory."""
         return sum(self.counted_terms().values())
 
     def counted_terms(self) -> Terms:
         return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
 
     def offloads_versions(self, stage: int) -> bool:
-        """Whether recompute is asked for, and saves anything."""
+        """Whether offloading of versions is asked for, and saves anything."""
         versions = _core.num_versions_kept(self.schedule, stage)
         # Replicas write their shards into each other's slots, which stay where they are.
         asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
         return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
 
     def offloads_activations(self, stage: int) -> bool:
-        """Whether offloading is asked for, and there is something to move. A stage that recomputes has
-        nothing."""
+        """Whether offloading of activations is asked for, and there are any to move. A stage that recomputes
+        has none."""
         asked = self.offload.get(stage, Offload()).activations
         homes = num_activation_homes(self.schedule, stage)
         return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
@@ -219,12 +221,13 @@ class MemoryPlan:
                 kept = _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
             elif self.offloads_activations(stage):
-                # On the device are those of the next backward, and those that come or go.
+                # Two microbatches' activations are on the device: those of the next backward, and those of
+                # one that comes or goes.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
                 stash += 2 * footprint.offloadable_bytes
             saves = self._recomputes(stage) or self.offloads_activations(stage)
             if saves and stage + 1 < self.plan.num_stages:
-                # Outputs that wait for their neighbour; otherwise the stash has them.
+                # Outputs that wait to be sent. If nothing is saved, the stash contains them.
                 stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
             # A microbatch of the data is a view of its minibatch, so the whole minibatch stays.
             m, replicas = self.schedule.num_microbatches, self.plan.stages[stage].num_replicas
@@ -243,16 +246,17 @@ class MemoryPlan:
             of_round = footprint.gradient_bytes - fewer_bytes + pushes.copy_bytes
             num_rounds = pushes.num_rounds
             if factors.weight_bytes > 0 or (stage not in self.pushes and self._is_replicated(stage)):
-                num_rounds += 1  # as items of factors wait, or buckets that are reduced
+                num_rounds += 1  # items of factors, or buckets that are reduced, may still wait
             gradients += num_rounds * of_round
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _kept_beside_gradients(self, stage: int, kept: int) -> int:
-        """The most that a stage but the first keeps of its microbatches in flight, with the gradients that
-        wait for the neighbour's slots. kept: of each that has not been backwarded."""
+        """Returns the most bytes that a stage, not the first, keeps for its microbatches in flight: stashes,
+        and gradients that wait for slots upstream. kept: bytes of one microbatch before its backward."""
         footprint = self.footprints[stage]
         gradient_bytes = footprint.input_bytes - footprint.target_bytes
-        # Upstream they are all in flight, those here and those whose gradients wait: of no more than that.
+        # The stage upstream still has in flight both the microbatches that are stashed here and those whose
+        # gradients wait. So the two together are no more than it may have.
         upstream = num_in_flight_upstream(self.schedule, stage)
         here_max = _core.num_microbatches_in_flight(self.schedule, stage)
         return _NUM_RELEASED_LATE * gradient_bytes + max(
@@ -288,9 +292,9 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Microbatches of one replica of the stage, not the first, that the replicas upstream may have in flight
-    at once: by the links to each of them, and as they share rounds. No fewer than any order of the workers'
-    lists has, as on a link that is slow for gradients alone, and but for that a worker may have no more."""
+    """Returns how many microbatches of one replica of the stage, not the first, the replicas upstream may
+    have in flight at once. Two bounds apply: that of the links to each of them, and that of the rounds that
+    they share. The result holds for every order of work, even if a link is slow for gradients alone."""
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     stride = math.lcm(upstream, here)
     of_edges = stride // here * num_of_edge_in_flight(schedule, stage - 1, stride)
@@ -298,12 +302,12 @@ def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Microbatches of one replica that upstream may be in flight by the version that its replicas read: there
-    are the gradients of all rounds before it, whoever has them."""
+    """Returns the bound that the versions give which replicas upstream read. A version contains the gradients
+    of all rounds before it, from every replica. So microbatches of those rounds are no longer in flight."""
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     m = schedule.num_microbatches
     per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m
-    # In one period all is as in any other, long after the start.
+    # Long after the start, one period is like any other.
     per_body = minibatches_per_body(schedule) * m
     period = math.lcm(per_round, here, schedule.placement.num_replicas(0), per_body)
     is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
@@ -322,11 +326,12 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
 def choose_savings(
     memory: MemoryPlan, recompute: Sequence[bool] | None, limit_bytes: int | None
 ) -> MemoryPlan:
-    """The plan with what its worker must do to fit into the limit: recompute (unless it is given), else
-    offload weight versions, else offload activations; each where it saves most, as long as it is needed.
+    """Returns the plan with the savings that its worker needs to fit into the limit. It first turns recompute
+    on (unless `recompute` is given), then offloads weight versions, then activations. Each goes stage by
+    stage, where it saves most, until the worker fits.
 
-    It is the worker's own affair: its neighbours see no difference. Raises ValueError, term by term, when
-    the worker does not fit at all.
+    The worker's neighbours see no difference. Raises ValueError, which lists the terms, if the worker does
+    not fit even so.
     """
     memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:
@@ -398,7 +403,7 @@ def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
 
 
 def list_terms(terms: Mapping[str, int]) -> str:
-    """The terms for an error, the largest first."""
+    """Lists the terms for an error, the largest first."""
     return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
 
 
@@ -409,7 +414,7 @@ def _largest_first(terms: Mapping[str, int]) -> list[tuple[str, int]]:
 def describe_memory(
     worker_names: Sequence[str], memory: Sequence[Mapping[str, Mapping[str, int | None]]]
 ) -> str:
-    """RunResult.memory as a table: predicted and peak bytes per worker and term."""
+    """Returns RunResult.memory as a table: predicted and peak bytes per worker and term."""
     rows: list[tuple[str, ...]] = []
     for worker, terms in zip(worker_names, memory, strict=True):
         label = worker
@@ -446,8 +451,8 @@ def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:
-    """Parameters and buffers of the modules, each storage once, and what stands in for those that are read of
-    other stages."""
+    """Returns the bytes of the stages' parameters and buffers, each tensor once. Stand-ins for tensors of
+    other stages that a stage reads count, too."""
     tensors: list[Tensor] = []
     for stage in stages:
         tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]

@@ -6,21 +6,21 @@
     BACKWARD 0                   0, and 1 comes back                 2 3
     FORWARD 4                    1, and 4 goes as it is made         2 3 4
 
-The backwards of a stage come in the order of its forwards, so what is used next is always known: two
-microbatches are on the device at most, and three versions (resident_versions.py). A graph holds no version:
-the hooks for saved tensors turn a view of a weight slot into a note of what it viewed. Parameters tied across
-stages stay on the device.
+The backwards of a stage come in the order of its forwards, so it is always known which tensors are needed
+next. At most two microbatches and three versions are on the device (resident_versions.py has the versions).
+A graph does not keep a version alive: the hooks for saved tensors replace a view of a weight slot by a note,
+which names the version and the view's place in it. Parameters tied across stages stay on the device.
 
-Device memory is given back only after the compute stream was made to wait for the copy from it
-(copy_streams.py): then whatever gets it next comes after in that stream, and no allocator has to look whether
-the copy is done.
+Device memory is freed only after the compute stream has been told to wait for the copy from it
+(copy_streams.py). The next user of the memory comes later in that stream, so no allocator has to check
+whether the copy is done.
 
-Not for layers that use torch.func inside, which takes no such hooks, nor for a torch.autograd.Function that
-keeps views of a weight outside save_for_backward.
+Offloading does not work for layers that use torch.func inside, because torch.func allows no such hooks. Nor
+does it work for a torch.autograd.Function that keeps views of a weight outside save_for_backward.
 
 $PIPEDREAM_OFFLOAD ("activations", "versions" or both, with a comma) turns offloading on wherever it is
-possible; without it run(memory=...) does, where a stage would not fit. Owned by the worker's compute thread;
-autograd's threads call what a graph holds.
+possible. Without it, run(memory=...) turns offloading on where a stage would not fit. Owned by the worker's
+compute thread; autograd's threads call the hooks that a graph holds.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = [
 ]
 
 SMALL_BYTES = 64 << 10
-"""Smaller saved tensors stay where they are: a copy of so few bytes costs more than they do."""
+"""Smaller saved tensors stay on the device: to copy so few bytes costs more than it saves."""
 
 _VARIABLE = "PIPEDREAM_OFFLOAD"
-_ALIGNMENT = 64  # of the tensors in a microbatch's memory: that of torch's own on the host
+_ALIGNMENT = 64  # bytes, of the tensors in a microbatch's host memory; torch aligns its own so, too
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def forced_offload() -> Offload:
 
 
 class _Geometry(NamedTuple):
-    """The place of a tensor in its memory."""
+    """The place of a tensor in its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -90,7 +90,7 @@ class _Geometry(NamedTuple):
         return cls(tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
     def view(self, flat: Tensor) -> Tensor:
-        """The tensor, in memory that begins with its own."""
+        """Returns the tensor as a view of `flat`, which begins with the bytes of the tensor's storage."""
         whole = flat[: flat.numel() - flat.numel() % self.dtype.itemsize].view(self.dtype)
         tensor = whole.as_strided(self.size, self.stride, self.offset)
         tensor = tensor.conj() if self.is_conj else tensor
@@ -103,7 +103,8 @@ class _Kept:
 
     tensor: Tensor
     version: int
-    """The version of its content, as autograd counts; with hooks autograd does not look itself."""
+    """Autograd's version counter when the tensor was saved. With hooks, autograd does not check the counter
+    itself."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Kept:
@@ -117,7 +118,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _InVersion:
-    """A saved view of a weight version, wherever that lies."""
+    """A saved view of a weight version, which may be on the device or at its home."""
 
     versions: ResidentVersions
     version: int
@@ -128,7 +129,7 @@ class _InVersion:
 
 
 class _Memory:
-    """One storage of a microbatch: on the device, at home, or both."""
+    """One storage of a microbatch. It is on the device, at its home in host memory, or both."""
 
     def __init__(self, source: Tensor, home: Tensor) -> None:
         self._source: Tensor | None = source
@@ -136,12 +137,12 @@ class _Memory:
         self._is_modified = False
         self.home = home
         self.gone_out: Any = None
-        """The copy after which the home is whole."""
+        """The copy to the home."""
         self.flat: Tensor | None = _flat(source)
         """The bytes on the device; None while they are only at home."""
 
     def close(self) -> None:
-        """The forward is done, and with it what may change the content by mistake."""
+        """Notes at the end of the forward whether a layer has changed the content since it was saved."""
         assert self._source is not None
         self._is_modified = self._source._version != self._version
         self._source = None
@@ -167,17 +168,17 @@ class _Away:
 
 @dataclass
 class _HomeSlot:
-    """Host memory for what one microbatch saves."""
+    """Host memory for the tensors that one microbatch saves."""
 
     content: Tensor
     last_read: Any = None
-    """The copy after which it may be written again."""
+    """The last copy from this memory. It must be done before the memory is written again."""
 
 
 class SavedTensors:
-    """The tensors that the graph of one microbatch saves, while its forward is done inside `with`.
+    """The tensors that the graph of one microbatch saves. Run its forward inside `with`.
 
-    Then: prefetch() while the work before its backward is under way, arrive() before the backward.
+    Then call prefetch() while the work before its backward is under way, and arrive() before its backward.
     """
 
     def __init__(self, stage: StageOffload, slot: _HomeSlot | None, kept: Iterable[Tensor]) -> None:
@@ -186,13 +187,13 @@ class SavedTensors:
         self._kept_memory = {memory_of(tensor) for tensor in kept}
         self._used_bytes = 0
         self._memories: dict[tuple[int, int], _Memory] = {}
-        # Weak: what the graph has dropped need not come back, and what it drops shall be free.
+        # Weak, so that memory is freed when the graph drops it. It then need not come back.
         self._away: list[weakref.ref[_Memory]] = []
         self._come_in: list[Any] = []
         self._hooks: Any = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Their memory stays where it is: it is not the graph's alone."""
+        """Leaves the memory of these tensors on the device, because the graph is not its only user."""
         self._kept_memory |= {memory_of(tensor) for tensor in tensors}
 
     @property
@@ -205,7 +206,7 @@ class SavedTensors:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self._hooks = None  # they hold this
+        self._hooks = None  # the hooks hold this object
         memories = list(self._memories.values())
         self._memories = {}
         for memory in memories:
@@ -231,7 +232,7 @@ class SavedTensors:
 
     def arrive(self) -> None:
         self.prefetch()
-        self._stage.copies.wait(*self._come_in[-1:])  # they come in one stream, one after the other
+        self._stage.copies.wait(*self._come_in[-1:])  # the copies are in one stream
         self._come_in = []
 
     def _pack(self, tensor: Tensor) -> _Kept | _InVersion | _Away:
@@ -245,7 +246,7 @@ class SavedTensors:
         return _Kept.of(tensor) if memory is None else _Away(memory, _Geometry.of(tensor))
 
     def _memory_for(self, tensor: Tensor) -> _Memory | None:
-        """The tensor's storage on its way home; None when it stays."""
+        """Returns the tensor's storage, which is on its way home; None if it stays on the device."""
         if self._slot is None or not _is_movable(tensor, self._kept_memory | self._stage.kept_memory):
             return None
         key = _content_of(tensor)
@@ -275,8 +276,8 @@ class StageOffload:
         versions: ResidentVersions | None,
         kept: Iterable[Tensor],
     ) -> None:
-        """homes: flat host memory for the microbatches that are away, none to keep activations where they
-        are. kept: tensors that live as long as the stage."""
+        """homes: flat host memory, one piece per offloaded microbatch. If empty, activations stay on the
+        device. kept: tensors that live as long as the stage."""
         self.device = device
         self.copies = copies
         self.versions = versions
@@ -284,29 +285,29 @@ class StageOffload:
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
         self.leaving: list[_Memory] = []
-        """Memory of the latest microbatch that was forwarded, perhaps still being copied."""
+        """Memory of the microbatch that was forwarded last. It may still be on its way home."""
 
     def names(self) -> list[str]:
         return Offload(self.versions is not None, self._num_homes > 0).names()
 
     def forward(self, kept: Iterable[Tensor], *, is_next: bool) -> SavedTensors | None:
-        """Returns the hooks for a microbatch's forward, or None when its graph may hold all as it is.
-        is_next: its backward is the stage's next, so its tensors stay. kept: tensors that do not belong to
-        the graph alone."""
+        """Returns the hooks for a microbatch's forward, or None if its graph may hold all tensors directly.
+        is_next: its backward is the stage's next, so its tensors stay. kept: tensors that have other users
+        besides the graph."""
         self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)
 
     def settle(self) -> None:
-        """Waits until the tensors of the microbatch before are in host memory, and frees theirs on the
-        device. Call it before the next work on the device."""
+        """Makes the compute stream wait until the tensors of the microbatch before are in host memory, and
+        frees their device memory. Call it before the next work on the device."""
         leaving, self.leaving = self.leaving, []
-        self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last comes last
+        self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last copy ends last
         for memory in leaving:
             memory.flat = None
 
     def finish(self) -> None:
-        """The CPU waits for all copies: memory may go."""
+        """Makes the CPU wait for all copies. Their memory may be freed afterwards."""
         self.copies.finish()
 
     def give_back(self, slot: _HomeSlot) -> None:
@@ -314,7 +315,8 @@ class StageOffload:
 
 
 def graph_root(output: Tensor) -> Tensor:
-    """Stands for the output in a backward, so that its memory can go once it has been sent."""
+    """Returns a stand-in for the output in the backward, so that the output's memory can be freed once it
+    has been sent."""
     if not output.requires_grad:
         return torch.empty(0, dtype=output.dtype, device=output.device)
     root: Tensor = _Root.apply(output)  # type: ignore[no-untyped-call]
@@ -333,9 +335,10 @@ class _Root(torch.autograd.Function):
 
 @contextlib.contextmanager
 def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Around a forward; what it gives says how many bytes offloading would have moved."""
+    """Measures a forward in the block. Yields a function that returns how many bytes offloading would have
+    moved."""
     kept_memory = {memory_of(tensor) for tensor in kept}
-    held: dict[tuple[int, int], Tensor] = {}  # alive, so that no two have one address
+    held: dict[tuple[int, int], Tensor] = {}  # kept alive, so that no two have the same address
 
     def pack(tensor: Tensor) -> _Kept:
         packed = _Kept.of(tensor)
@@ -366,12 +369,13 @@ def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
 
 
 def _content_of(tensor: Tensor) -> tuple[int, int]:
-    """Equal for tensors whose memory has the same content, while both are alive."""
+    """Returns a key for a storage and its content. Two tensors that are alive have equal keys only if both
+    are the same."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All bytes of the tensor's storage."""
+    """Returns all bytes of the tensor's storage."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 

@@ -1,5 +1,5 @@
-"""The state that optimizers keep, and the tensors that a step makes and drops, predicted by steps on
-stand-ins.
+"""Predicts the state that optimizers keep, and the tensors that a step makes and drops. To find out, it makes
+steps on stand-ins for the parameters.
 
 Pure; any thread.
 """
@@ -22,7 +22,8 @@ from pipedream.optim.master_weights import master_dtype, unwrapped
 
 __all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes", "sparse_bytes"]
 
-# Sizes that no real parameter has by accident: a state's dimension of such a size follows the parameter's.
+# Sizes of the stand-ins. If a dimension of the state has one of these sizes, it is taken for a dimension of
+# the parameter.
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -49,27 +50,29 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     return total
 
 
-# Of the largest parameter, where a step cannot be tried: Rprop makes as many, and so does Adam with amsgrad
-# and weight decay.
+# Temporary tensors as large as the largest parameter, if a step cannot be tried. Rprop makes three, and so
+# does Adam with amsgrad and weight decay.
 _NUM_TEMPORARIES_GUESSED = 3
 
 
-# A step by then does all that its number decides about: RAdam rectifies from the sixth on, or later.
+# The number of a step that does everything that a step ever does. RAdam, for one, rectifies only from its
+# sixth step on, or later.
 _LATE_STEP = 10_000
 
 
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
-    """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
-    shapes that have no memory: on all of them where it takes them at once, or else on a few."""
+    """Returns the most bytes that a torch optimizer makes and drops in a step. To find out, it makes steps on
+    parameters of the same shapes without memory: on all of them if a step takes all at once, else on a
+    few."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
     for group in probe.param_groups:
-        if group.get("fused"):  # meta tensors know no such step; it works in place, so this is more
+        if group.get("fused"):  # meta has no fused step; a fused one works in place and takes less
             group |= {"fused": False, "foreach": False}
         elif group.get("foreach", False) is None and device_type == "cuda":
             group["foreach"] = True  # what torch chooses there
-        if not group.get("foreach") and not isinstance(optimizer, MasterWeights):  # which widens all at once
+        if not group.get("foreach") and not isinstance(optimizer, MasterWeights):  # it widens all at once
             group["params"] = _each_shape_behind_each(group["params"])
     meter = StepMeter(make_meter(torch.device("meta")))
     try:
@@ -78,7 +81,7 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
                 break
             with meter.step(), generators_kept():
                 _torch_class_of(optimizer).step(probe)
-    except Exception:  # also where a step reads values
+    except Exception:  # also if a step reads values, which meta tensors do not have
         sizes = _sizes_in_step(optimizer)
         at_once = any(group.get("foreach") for group in probe.param_groups)
         widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # gradients
@@ -95,8 +98,9 @@ def _sizes_in_step(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Some of the parameters, in which each shape comes behind every shape that it comes behind in all: a
-    step may still have what it made for the parameter before, as Adam's has."""
+    """Returns some of the parameters, in which each pair of neighbouring shapes occurs that occurs among all.
+    Pairs matter, because a step may still hold the tensors that it made for the parameter before, as Adam's
+    does."""
     kept: list[nn.Parameter] = []
     shapes = [(p.shape, p.stride(), p.dtype) for p in parameters]
     pairs, last = set(), None
@@ -112,7 +116,7 @@ def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Param
 
 
 def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are numbered."""
+    """Sets the number of the optimizer's last step. Returns whether its steps are numbered."""
     numbered = [state for state in optimizer.state.values() if "step" in state]
     for state in numbered:
         if isinstance(state["step"], Tensor):
@@ -123,7 +127,8 @@ def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
-    """The same of a native optimizer: a step count per parameter, and sparse gradients made dense."""
+    """Returns the bytes that a step of a native optimizer needs: a step count per parameter, and sparse
+    gradients made dense."""
     return 8 * num_parameters + sparse_bytes(stage) + SCALARS_BYTES
 
 
@@ -141,7 +146,8 @@ def sparse_bytes(stage: StageModule) -> int:
 def _probe_of(
     optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
-    """(a copy that has other parameters, and no state yet; those by the ids of the optimizer's own)."""
+    """Returns (a copy of the optimizer with other parameters and no state, these parameters by the ids of the
+    optimizer's own)."""
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     replaced: dict[int, nn.Parameter] = {}
@@ -160,8 +166,8 @@ def _meta_like(parameter: Tensor) -> nn.Parameter:
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The optimizer's class, or what it inherits from torch or from us: a user's own step may do more than
-    step. Raises TypeError for a MasterWeights of such a one."""
+    """Returns the optimizer's class, or its nearest base class that is torch's or ours: the step of a user's
+    class may do more than step. Raises TypeError for MasterWeights around a user's class."""
     ours = ("torch.optim.", "pipedream.optim.")
     if not f"{type(unwrapped(optimizer)).__module__}.".startswith(ours) and isinstance(
         optimizer, MasterWeights

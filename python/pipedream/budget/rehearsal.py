@@ -1,29 +1,30 @@
 """Rehearsal: each worker runs its own stages once, on its own device, on the first microbatch of minibatch 0.
-That tells what crosses the cuts (Boundary) and what memory the stages need beside the pool (Footprint).
+That shows which values cross the cuts (Boundary), and which memory the stages need beside the pool
+(Footprint).
 
     worker of stage 0   forward --value--.    backward
     worker of stage 1                     `-> forward --value--.    backward
     worker of stage 2                                           `-> forward, loss    backward
 
-- A layer runs in no other process than the one that trains it, and as it will train: on that worker's device,
-  under the autocast lists of that device, with rank 0's initial weights and buffers.
-- Across a cut go the boundary, as a document, and then the values of its tensors, as the stage upstream made
-  them, whatever their dtype. Nothing stands in for them: integers are indices and masks select, a loss may
-  refuse what is no probability, and on a GPU one index out of range ends all use of the device. It is as much
-  as the training's first microbatch sends. They go before the backward, for which nobody else waits.
-- The first stage has the inputs and the last the targets, each of its own stream, which gives the minibatch
-  to the training again.
-- A worker learns the boundaries at both sides of its stages and the footprints of its stages. The channels
-  and the memory of others are not its own, so nobody collects anything, however many workers there are.
-- Several stages of one worker go in ascending order: each waits only for lower ones, so none waits for ever.
-  Between two of them a value goes from hand to hand.
-- Generators, buffers, gradients, flags and counters of layers are afterwards as they were. Of the loss it is
-  a copy that runs.
+- A layer runs only in the process that trains it, and as it will train: on that worker's device, under the
+  autocast lists of that device, with rank 0's initial weights and buffers.
+- A stage sends the boundary downstream, as a document, and then the values of its tensors as it made them,
+  whatever their dtype. Made-up values would not do. Integers may be indices, masks select, a loss may refuse
+  numbers that are no probabilities, and on a GPU one index out of range ends all use of the device. The
+  training's first microbatch sends as much. A stage sends before its backward, because nobody waits for that.
+- The first stage reads the inputs and the last stage the targets, each from its own stream. The stream gives
+  the minibatch to the training again.
+- A worker learns the boundaries at both sides of its stages, and their footprints. It needs to know nothing
+  else, so nobody collects anything, however many workers there are.
+- A worker runs its stages in ascending order. Each waits only for lower ones, so none waits for ever. Between
+  two stages of one worker a value stays in memory.
+- Afterwards generators, buffers, gradients, flags and counters of layers are as they were. The loss runs as a
+  copy.
 
-A layer that fails raises PipelineError naming stage and rank, and a value that cannot cross ValueError naming
-the stage and the place in it; a loss, a last stage or a backward that fails is left to minibatch 0, which
-says where. Owned by the worker's compute thread.
-"""
+A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
+ValueError, which names the stage and the place in the value. If the loss, the last stage or a backward fails,
+the rehearsal raises nothing: minibatch 0 fails in the same way, and its error says where. Owned by the
+worker's compute thread."""
 
 from __future__ import annotations
 
@@ -62,16 +63,18 @@ from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal", "foreign_draws", "gives_the_same_again"]
 
-_NUM_TRIES = 4  # to find that draws matter, which need not show at once: of a layer that is dropped at times
+# Recomputes that are tried if the forward draws from generators other than torch's. One recompute need not
+# show that the draws matter, as with a layer that is dropped at random.
+_NUM_TRIES = 4
 
 
 class Handover:
-    """The ways across the cuts, each named by the stage upstream of it. All replicas rehearse, each what one
-    upstream has sent it."""
+    """Sends values across the cuts and receives them. A cut has the number of the stage upstream of it. All
+    replicas rehearse, each with the values of one replica upstream."""
 
     def __init__(self, core: _core.Worker | None, placement: _core.Placement, replica: int = 0) -> None:
-        """core: with the channels of channels.set_up_channels; None where one worker has all stages. replica:
-        of the worker's stage."""
+        """core: has the channels of channels.set_up_channels; None if one worker has all stages. replica:
+        this worker's replica of its stage."""
         self._core = core
         self._placement = placement
         self._replica = replica
@@ -82,7 +85,8 @@ class Handover:
         return self._placement.num_stages
 
     def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
-        """Afterwards the tensors may change, and go: the rehearsal that made them measures what it holds."""
+        """Sends copies of the tensors, which may then change or be freed. It keeps none of them, because the
+        rehearsal measures the memory that it holds."""
         if self._is_local(cut):
             self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
             return
@@ -91,12 +95,12 @@ class Handover:
             assert self._core is not None
             name = rehearsal_name(cut, receiver)
             send_document(self._core, name, boundary.to_json())
-            # What is sent is held until it has left.
+            # send_tensors() holds its tensors until they have left, so it gets copies in host memory.
             copies = [tensor.detach().to("cpu", copy=True) for tensor in boundary.sent(tensors)]
             send_tensors(self._core, name, copies)
 
     def receive(self, cut: int) -> tuple[Boundary, list[Tensor]]:
-        """The boundary and its tensors, in memory of the receiver's own."""
+        """Returns the boundary and its tensors, in memory that belongs to the receiver."""
         if self._is_local(cut):
             return self._in_hand.pop(cut)
         assert self._core is not None
@@ -112,7 +116,7 @@ class Handover:
 
 
 class Rehearsal:
-    """One worker's, and what it has learned."""
+    """The rehearsal of one worker, and its results."""
 
     def __init__(
         self,
@@ -128,17 +132,19 @@ class Rehearsal:
         for_factors: Collection[int] = (),
         for_recompute: Collection[int] = (),
     ) -> None:
-        """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
-        rehearses forwards alone.
-        repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
-        for_offload: also find out what of the stash could be offloaded, with one more forward.
-        for_factors: of these stages also find out which weights' gradients are products of factors, with one
-        more forward and backward.
-        for_recompute: of these stages also find out whether they may recompute, with two more forwards."""
+        """describe: returns the name of this worker for errors, by stage. name: of the minibatch. loss_fn:
+            None rehearses forwards alone.
+        repeats: runs forward and backward twice. With microbatches a backward adds to gradients that are
+            there already.
+        for_offload: also measures how much of the stash could be offloaded, with one more forward.
+        for_factors: stages for which it also finds the weights whose gradients are products of factors, with
+            one more forward and backward.
+        for_recompute: stages for which it also finds out whether they may recompute, with two more
+        forwards."""
         self.boundaries: dict[int, Boundary] = {}
-        """By the stage upstream of the cut."""
+        """Boundaries by the stage upstream of the cut."""
         self.footprints: dict[int, Footprint] = {}
-        """By stage."""
+        """Footprints by stage."""
         self._handover = handover
         self._device = device
         self._describe = describe
@@ -151,8 +157,8 @@ class Rehearsal:
         self._for_recompute = for_recompute
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
-        """stages: the worker's, ascending, on the device. inputs, targets: of one microbatch; read where the
-        first and the last stage are."""
+        """Rehearses the stages: this worker's, ascending, on the device. inputs, targets: those of one
+        microbatch, at workers that have the first or the last stage."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
             kept = untouched([stage], self._loss_fn if self._is_last(stage) else None)
@@ -162,7 +168,7 @@ class Rehearsal:
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
 
     def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
-        """Makes stages on both sides of a cut go the same way."""
+        """Makes stages on both sides of a cut draw the same numbers, and so take the same path."""
         is_cut = self._handover.num_stages > 1
         return drawing_alike(stage, self._device) if is_cut else contextlib.nullcontext()
 
@@ -172,7 +178,7 @@ class Rehearsal:
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
         """Returns the input without the graph of the stages before, as a stage sees it in training."""
         if stage_index == 0:
-            # A copy, as a first layer that works in place would change the caller's data.
+            # A copy, because a first layer that works in place would change the caller's data.
             return map_tensors(lambda tensor: tensor.detach().to(self._device, copy=True), inputs)
         cut = stage_index - 1
         boundary, tensors = self._handover.receive(cut)
@@ -214,7 +220,7 @@ class Rehearsal:
         is_repeatable = index not in self._for_recompute or all(
             stage_rehearsal.is_repeatable() for _ in range(_NUM_TRIES if draws else 1)
         )
-        with self._located(index):  # after an error of the device there is no minibatch 0 to leave it to
+        with self._located(index):  # after an error of the device there is no minibatch 0, which would tell
             _wait_for(self._device)
         self.footprints[index] = replace(
             footprint,
@@ -263,7 +269,7 @@ class _StageRehearsal:
         # A compiled forward would see the dispatch mode, and compile again or not at all.
         self._metered = not any(map(is_compiled, stage.modules()))
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
-        # Not of self: the gradients would wait for the garbage collector.
+        # The function must not hold self: the cycle would keep gradients until the garbage collector runs.
         self._meter = WorkMeter(make_meter(self._device), lambda: storage_bytes([p.grad for p in parameters]))
         self.draws = SeenDraws()
         self.output: Any = None
@@ -271,7 +277,7 @@ class _StageRehearsal:
         self._output_bytes = 0
 
     def forward(self) -> None:
-        leaves = leaves_of(self._value)  # of each microbatch its own
+        leaves = leaves_of(self._value)  # each microbatch has leaves of its own
         self._leaves = tensors_of(leaves)
         value = map_tensors(boundary_input, leaves)
         del leaves
@@ -289,7 +295,7 @@ class _StageRehearsal:
             del output, value
 
     def _run(self, value: Any) -> Any:
-        """The stage's output, or the loss where there is one."""
+        """Returns the stage's output, or the loss if this stage computes it."""
         if self._stage.draws is not None:
             self._stage.draws.begin(0, 0, self._stage)
         with self._layers_seen():
@@ -302,7 +308,8 @@ class _StageRehearsal:
         return loss
 
     def _layers_seen(self) -> contextlib.AbstractContextManager[None]:
-        """Notes which layers of a list draw; what is cut was traced."""
+        """Notes which layers draw, if the stage is a list of layers. For a traced model the trace has shown
+        it."""
         if self._stage.traced_draws is not None:
             return contextlib.nullcontext()
         layer_indices = itertools.count(self._stage.first_layer)
@@ -323,7 +330,7 @@ class _StageRehearsal:
         if with_backward:
             try:
                 self._backward()
-                # What the model itself still holds is there until the next forward replaces it.
+                # Tensors that the model itself holds stay until the next forward replaces them.
                 left_bytes = self._meter.kept_bytes()
                 if self._repeats:
                     self.forward()
@@ -343,8 +350,8 @@ class _StageRehearsal:
         )
 
     def offloadable_bytes(self) -> int:
-        """Bytes that may be offloaded, measured by a forward of its own. It offloads nothing for layers that
-        do not run under the hooks."""
+        """Runs a forward, and returns how many bytes could be offloaded. Returns 0 if the layers do not run
+        under the hooks."""
         value = leaves_of(self._value, copies=True)
         given = map_tensors(boundary_input, value)
         kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
@@ -355,7 +362,7 @@ class _StageRehearsal:
         return 0
 
     def is_repeatable(self) -> bool:
-        """Whether two forwards give the same, tried by forwards of its own without a meter."""
+        """Whether two forwards give the same output. Runs them without the meter."""
 
         def run() -> Any:
             return self._run(map_tensors(boundary_input, leaves_of(self._value, copies=True)))
@@ -363,8 +370,8 @@ class _StageRehearsal:
         return gives_the_same_again(self._stage, self._device, run)
 
     def factor_rows(self) -> dict[str, int]:
-        """The rows of each factorable weight, counted in a forward and a backward of its own without a meter.
-        Empty where these fail."""
+        """Runs a forward and a backward without the meter, and returns the rows of each factorable weight.
+        Empty if the two fail."""
         named = self._stage.trainable_parameters()
         rows: dict[str, int] = {}
 
@@ -375,10 +382,10 @@ class _StageRehearsal:
         self._metered = False
         with contextlib.suppress(Exception), factored.installed():
             self.forward()
-            with factored.backward():  # in which layers that checkpoint themselves run again
+            with factored.backward():  # layers with activation checkpointing run again in it
                 self._backward()
-            # Of a weight with another use besides the rest of the gradient is there; one that has been given
-            # no rows, as an expert that is not chosen, will be given some.
+            # A weight that has another use, too, has the rest of its gradient in `grad`: it is left out. So
+            # is a weight without rows, such as that of an expert that was not chosen: it will get rows later.
             return {
                 name: rows[name] for name, parameter in named if rows.get(name) and parameter.grad is None
             }
@@ -386,7 +393,8 @@ class _StageRehearsal:
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
-        # Gradients come in the pool's memory; a loss starts with one that torch makes.
+        # In training, received gradients lie in the pool, so these are made before the meter is on. A loss
+        # starts with a gradient that torch makes.
         seeds = [] if self._is_last else [torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None
@@ -399,7 +407,7 @@ class _StageRehearsal:
                 backward_of_loss(roots.pop())
             del roots, seeds
         self.draws |= SeenDraws(in_backward=before.has_moved_on(self._device))
-        self._leaves = []  # with their gradients, but for what the model holds
+        self._leaves = []  # frees their gradients, too, unless the model holds them
 
 
 def _wait_for(device: torch.device) -> None:
@@ -409,7 +417,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
-    """Returns the generators, torch's apart, that were drawn from between the two."""
+    """Returns the generators, other than torch's, that were drawn from between the two states."""
     found = []
     if before.python != after.python:
         found.append("random")
@@ -419,8 +427,9 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
 
 
 def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
-    """Whether the stage's forward, done again as a recompute does it, gives what it gave. True too where it
-    fails, which is told otherwise. run: does it; its output has no in-place work to come."""
+    """Whether the stage's forward gives the same output when it runs again as in a recompute. True also if
+    the forward fails, because that is reported elsewhere. run: runs the forward; nothing may change its
+    output in place afterwards."""
     generators = GeneratorState.capture(device)
     with contextlib.suppress(Exception):
         with BufferMemory(stage).forward() as buffers:
@@ -435,6 +444,6 @@ def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable
 def _is_same(one: Tensor, other: Tensor, device: torch.device) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # On a device two sums may be added up in different orders.
+    # A GPU may add up a sum in another order the second time.
     tolerance = 0.0 if device.type == "cpu" else 1e-2
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,8 +1,8 @@
 """The weight versions of a stage that lie in device memory while the others wait in pinned host memory.
 
-Three versions are there at most: the newest, the one that a backward reads, and the one that comes back or is
-written. (A forward of vertical sync that reads another one waits for its copy.) Owned by the worker's compute
-thread.
+At most three versions are in device memory: the newest, the one that a backward reads, and the one that comes
+back or is written. With vertical sync a forward may read another one; it waits for that version's copy. Owned
+by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ _POISON = 0xFF  # bytes that are NaN as a float of any width
 
 
 def num_resident_versions(num_versions: int) -> int:
-    """How many of a stage's weight versions stay in device memory; all where offloading saves nothing."""
+    """Returns how many of a stage's weight versions stay in device memory: all if offloading saves
+    nothing."""
     return min(num_versions, NUM_RESIDENT_VERSIONS)
 
 
 class ResidentVersions:
-    """The versions of a stage that lie in device memory. Each has its home in host memory, written as soon as
-    the version is; a device slot that is wanted for another is overwritten, as nothing is lost.
+    """The versions of a stage that lie in device memory. Each version also has a home in host memory, which
+    is written as soon as the version is. So a device slot may be overwritten when another version needs it:
+    nothing is lost.
 
-    A version goes by the slot that the core gives it, a device slot by its position.
+    The number of a version here is the slot that the core gives it. A device slot has a position.
     """
 
     def __init__(self, device_slots: Sequence[Tensor], homes: Sequence[Tensor], copies: CopyStreams) -> None:
@@ -40,14 +42,15 @@ class ResidentVersions:
         self._copies = copies
         self._held: list[int | None] = [None] * len(device_slots)
         self._position_of_memory = {memory_of(slot): p for p, slot in enumerate(device_slots)}
-        # By version: the copies after which its home is whole, and it is here.
+        # By version: the copy to its home, and the copy into its device slot.
         self._gone_out: dict[int, Any] = {}
         self._come_in: dict[int, Any] = {}
         self._newest: int | None = None
         self._reading: int | None = None
         self._next: int | None = None
         self.on_move: Callable[[int, int | None], None] = lambda version, position: None
-        """Told (version, its position or None for nowhere) before a copy or a write begins."""
+        """Called with (version, position) before a copy or a write begins. None as position: the version
+        leaves the device."""
 
     @property
     def num_versions(self) -> int:
@@ -55,7 +58,8 @@ class ResidentVersions:
 
     @property
     def homes(self) -> Sequence[Tensor]:
-        """The versions' places in host memory, with all that was written. The CPU waits for the copies."""
+        """The versions' places in host memory, with everything that was written: the CPU waits for the
+        copies."""
         self._copies.finish()
         return self._homes
 
@@ -82,18 +86,18 @@ class ResidentVersions:
             self._next = None
 
     def prefetch(self, version: int) -> None:
-        """The version that a backward will read next, after the one that is read now."""
+        """Brings a version into device memory that a backward will read next, after the one it reads now."""
         self._next = version
         self._fetch(version)
 
     def write(self, version: int) -> None:
-        """Makes room in device memory for the version, which is then written from the newest one. written()
-        follows."""
+        """Makes room in device memory for the version, which an update then writes from the newest one. Call
+        written() afterwards."""
         position = self.position_of(version)
         if position is None:
             position = self._victim()
         former = self._held[position]
-        if former is not None:  # the copies of what lies there are done before it is overwritten
+        if former is not None:  # copies from and to the slot must be done before it is overwritten
             self._copies.wait(self._gone_out.get(former), self._come_in.pop(former, None))
         self._place(version, position)
 
@@ -103,7 +107,7 @@ class ResidentVersions:
         self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
 
     def poison(self, version: int) -> None:
-        """Nobody may read the version any more: whoever does gets NaN, here and at home."""
+        """Fills the version with NaN, on the device and at home, because nobody may read it any more."""
         self._copies.finish()  # the CPU fills the home
         if self.position_of(version) is not None:
             self.device_slot(version).fill_(_POISON)
@@ -120,15 +124,16 @@ class ResidentVersions:
         self._come_in[version] = self._copies.into(self._homes[version], slot, *after)
 
     def _victim(self) -> int:
-        """A device slot whose content nobody needs soon. There is one: three are held at most by those who
-        ask, and the one who asks now holds none."""
+        """Returns a device slot whose version nobody needs soon. There always is one: at most the newest
+        version, the one that is read and the next one are needed, and the caller asks in place of one of
+        these."""
         if None in self._held:
             return self._held.index(None)
         wanted = {self._newest, self._reading, self._next}
         for position, version in enumerate(self._held):
             if version not in wanted:
                 return position
-        # What was read last is needed no longer by whoever reads or writes another one now.
+        # The caller reads or writes another version now, so it has done with the one that it read last.
         assert self._reading not in (None, self._newest, self._next), self._held
         return self._held.index(self._reading)
 
@@ -141,5 +146,5 @@ class ResidentVersions:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of its storage."""
+    """Returns the address of the tensor's storage."""
     return tensor.untyped_storage().data_ptr()

@@ -1,12 +1,11 @@
-"""Torch's own tensors inside the worker's planned memory, on CUDA.
+"""Puts torch's own tensors into the worker's planned memory, on CUDA. Opt in with PIPEDREAM_TORCH_POOL=1.
 
-A term of the pool is given to torch's caching allocator as a `torch.cuda.MemPool`: what forwards and
-backwards make lies there, cannot grow beyond it, and is reported with the rest. Opt in with
-PIPEDREAM_TORCH_POOL=1.
+Torch's caching allocator gets one term of the pool as a `torch.cuda.MemPool`. The tensors that forwards and
+backwards make lie there. They cannot grow beyond the term, and are reported with the other terms.
 
-Routing follows the thread, and backwards run on autograd's threads unless multithreading is off there, so it
-is off inside (facts: pytorch 167353, 188205). A pool with a custom allocator has no expandable segments.
-Owned by the worker's compute thread.
+A MemPool applies to the thread that enters it. Autograd runs backwards on threads of its own, unless its
+multithreading is off, so region() turns that off (pytorch issues 167353, 188205). A pool with a custom
+allocator has no expandable segments. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from pipedream import _core
 __all__ = ["SEGMENT_SLACK_BYTES", "TORCH_TENSORS", "TorchPool", "wants_torch_pool"]
 
 TORCH_TENSORS = "tensors of torch"
-"""The pool's term."""
+"""The name of the term in the worker's pool."""
 
 # The caching allocator asks for segments of 2 MiB for small tensors and of 20 MiB or more for large ones, and
-# divides them: of each kind one may be mostly empty.
+# divides them. One segment of each kind may be mostly empty.
 SEGMENT_SLACK_BYTES = (20 + 20 + 2) << 20
 
 
 def wants_torch_pool(device: torch.device) -> bool:
-    """Whether the user asked for it and the device can. Raises ValueError for a value that says neither."""
+    """Whether the user has asked for the pool and the device is a GPU. Raises ValueError if
+    $PIPEDREAM_TORCH_POOL is neither 0 nor 1."""
     value = os.environ.get("PIPEDREAM_TORCH_POOL", "0")
     if value not in ("0", "1"):
         raise ValueError(f"PIPEDREAM_TORCH_POOL is {value!r}: use 1 or 0")
@@ -39,7 +39,7 @@ def wants_torch_pool(device: torch.device) -> bool:
 
 
 class TorchPool:
-    """Use `with pool.region():` around what torch computes."""
+    """The pool. Use `with pool.region():` around torch's computations."""
 
     def __init__(self, slot: Tensor) -> None:
         """slot: flat uint8 device memory, which lives as long as the process uses CUDA."""
