@@ -136,7 +136,7 @@ def run(
         after them, read no version older than the newest one at that point.
 
     Raises ValueError or TypeError for arguments that cannot run. Sources: PipeDream (SOSP'19), section 3.3;
-    PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
+    PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; docs/schedules.md.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replication(replication := Replication(sync, staleness, sync_every))
@@ -384,7 +384,7 @@ def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) 
 def _draws(
     modules: Sequence[StageModule], num_workers: int, seed: int | None, device: torch.device
 ) -> Iterator[tuple[int | None, RngStream | None]]:
-    """Gives (base seed, generators of the data). Both are None with one worker, which draws like a plain
+    """Yields (base seed, generators of the data). Both are None with one worker, which draws like a plain
     loop.
     """
     if num_workers == 1:

@@ -18,7 +18,7 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 
 
 class Versions:
-    """The table of design.md, section 4: which version each microbatch reads, and which round makes it.
+    """The table in docs/schedules.md: which version each microbatch reads, and which round makes it.
 
     k is the number of a microbatch, counted through the run. At a stage with r replicas it goes to replica k
     mod r, as that replica's microbatch number floor(k / r).

@@ -1,5 +1,5 @@
 """Boundaries of a run, at one worker. The boundary N lies before minibatch N: all updates of minibatches 0
-to N - 1 are made there, and no update of N. Something may be due at it, as an evaluation or a checkpoint. N
+to N - 1 are made there, and no update of N. An evaluation or a checkpoint, for example, may be due at it. N
 is a multiple of the group size, `minibatches_between_drains`.
 
     stage 0     decides what is due there, once it has read the group of N, or found that there is none

@@ -86,25 +86,27 @@ class Stopping:
 
 
 class SaveWords(Protocol):
-    """The words of rank 0 to the other replicas of stage 0, one after the other, about where the run is
-    saved."""
+    """Carries messages from rank 0 to the other replicas of stage 0. They say where the run is saved."""
 
     def say(self, boundary: int, word: list[int]) -> None:
-        """At rank 0."""
+        """Sends the word of this boundary, at rank 0."""
 
     def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        """Waits for the word of this boundary. check: is called meanwhile, and raises what ends the run."""
+        """Waits for the word of this boundary, at any replica. check: called during the wait. It raises the
+        error that ends the run."""
 
 
 class Saving:
-    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary. Where
-    stage 0 has replicas rank 0 says it at some boundaries, which all know ahead:
+    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary.
 
-        rank 0    at B           says whether the run is saved the lead later, and at which B it speaks again
-        all       at B + lead    hear it
+    If stage 0 has replicas, all must save at the same boundary. So rank 0 sends a word at some boundaries B,
+    which all replicas know in advance:
 
-    Each replica needs what rank 0 pushes of every round, so the word was said before a replica asks for it,
-    and nobody asks in between."""
+        rank 0    at B           says whether to save at B + lead, and names the next B
+        all       at B + lead    read the word, and save or go on
+
+    A replica seldom waits for the word. It cannot reach B + lead without rank 0's pushes of the rounds
+    before, so rank 0 has passed B by then."""
 
     def __init__(
         self,
@@ -116,8 +118,10 @@ class Saving:
         group_size: int,
         period_s: float,
     ) -> None:
-        """is_due: at rank 0, asked at boundaries. lead: as Stopping's; 0 where there are no other replicas.
-        first_boundary: at which rank 0 may speak first. period_s: from one word to the next, roughly."""
+        """is_due: asked by rank 0 at boundaries; None at others. lead: as in Stopping; 0 if there are no
+            other replicas.
+        first_boundary: the first B.
+        period_s: seconds from one word to the next, roughly."""
         self._words = words
         self._is_due = is_due
         self._lead = lead
@@ -125,10 +129,10 @@ class Saving:
         self._period_s = period_s
         self._says = self._hears = first_boundary
         """The boundaries of the next words."""
-        self._num_between = 0  # minibatches, from the word before
+        self._num_between = 0  # minibatches between the last two words
         self._spoke_s = time.monotonic()
         self.check: Callable[[], None] = lambda: None
-        """Raises what the links of the segment know."""
+        """Raises the failure of a link, if the segment has one."""
 
     def saves_before(self, group: int) -> bool:
         if self._lead == 0:
@@ -142,7 +146,8 @@ class Saving:
         return bool(is_saved)
 
     def _num_to_next_word(self) -> int:
-        """Minibatches that a period takes at the pace of the last one, in whole groups."""
+        """Returns the minibatches until the next word: a period at the pace of the last one, in whole
+        groups."""
         now_s = time.monotonic()
         pace = self._num_between / max(now_s - self._spoke_s, 1e-9)
         num_wanted = min(pace * self._period_s, 2 * self._num_between)

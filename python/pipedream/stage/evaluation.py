@@ -221,7 +221,7 @@ class Evaluations:
         self._last = schedule.num_stages - 1
         self._boundary = -1  # the boundary of the last evaluation that began here
         self._kept: dict[tuple[int, int], dict[int, Tensor]] = {}
-        """Copies of buffers by the id() of the buffer; these by stage and boundary."""
+        """For each (stage, boundary), copies of the buffers by the id() of the buffer."""
         self._running: contextlib.ExitStack | None = None  # None outside a block
         self._num_over = 0  # stages of this worker that have ended the block
 

@@ -110,9 +110,8 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of a run. Workers compare them, so they are equal at all (agreement.py). Two kinds are
-    not
-    compared: the plan, for which rank 0's counts, and fields that are declared as each worker's own."""
+    """The options of a run. Workers compare them, so they are equal at all workers (common/agreement.py). Two
+    kinds are not compared: the plan, because all take rank 0's, and fields that are declared OWN."""
 
     plan: Plan = field(metadata=OWN)
     loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
@@ -284,8 +283,7 @@ class JobOptions:
         return self.job(ties).traits() | traits_where(own)
 
     def seed_data(self, base: int) -> None:
-        """Seeds the process's generators as whoever reads the run's data needs them. base: the run's
-        base_seed()."""
+        """Seeds the process's generators before it reads the run's data. base: the run's base_seed()."""
         if self.state is None:
             seed_data(base, self.seed, self.plan.workers_used)
         else:
@@ -374,10 +372,11 @@ def _precision_holders() -> dict[str, Any]:
 
 
 def matmul_precision() -> str | None:
-    """Returns that of set_float32_matmul_precision(); None where the script has set fp32_precision."""
+    """Returns the precision set by set_float32_matmul_precision(); None if the script has set fp32_precision
+    instead."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch does not say it then
+    except RuntimeError:  # torch raises it after fp32_precision was set
         return None
 
 
@@ -391,9 +390,9 @@ class CallerSettings:
     deterministic_warn_only: bool
     matmul_precision: str | None
     fp32_precisions: dict[str, str]
-    """By the names of _PRECISION_NAMES."""
+    """The fp32_precision of each part of torch.backends, by its name in _PRECISION_NAMES."""
     switches: dict[str, bool]
-    """By the keys of _SWITCHES."""
+    """Whether each switch of the process is on, by its key in _SWITCHES."""
     anomalies: tuple[bool, bool]
     """Whether autograd's anomaly detection is on, and whether it checks for NaN."""
     start_method: str
@@ -403,7 +402,7 @@ class CallerSettings:
 
     @classmethod
     def capture(cls) -> CallerSettings:
-        # The method is only asked for: where it is not set, reading it would set it, for the caller too.
+        # allow_none, because without it the call sets a start method if none is set, for the caller, too.
         start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
             default_dtype=torch.get_default_dtype(),
@@ -413,7 +412,8 @@ class CallerSettings:
             fp32_precisions={name: one.fp32_precision for name, one in _precision_holders().items()},
             switches={name: is_on() for name, (is_on, _) in _SWITCHES.items()},
             anomalies=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            start_method=start_method or multiprocessing.get_all_start_methods()[0],  # which is the default
+            # The first of all methods is the default.
+            start_method=start_method or multiprocessing.get_all_start_methods()[0],
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
 

@@ -48,8 +48,8 @@ LEAVE_TIMEOUT_S = 5.0
 def memory_rows(
     core: _core.Worker, predicted: Mapping[str, int], measured: Mapping[str, int | None]
 ) -> dict[str, dict[str, int | None]]:
-    """Predicted and peak bytes by term. measured: peaks of the memory that is not the core's own, None where
-    nobody can tell them."""
+    """Returns predicted and peak bytes by term. measured: peaks of the terms that are not the core's; None
+    for a term that cannot be measured."""
     rows: dict[str, dict[str, int | None]] = {
         name: {"predicted": planned, "peak": peak} for name, planned, peak in core.memory()
     }
@@ -61,6 +61,6 @@ def memory_rows(
 
 
 def num_received_bytes(stats: Mapping[str, Mapping[str, Any]], channels: Iterable[str]) -> int:
-    """Bytes that came by the wire, or that a sender of this host placed. stats: of the core's channels, by
-    name."""
+    """Returns the bytes that came through a socket, or that a sender of this host wrote into this worker's
+    memory. stats: figures of the core's channels, by name."""
     return sum(stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels)

@@ -537,8 +537,8 @@ class WorkerLoop:
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last
-            # A worker whose data look ahead must know why they end; of the others only the last stage
-            # compares.
+            # Data that look ahead may also end because a minibatch is larger than planned. Only fetch() tells
+            # which, so such a worker asks. At other workers only the last stage compares.
             if not is_told or not (runner.is_last or looks_ahead):
                 continue
             if self._user.run("reading data", self._data.fetch, num_minibatches):

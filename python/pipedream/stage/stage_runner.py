@@ -59,11 +59,11 @@ class StageParts:
     reader: BatchReader | None
     """Reads the data at the first and the last stage; None at others."""
     losses: LossRecord | None
-    """None, but for the last stage."""
+    """The losses so far; None except at the last stage."""
     boundaries: Boundaries
     """The boundaries of the worker."""
     gate: StageZeroGate | None
-    """None, but for the first stage."""
+    """Admits minibatches; None except at the first stage."""
     tells_losses: bool
     """Whether the losses are sent back to the first stage."""
     backward_seed: int | None
@@ -75,7 +75,7 @@ class StageParts:
     """Whether the last stage works on copies of the targets."""
     offload: StageOffload | None = None
     loss_scaling: LossScaling | None = None
-    """None, but for float16."""
+    """The scale of the loss; None except in float16."""
     held: HeldVersions | None = None
     """Versions that lie in no slot. A stage that does not stash needs them after a checkpoint."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
@@ -96,7 +96,7 @@ class StageRunner:
         user: UserCode,
         describe: str,
     ) -> None:
-        """describe: the worker, for errors."""
+        """describe: names the worker, for errors."""
         stage = parts.stage
         self.stage_index = stage.stage_index
         self.is_first = parts.boundary_in is None
@@ -312,7 +312,8 @@ class StageRunner:
             self._weights.bind(work.read_slot, self._tied.slots_read_by(work.minibatch, work.microbatch))
 
     def _look_at_what_was_made(self) -> None:
-        """Looks at what the first forward made: new buffers, and new references of layers to parameters."""
+        """Finds the buffers that the first forward has made, and the references to parameters that layers
+        have kept in it."""
         self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self._weights.follow_new_references()

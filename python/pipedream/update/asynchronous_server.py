@@ -64,7 +64,7 @@ class AsynchronousServer(ShardClient):
         **options: Any,
     ) -> None:
         """master: flat memory for the shard.
-        answers: the same, by the other replica.
+        answers: flat memory for an answer to each other replica, by replica.
         names: the parameters' names.
         where: describes the worker in errors."""
         super().__init__(*arguments, layout=layout, **options)
@@ -82,7 +82,8 @@ class AsynchronousServer(ShardClient):
             place.copy_(self._place_of(chunk, self._slot_of[first]))
         # State of the thread that serves the others.
         self._awaiting = [*self._others]
-        """Replicas that have not told their end. The one that was served last is at the end of the list."""
+        """Replicas that have not said that they have ended. The one that was served last is at the end of the
+        list."""
         self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
         """The chunks that have come of each replica's next part."""
         self._next_part = dict.fromkeys(self._others, 0)
@@ -178,7 +179,7 @@ class AsynchronousServer(ShardClient):
         self._raise_failure()
 
     def newest_pieces(self) -> dict[str, Tensor]:
-        """The shard as it is, by the names of pieces (stage_files.piece_of)."""
+        """Returns the shard as it is now, by the names of its pieces (checkpoint/stage_files.py)."""
         pieces = [piece for chunk in self.layout.chunks_of(self._replica) for piece in chunk.pieces]
         return {
             piece_name(self._names[piece.parameter], piece.first, piece.count): flat_view(content)
@@ -345,7 +346,8 @@ class AsynchronousServer(ShardClient):
 
 
 def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
-    """gradients: by parameter, flat."""
+    """Returns the piece of this replica's gradients; None if the parameter has none. gradients: by parameter,
+    flat."""
     gradient = gradients[piece.parameter]
     return None if gradient is None else gradient[piece.first : piece.first + piece.count]
 

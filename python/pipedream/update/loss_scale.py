@@ -139,7 +139,7 @@ class LossScaling:
         }
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Takes over what state() gave."""
+        """Takes over the result of state()."""
         if self._scaler is not None:
             self._scaler.go_on(state["scaler"])
         self._round, self.scale, self._heard = state["round"], state["scale"], state["heard"]

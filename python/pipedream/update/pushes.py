@@ -62,9 +62,8 @@ class RoundPushes:
         feeds_back: whether the codec adds to a gradient what it left out of those before.
         factored: the parameters whose gradients are pushed as factors.
         push_factors: pushes all of these, given the number of microbatches.
-        before_sending: called before a chunk leaves, with the memory from which it leaves if that is a
-            copy, otherwise
-            with None.
+        before_sending: called before a chunk leaves. If the chunk leaves from a copy, it gets the copy,
+            otherwise None.
         """
         self._core = core
         self._channels = channels
@@ -78,8 +77,7 @@ class RoundPushes:
         self._accumulated: dict[int, Tensor] = {}
         """The leaf of each other parameter whose gradient of this backward is complete, by parameter."""
         self.gradients: dict[int, Tensor] = {}
-        """Gradients, flat and unscaled, of which chunks have left before the backward was over; by
-        parameter."""
+        """By parameter: the flat, unscaled gradients of which chunks left before the backward was over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round

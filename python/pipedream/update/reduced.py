@@ -65,7 +65,7 @@ class _GroupGradients(StageGradients):
 class ReducedGradients(_GroupGradients):
     """Gradients whose mean over all replicas is used."""
 
-    _loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+    _loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale

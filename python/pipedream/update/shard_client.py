@@ -2,9 +2,9 @@
 pulls the versions that they make.
 
 Gradients leave chunk by chunk; on the host during the backward that completes them (pushes.py). The core
-receives: its ShardExchange takes in what other replicas push, and writes pulled versions into their slots,
-    as the program says (transfers.h). What an owner does with gradients is in param_server.py. Owned by the
-    worker's compute thread.
+receives: its ShardExchange takes in the pushes of other replicas, and writes pulled versions into their
+slots, as the program says (transfers.h). param_server.py shows how an owner updates its shard. Owned by the
+worker's compute thread.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ShardClient(StageGradients):
         self._slot_of = dict(slot_of or {rounds.first_version: 0})
         self._exchange = self._make_exchange(layout)
         tied.take_shards_by(self._exchange.whole_version)
-        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+        self._loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
         self._own: dict[int, list[Tensor | None]] = {}
         """This replica's gradients by round and parameter, flat. They are kept from the round's push to its
         update."""
@@ -188,8 +188,8 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until at most _num_rounds_waiting rounds are left to send. Rarely does it wait: the update
-        before took what the others had sent, and a link of the same speed has sent as much by then."""
+        """Waits until at most _num_rounds_waiting rounds are left to send. It rarely waits: the update before
+        took the others' gradients, and in the same time this replica's links have sent as much."""
         if self._has_pushed:
             self._has_pushed = False
             self._exchange.wait_for_pushes(self._num_rounds_waiting)
@@ -202,9 +202,9 @@ class ShardClient(StageGradients):
             self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
 
     def push(self, minibatch: int, own_slot: int) -> None:
-        """Sends the other replicas what their shards need of this replica's gradient of the minibatch's
-        round, unless it has left during the backward. own_slot: the slot of the version that the round's
-        last backward read."""
+        """Sends this replica's gradients of the minibatch's round, each chunk to the owner of its shard.
+        Chunks that have left during the backward are not sent again. own_slot: the slot of the version that
+        the round's last backward read."""
         round_index = self._rounds.round_of(minibatch)
         num_own = self._num_own(round_index)
         own = self._own[round_index] = self._take_gradients(own_slot)
@@ -233,8 +233,8 @@ class ShardClient(StageGradients):
             self.before_sending(copied)
 
     def num_bytes(self, own_slot: int) -> int:
-        """Bytes of gradients, including those pushed that have not left. Those that had not left when the
-        measured backward began may lie beside all that this one pushes, so they count, too."""
+        """Bytes of gradients, including pushed ones that have not left. Those that had not left when the
+        round's last backward began count, too, because they may lie beside everything that it pushes."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())

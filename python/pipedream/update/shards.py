@@ -53,8 +53,9 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def works_by_element(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether updating a part of a tensor gives what updating the whole gives there. An optimizer with
-    hooks does not count, because hooks may look at whole tensors."""
+    """Whether the optimizer works element by element: an update of a part of a tensor gives the same values
+    as an update of the whole tensor. False for an optimizer with hooks, because hooks may look at whole
+    tensors."""
     if optimizer is None:
         return True
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -165,7 +166,7 @@ class ShardLayout:
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
-        """begin, end: bytes, counted through all slots in a row."""
+        """Makes the chunk from byte `begin` to byte `end`, counted through all slots in a row."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
             tensor = self._parameters[parameter]
@@ -281,8 +282,9 @@ def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
 def keep_pieces(
     optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
 ) -> list[nn.Parameter]:
-    """Leaves the optimizer only these pieces of its parameters, each in the group of its parameter and with
-    its part of the state. Returns them in order; a whole parameter as it is."""
+    """Leaves the optimizer only these pieces of its parameters. Each piece is in the group of its parameter,
+    and has its part of the parameter's state. Returns the pieces in order. A whole parameter stays as it
+    is."""
     made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:

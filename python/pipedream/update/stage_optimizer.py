@@ -210,7 +210,8 @@ class StageOptimizer:
         return tensors, document
 
     def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Takes over what state() gave, before place_state(). Raises ValueError for another optimizer's."""
+        """Takes over the result of state(). Call it before place_state(). Raises ValueError if the state is
+        another optimizer's."""
         self._num_steps = document["num_steps"]
         if self.averages is not None:
             values = {n.removesuffix(AVERAGE): t for n, t in tensors.items() if n.endswith(AVERAGE)}
@@ -244,8 +245,8 @@ class StageOptimizer:
             self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
 
     def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
-        """Goes on from the state() of other stages, whose parameters included its own. For a piece of a
-        parameter, its part of the whole one's state is cut out. Raises ValueError for another optimizer's."""
+        """Goes on from the state() of other stages, whose parameters included its own. A piece of a parameter
+        gets its part of the whole parameter's state. Raises ValueError if a state is another optimizer's."""
         parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
         if self.optimizer is None or not parts:
             return

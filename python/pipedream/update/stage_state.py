@@ -38,12 +38,11 @@ class HeldVersions:
         goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
-    At the end of a run they are kept from the moment when the end is known. Nothing newer than the first
-    one's version has been overwritten then.
-    """
+    At the end of a run these versions are copied, from the moment on when the end is known. Until then none
+    of them has been overwritten."""
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
-        """contents: by version, of which the newest is in the slot."""
+        """contents: the kept versions. newest: the newest version at the start, which is in the slot then."""
         self.contents = {version: dict(values) for version, values in (contents or {}).items()}
         self._newest = newest
 
@@ -51,8 +50,8 @@ class HeldVersions:
         return bool(self.contents)
 
     def load(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """Loads the version into the slot before it is read. It is the newest of the start or older; no older
-        one is read again."""
+        """Loads the version into the slot before it is read. A version that is newer than the newest at the
+        start counts as that one. Versions older than the loaded one are not read again, and are dropped."""
         version = min(version, self._newest)
         for name, leaf in versions.contents(slot).items():
             leaf.data.copy_(self.contents[version][name])  # .data: autograd saw another version before
@@ -61,7 +60,7 @@ class HeldVersions:
             self.contents.clear()
 
     def keep(self, version: int, versions: WeightVersions, slot: int) -> None:
-        """The slot has this version, and may be written over next."""
+        """Copies the version in the slot, because the slot may be overwritten next."""
         if version not in self.contents:
             self.contents[version] = _on_host(versions.contents(slot))
 
@@ -71,9 +70,9 @@ class StageStart:
     """The versions that are in a stage's slots when its program starts."""
 
     slot_of: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """By version."""
+    """The slot of each version."""
     older: _Versions = field(default_factory=dict)
-    """By slot, the contents of all but the newest."""
+    """By slot, the contents of all versions but the newest."""
     older_tied: Mapping[int, _Versions] = field(default_factory=dict)
     """The same for tied parameters, by owner."""
 

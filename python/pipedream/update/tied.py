@@ -2,8 +2,8 @@
 its rounds.
 
 The owner is the most upstream stage that uses it. All uses of a microbatch, forward and backward, read the
-same version. Where stages would differ, it is the version of vertical sync in the owner's rounds
-(design.md, section 4).
+same version. If the schedule gives stages different versions, it is the version that vertical sync would read
+at the owner (docs/schedules.md).
 
     user    RECV tied_version   before a forward: versions up to the one that it reads
             SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch
@@ -131,12 +131,10 @@ class TiedParameters:
         """ties: the ties of this stage.
         versions: by owner, the versions of the parameters in the order of the ties.
         replica: this worker's replica of the stage.
-        pieces: by owner with several shards, the pieces of this stage's parameters that each of its
-            replicas sends.
-            Without an entry one replica sends all.
+        pieces: by owner with several shards, the pieces of this stage's parameters that each of its replicas
+            sends. Without an entry one replica sends all.
         wait_until_sent: called as wait_until_sent(user, n). It returns when at most the newest n versions
-            have not left
-            for the user.
+            have not left for the user.
         averages: takes the versions that come from owners."""
         self._stage = stage_index
         self._replica = replica
@@ -244,8 +242,8 @@ class TiedParameters:
         }
 
     def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
-        """The slots of the owned versions that such a run needs, by version. Of the newest one this replica
-        has its own shard, and the others may still be coming."""
+        """The slots of the owned versions that a run needs which goes on with this minibatch, by version. Of
+        the newest version this replica may have only its own shard."""
         if self._owned is None:
             return {}
         oldest = self._owned.kept_from(minibatch).start

@@ -1,9 +1,9 @@
 """The weight versions of one stage, bound to its modules without a copy.
 
 The core keeps K flat slots, one per live version. Each (slot, unique parameter) is one autograd leaf that
-views its slot. A forward binds the modules' `_parameters` to the leaves of its version (design.md,
-section 4). Parameters tied across stages follow a version rule of their own, so they have slots of their own.
-Owned by the worker's compute thread.
+views its slot. A forward binds the modules' `_parameters` to the leaves of its version
+(docs/inside-memory.md). Parameters tied across stages follow a version rule of their own, so they have slots
+of their own. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ class WeightVersions:
             self._resident.written(slot)
 
     def contents(self, slot: int) -> dict[str, Tensor]:
-        """The version in the slot by name, where it lies now."""
+        """The version in the slot: its leaves by parameter name. It is in device memory afterwards."""
         if self._resident is not None:
             self._resident.read(slot)
         return dict(zip(self.names, self._leaves[slot], strict=True))
 
     def contents_at_once(self, slot_of: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
-        """All of these versions, each in memory of its own. Where some are offloaded that is their place on
-        the host, because device memory has room for a few."""
+        """Returns the contents of all these versions at the same time. With offloading they lie in host
+        memory, because device memory has room for a few versions only."""
         homes = None if self._resident is None else self._resident.homes
 
         def contents(slot: int) -> dict[str, Tensor]:
@@ -300,7 +300,8 @@ class WeightVersions:
         ]
 
     def _reference(self, place: Place, index_of: Mapping[int, int]) -> _Reference:
-        """index_of: parameters by the id of what may lie in the place now."""
+        """Makes the reference of a place. index_of: the index of the parameter, by the id of a tensor that
+        may be in the place now."""
 
         def filled_with(parameters: Sequence[nn.Parameter]) -> Any:
             def replace(tensor: Tensor) -> Tensor:
