@@ -21,7 +21,8 @@ struct WakingDurations {
   double update_ms = 0;
 };
 
-// Durations of a stage's microbatch and update, and of what a replica pushes to one other and pulls from it.
+// Durations of a stage's microbatch and update, and of a replica's push to one other replica and pull from
+// it.
 struct StageDurations {
   double forward_ms = 0;
   double later_forward_ms = 0;  // of all microbatches of a minibatch but the first
@@ -32,13 +33,14 @@ struct StageDurations {
   double push_ms = 0;
   double pull_ms = 0;
   double sync_latency_ms = 0;
-  double num_chunks = 1;  // of a shard: one is updated, and leaves for the others, while the next come
+  double num_chunks = 1;  // of a shard: one chunk is updated and sent on while the next ones arrive
   // By owner: how long before the end of the last backward the first and the last chunk of its shard are
   // pushed. Empty: all are pushed after it.
   std::vector<std::pair<double, double>> push_leads_ms = {};
-  bool updates_whole = false;  // an update waits for all chunks, as where norms are measured
+  bool updates_whole = false;  // an update waits for all chunks, for instance to take their norm
   std::vector<WakingDurations> wakings = {};
-  // The replicas of a stage with spares, which count on from them and have shards of their own size.
+  // For a stage with spares: the number of its replicas. Owners from this index on are spares. Their shards
+  // have another size, and so other durations.
   std::optional<std::int64_t> num_replicas = std::nullopt;
   double spare_push_ms = 0;
   double spare_pull_ms = 0;
@@ -49,14 +51,15 @@ struct StageDurations {
   }
 };
 
-// Between a stage and the next one, of a microbatch.
+// Durations of a microbatch's items between a stage and the next one.
 struct BoundaryDurations {
   double activation_ms = 0;
   double gradient_ms = 0;
-  double latency_ms = 0;  // besides, in which the link may carry the next item
+  double latency_ms = 0;  // comes on top; the link may carry the next item meanwhile
 };
 
-// Machines whose workers slow each other, in the order of their ranks. Each worker has a core.
+// Machines whose workers slow each other. The first num_workers ranks are on the first machine, the next ones
+// on the second, and so on. Each worker has a core.
 struct SharedCores {
   std::size_t num_workers = 1;  // of a machine
   // The speed of each of 1, 2, ... workers of a machine that are at work at once. More have the last speed.
@@ -67,7 +70,7 @@ struct SharedCores {
 // which is shuffled again when it is empty, so that the means hold after every deck.
 struct Spread {
   std::map<Opcode, std::vector<double>> factors = {};  // other opcodes take their mean
-  // The next deck of a worker, whose last factor is drawn first: as many as there are factors.
+  // Returns the next deck of a worker: all factors of the opcode, of which the last is drawn first.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
 };
 
@@ -75,16 +78,17 @@ struct Timing {
   std::vector<StageDurations> stages = {};           // one per stage
   std::vector<BoundaryDurations> boundaries = {};    // one per boundary between neighbours
   std::optional<SharedCores> shared = std::nullopt;  // none where no worker slows another
-  // By waking of the stages, the wait from which on an item pays all of it; 0: no item does.
+  // One entry for each of a stage's `wakings`: the milliseconds of waiting after which an item takes all of
+  // that extra time. After a shorter wait it takes a part in proportion. 0: no item takes any.
   std::vector<double> waking_after_ms = {};
-  // A worker has one link to all others, as a host has one network interface, by which also what they send it
-  // comes. Else it has one to each other worker, and one for all that it exchanges with replicas.
+  // True: a worker sends and receives everything over one link, as a host with one network interface does.
+  // False: it has a link to each other worker, and one more for all exchanges with replicas.
   bool one_link = false;
   Spread spread = {};
 };
 
-// Throws UserError naming what is of another number than stages, boundaries and wakings, and machines without
-// workers or cores.
+// Throws UserError for lists whose length does not fit the stages, the boundaries or waking_after_ms, for a
+// stage with less than one chunk, and for machines without workers or speeds.
 void check_timing(const Timing& timing, std::size_t num_stages);
 
 }  // namespace pipedream

@@ -10,12 +10,12 @@ bool are_smaller(const FactoredWeight& weight, std::int64_t num_replicas) {
   return static_cast<double>(num_replicas) * weight.factor_bytes < 2 * weight.weight_bytes;
 }
 
-// The most replicas that push it as factors; below 2 where none do.
+// The largest number of replicas that push the weight as factors; below 2 if none do.
 std::int64_t replicas_max(const FactoredWeight& weight) {
   if (are_smaller(weight, kNumReplicasMax)) return kNumReplicasMax;
   if (!are_smaller(weight, 2)) return 1;
   auto most = static_cast<std::int64_t>(2 * weight.weight_bytes / weight.factor_bytes);
-  while (!are_smaller(weight, most)) --most;  // by rounding, or where it divides
+  while (!are_smaller(weight, most)) --most;  // the quotient may be rounded up, or divide exactly
   return most;
 }
 
@@ -45,7 +45,7 @@ void FactoredWeights::add(const FactoredWeight& weight) {
 
 FactoredWeights::Sum FactoredWeights::of(std::int64_t num_replicas) const {
   const std::size_t first = first_from(num_replicas);
-  if (num_replicas < 2 || first == groups_.size()) return {};  // nothing to push, or none
+  if (num_replicas < 2 || first == groups_.size()) return {};  // nothing is pushed, or nothing as factors
   return groups_[first].sum;
 }
 

@@ -40,17 +40,17 @@ class FactoredWeights {
  private:
   struct Group {
     std::int64_t num_replicas_max = 0;
-    Sum sum;  // of these and of all groups after them, which go as factors where these do
+    Sum sum;  // over this group and all after it: with so many replicas these weights go as factors, too
   };
 
-  // The first group that goes as factors with so many; behind all where none does.
+  // The index of the first group that goes as factors with so many replicas; groups_.size() if none does.
   [[nodiscard]] std::size_t first_from(std::int64_t num_replicas) const;
 
   std::vector<Group> groups_;  // fewest replicas first, each number once
 };
 
-// Bound of the replicas of a plan or a stage: far above any cluster; keeps every sum of workers inside 64
-// bits.
+// The most replicas of a plan or a stage. It is far above any cluster, and keeps every sum of workers inside
+// 64 bits.
 inline constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
 }  // namespace pipedream

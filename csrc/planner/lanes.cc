@@ -44,11 +44,11 @@ void Network::arrive(SentItem& item, Span arrives, double now_ms) {
   double goes_on_ms = arrives.end_ms;
   if (lane.edge.kind == EdgeKind::kPush) {
     lane.firsts_ms.push_back(arrives.begin_ms);
-    // All chunks but one are updated while others come.
+    // All chunks but the last are updated while later ones come.
     goes_on_ms =
         std::max(arrives.begin_ms, arrives.end_ms - (lane.chunks.number - 1) * lane.chunks.update_ms);
   }
-  lane.arrivals_ms.push_back(std::max(goes_on_ms, now_ms));  // nobody goes on before what has been sent
+  lane.arrivals_ms.push_back(std::max(goes_on_ms, now_ms));  // the receiver never goes on before the SEND
 }
 
 Network::Made Network::made(SentItem& item, double now_ms) {
@@ -105,7 +105,7 @@ void Network::carry(double& free_ms, double now_ms) {
     one.left_ms = one.item->lane->transfer_ms - taken_ms;
     free_ms = early_ms + taken_ms;
   }
-  if (sent_.size() > 1) {  // which takes memory for even one
+  if (sent_.size() > 1) {  // stable_sort would allocate even for one item
     std::ranges::stable_sort(in_order_, [&](std::size_t one, std::size_t other) {
       return sent_[one].left_ms < sent_[other].left_ms;
     });

@@ -1,4 +1,5 @@
-// How items travel in a replay: a lane for each edge, over the lines of its two workers. Pure; any thread.
+// Models how items travel in a replay. Each edge has a lane. Lanes share lines: each worker has lines by
+// which it sends, and one by which it receives. Pure; any thread.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +13,12 @@ namespace pipedream {
 
 inline constexpr std::size_t kNoLine = static_cast<std::size_t>(-1);
 
-// The equal chunks of what an edge carries between replicas. Each leaves as soon as it is made.
+// The equal chunks of an item that an edge carries between replicas. Each chunk leaves as soon as it is made.
 struct LaneChunks {
   double number = 1;
-  double first_lead_ms = 0;  // of a push: how long before all chunks are made the first one is
-  double last_lead_ms = 0;   // and the last one
-  double update_ms = 0;      // of one chunk, which hides behind the next; 0 where none does
+  double first_lead_ms = 0;  // pushes: the first chunk is made so long before the SEND
+  double last_lead_ms = 0;   // pushes: the last chunk is made so long before the SEND
+  double update_ms = 0;      // time to update one chunk while the next arrives; 0 if chunks do not overlap
 };
 
 // Pushes and pulls go between the replicas of a stage, and share a line of their own.
@@ -31,13 +32,13 @@ struct Lane {
   std::size_t sender = 0;
   std::size_t receiver = 0;
   std::size_t line = kNoLine;  // by which the sender sends; none between stages of one worker
-  bool queues_in = false;      // at the receiver, with what others send
+  bool queues_in = false;      // whether items queue for the receiver's line with those of other senders
   double transfer_ms = 0;
   double latency_ms = 0;
   LaneChunks chunks = {};
-  std::optional<std::size_t> answer = std::nullopt;  // of a push to an asynchronous shard: the lane back
-  std::vector<double> arrivals_ms = {};              // from when the receiver may go on
-  std::vector<double> firsts_ms = {};                // of pushes: when the first chunk arrives
+  std::optional<std::size_t> answer = std::nullopt;  // pushes to an asynchronous shard: the lane back
+  std::vector<double> arrivals_ms = {};              // when the receiver may go on, by item
+  std::vector<double> firsts_ms = {};                // pushes: when the first chunk arrives, by item
   std::size_t num_taken = 0;
   bool is_awaited = false;
 
@@ -73,47 +74,47 @@ class Network {
   std::size_t add_line();
   // Sends the items that one worker sends at the same time, all on the same line.
   void send(std::vector<SentItem>& items, double now_ms);
-  // Takes the lane's next item, for which its receiver has been ready since then. before: the lane of the
-  // list's step before, null if that is of none.
+  // Takes the lane's next item. since_ms: when its receiver became ready for it. before: the lane of the
+  // receiver's previous instruction; null if that was no transfer.
   void receive(Lane& lane, const Lane* before, double since_ms);
 
  private:
   // The line by which a worker receives.
   struct LineIn {
-    double free_ms = 0;  // for what other stages send
-    double exchanges_until_ms = 0;
-    double taken_ms = 0;  // of what replicas exchange, by what has come meanwhile
+    double free_ms = 0;             // when it is free for items of other stages
+    double exchanges_until_ms = 0;  // when the last push or pull will have come
+    double taken_ms = 0;            // time that items of other stages took since the last push or pull
   };
   struct Span {
     double begin_ms = 0;
     double end_ms = 0;
   };
 
-  // An item that send() is sending, chunk by chunk.
+  // An item that send() is sending, chunk by chunk, with the times of its chunks.
   struct Made {
     SentItem* item = nullptr;
-    double first_ms = 0;  // when the first chunk was there
-    double last_ms = 0;   // and the last one
-    double of_chunk_ms = 0;
-    double left_ms = 0;  // time that the item still needs on the line
+    double first_ms = 0;     // when the first chunk was made
+    double last_ms = 0;      // when the last chunk was made
+    double of_chunk_ms = 0;  // time that one chunk needs on the line
+    double left_ms = 0;      // time that the item still needs on the line
     Span leaves = {};
   };
 
   [[nodiscard]] Made made(SentItem& item, double now_ms);
-  // When each of what is sent now leaves: it shares the line evenly, and what is sent later waits. Its chunks
-  // from before have left if nothing else did then.
+  // Computes when each item of sent_ leaves. These items share the line evenly, and later ones wait for them.
+  // Chunks that were made before now have left already, as far as the line was free.
   void carry(double& free_ms, double now_ms);
-  // When what is ready to come begins to.
+  // When an item that is ready to come at ready_ms begins to use the receiver's line.
   double begin_to_come(const Lane& lane, double ready_ms);
-  // Arrivals of the first chunk, and of all.
+  // When the first chunk arrives, and when all have arrived.
   Span arrivals(const Made& made);
   static void arrive(SentItem& item, Span arrives, double now_ms);
 
-  std::vector<double> lines_free_ms_ = {};  // by which workers send: from when
-  std::vector<Made> sent_ = {};             // what has a line of what is sent now
-  std::vector<std::size_t> in_order_ = {};  // of these, those first that have least left
+  std::vector<double> lines_free_ms_ = {};  // when each line by which workers send is free
+  std::vector<Made> sent_ = {};             // the items of the present send() that use a line
+  std::vector<std::size_t> in_order_ = {};  // indices of sent_, in ascending order of left_ms
   std::vector<LineIn> lines_in_;            // by worker
-  // By worker, since when it has the first chunk of all gradients of its shard.
+  // By worker, when it had the first chunk of all gradients of its shard.
   std::vector<double> gathered_ms_;
   std::vector<Transfer>* transfers_;
 };

@@ -18,21 +18,22 @@ namespace {
 
 constexpr double kStepsMax = 2e9;
 
-// The suffix from a layer on with so many workers: its first stage, and the figures that matter upstream.
+// A plan of the layers from one on, with a number of workers. It has the plan's first stage, and the figures
+// that matter for a stage upstream.
 struct Suffix {
   StageCopies copies{};
-  double spare_bytes = 0;     // of the first stage's workers, for what crosses before it
-  std::size_t end_layer = 0;  // one behind its last
+  double spare_bytes = 0;     // memory that the first stage's workers have left for items from upstream
+  std::size_t end_layer = 0;  // one behind the last layer of the first stage
   bool recompute = false;
-  std::size_t next = 0;  // among the suffixes from end_layer on with the workers that are left
+  std::size_t next = 0;  // index of the rest, among the suffixes from end_layer on with the other workers
   double bottleneck_s = 0;
-  bool has_room = false;  // for what crosses before it, whatever the plan upstream
+  bool has_room = false;  // spare_bytes are enough for every plan upstream
 
   [[nodiscard]] std::int64_t in_flight_all() const { return copies.in_flight * copies.num_replicas; }
 };
 
-// The most time that a stage or a boundary may take, and the least time above it that was found: between the
-// two lies no other plan.
+// The most time that a stage or a boundary may take, and the least time above it that the search has met. No
+// plan's bottleneck lies between the two.
 struct Bound {
   double limit_s = 0;
   double next_s = std::numeric_limits<double>::infinity();
@@ -67,14 +68,15 @@ class LimitedSearch {
     }
   }
 
-  // Suffixes within a bound, [first layer][workers]. Upstream fewer minibatches in flight are better, all
-  // replicas together, and more memory for what crosses; where memory is limited, how many replicas there are
-  // says what crosses. So there are those of each number of replicas that no other excels in both, the fewest
-  // minibatches first.
+  // Suffixes within a bound, by first layer and number of workers. A suffix is better for a stage upstream if
+  // it has fewer microbatches in flight, over all replicas, and more spare memory for items from upstream.
+  // The number of replicas decides how many edges these items come over. So with memory limits each number of
+  // replicas keeps the suffixes that no other one beats in both figures. The fewest microbatches come first.
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
-  // The fewest workers among `from` to `to`; the last stage has rank to - 1, unless workers are alike.
+  // The fewest workers, from `from` to `to`, with a plan within the bound. The last replica of the last stage
+  // has rank to - 1; if all workers are alike, ranks do not matter.
   [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {
@@ -86,7 +88,7 @@ class LimitedSearch {
     return covering(tables.back(), from, to);
   }
 
-  // The partition of the fewest stages; the bound is feasible.
+  // The partition with the fewest stages. The bottleneck must be feasible with this number of workers.
   [[nodiscard]] LimitedPartition smallest(std::int64_t num_workers, double bottleneck_s) const {
     Bound bound{bottleneck_s};
     const std::vector<Table> tables = tables_by_stages(num_workers, num_workers, bound);
@@ -168,8 +170,8 @@ class LimitedSearch {
     return {};
   }
 
-  // Fills table[first] with a stage that begins there and a suffix of `below` after it. replicas: of the
-  // stage, 0 is any number.
+  // Fills table[first] with suffixes: a stage that begins at `first`, and a suffix of `below` after it.
+  // replicas: the stage's number of replicas; 0 for any.
   void extend(Table& table, const Table& below, std::size_t first, std::int64_t num_workers, Bound& bound,
               std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
@@ -182,10 +184,10 @@ class LimitedSearch {
       const double compute_s = cost.compute_s;
       forward_s += memory_[last].forward_s;
       bytes.add(layers_, memory_, last);
-      // A lower bound on the replicas, one less for rounding: fewer cannot compute the stage in time.
+      // Fewer replicas cannot compute the stage in time. One less, because of rounding.
       const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bound.limit_s)) - 1 : 0.0;
       const auto at_least_s = [&](double count) { return compute_s / (fastest_ * count); };
-      if (fewest > static_cast<double>(num_workers)) {  // more layers only add to it
+      if (fewest > static_cast<double>(num_workers)) {  // more layers only take longer
         static_cast<void>(bound.is_exceeded_by(at_least_s(static_cast<double>(num_workers))));
         break;
       }
@@ -203,7 +205,7 @@ class LimitedSearch {
           const Workers workers = workers_of(count, num_workers - after, cost);
           const double once_s = std::max(workers.time_s(compute_s), behind_s);
           if (bound.is_exceeded_by(once_s)) continue;
-          std::optional<double> twice_s;  // the forward
+          std::optional<double> twice_s;  // the stage's time if it does the forward twice
           if (limits_.may_recompute && !limits_.memory_bytes.empty()) {
             twice_s = std::max(workers.time_s(compute_s + forward_s), behind_s);
             if (bound.is_exceeded_by(*twice_s)) twice_s.reset();
@@ -221,7 +223,7 @@ class LimitedSearch {
     double speed = 1;
     double sync_s = 0;
     double products_s = 0;
-    double memory_bytes = 0;  // of the least
+    double memory_bytes = 0;  // of the worker that has least
     double per_round = 1;     // minibatches
 
     [[nodiscard]] double time_s(double compute_s) const {
@@ -245,8 +247,9 @@ class LimitedSearch {
     return workers;
   }
 
-  // The suffixes that begin with the stage: by those after it, and as their memory allows without a recompute
-  // and with it, which take these times.
+  // Adds the suffixes that begin with this stage, each with one suffix of `rest` after it, without a
+  // recompute and with it, if the memory allows. once_s, twice_s: the stage's time without and with a
+  // recompute.
   void add(Suffixes& found, const Suffixes& rest, const StageBytes& bytes, std::size_t end_layer,
            const Workers& workers, double once_s, std::optional<double> twice_s) const {
     for (std::size_t next = 0; next < rest.size(); ++next) {
@@ -273,17 +276,18 @@ class LimitedSearch {
         insert(found, suffix);
         if (bytes.is_first || suffix.has_room) break;
       }
-      // Those after it have as many in flight or more, and no fewer edges to here.
+      // Later suffixes of `rest` have as many microbatches in flight or more, and no fewer edges to this
+      // stage.
       if (bytes.is_last || workers.count % behind.copies.num_replicas == 0) break;
     }
   }
 
-  // Unless another excels it; in the place of those that it excels.
+  // Inserts the suffix, unless a found one is as good in every figure. Removes those that it beats.
   void insert(Suffixes& found, const Suffix& suffix) const {
     const auto excels = [this](const Suffix& one, const Suffix& other) {
       if (one.in_flight_all() > other.in_flight_all()) return false;
       if (limits_.memory_bytes.empty()) return true;
-      // With a divisor of its replicas there are no more edges to any stage upstream.
+      // If one's number of replicas divides the other's, it has no more edges to any stage upstream.
       if (one.has_room) return other.copies.num_replicas % one.copies.num_replicas == 0;
       return one.copies.num_replicas == other.copies.num_replicas && one.spare_bytes >= other.spare_bytes;
     };
@@ -389,11 +393,13 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
                                                  const std::vector<LayerMemory>& memory,
                                                  std::int64_t num_workers, double bandwidth_bytes_per_s,
                                                  const PlanLimits& limits) {
-  // Refuses what it refuses; with workers as fast as the profile says no limit makes a plan faster.
+  // partition() checks the layers. Its bottleneck is a lower bound if all workers have speed 1, because
+  // limits make no plan faster.
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   check_limits(layers, memory, num_workers, limits);
   const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
-  // With workers that differ it matters how many are used, as the last stage has the last of those.
+  // If workers differ, each number of used workers is a search of its own, because the last stage has the
+  // last of the used ones.
   std::optional<std::int64_t> best_workers;
   std::uint64_t best = bits_of(std::numeric_limits<double>::max());
   const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
@@ -402,8 +408,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
     std::uint64_t feasible = best;
     std::uint64_t lowest = limits.speeds.empty() ? bits_of(unlimited_s) : 0;
     std::optional<std::int64_t> workers;
-    // Each plan within a bound is found with its own bottleneck; below the least time that exceeds the bound
-    // there are no more.
+    // A feasible bound gives a plan, whose own bottleneck may be lower. An infeasible bound gives the least
+    // time above it that the search has met; no plan's bottleneck is lower.
     const auto narrow = [&](std::uint64_t bits) {
       Bound bound{std::bit_cast<double>(bits)};
       if (const std::optional<Fewest> found = search.fewest_workers(from, used, bound)) {

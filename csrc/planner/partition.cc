@@ -34,8 +34,8 @@ struct Problem {
 
 constexpr std::int64_t kImpossible = -1;
 
-// A real lower bound, but for rounding, on the replicas m >= 2 with T(m) <= t: from compute_s / m <= t,
-// and from 4 (m - 1) w / (m^2 B) <= t, that is q m^2 - m + 1 >= 0 with q = t B / (4 w).
+// A lower bound, except for rounding, on the replicas m >= 2 with T(m) <= t. It follows from compute_s / m <=
+// t, and from 4 (m - 1) w / (m^2 B) <= t, which is q m^2 - m + 1 >= 0 with q = t B / (4 w).
 double estimate_replicas(const StageCost& cost, double bottleneck_s, double bandwidth_bytes_per_s) {
   const double for_compute = cost.compute_s / bottleneck_s;
   const double quotient = bottleneck_s * bandwidth_bytes_per_s / (4 * cost.parameter_bytes);
@@ -45,7 +45,8 @@ double estimate_replicas(const StageCost& cost, double bottleneck_s, double band
   return std::max(for_compute, (1 + std::sqrt(discriminant)) / (2 * quotient));
 }
 
-// The first number from `from` to `to` that is_enough, where all after one that is are, too; to + 1: none is.
+// The first number from `from` to `to` that is enough, or to + 1 if none is. If a number is enough, all
+// larger ones must be, too.
 template <class IsEnough>
 std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is_enough) {
   if (from > to || !is_enough(to)) return to + 1;
@@ -61,9 +62,9 @@ std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is
   return enough;
 }
 
-// The fewest from 2 on, of a stage whose weights may go as factors. As long as the same ones do, the
-// computing of a minibatch falls with m, (C - P) / m + P, and the sync, (m - 1) (4 w / m^2 + 2 F / m), rises
-// up to some m and falls from there on.
+// The fewest replicas m >= 2 with T(m) <= t, for a stage whose weights may go as factors. While the same
+// weights go as factors, the computing of a minibatch falls with m: (C - P) / m + P. The sync, (m - 1)
+// (4 w / m^2 + 2 F / m), rises up to some m and falls after it.
 std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, double bottleneck_s) {
   const auto computes = [&](std::int64_t num_replicas) {
     const double own_s = cost.compute_s + cost.products_s(num_replicas);
@@ -72,14 +73,14 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
-  // Fewer cannot compute it in time; one less for rounding.
+  // Fewer replicas cannot compute the stage in time. One less, because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto from = static_cast<std::int64_t>(std::max(2.0, at_least)); from <= problem.num_replicas_max;) {
     const std::int64_t to = std::min(problem.num_replicas_max, cost.factored.last_alike(from));
     const std::int64_t begin = first_enough(from, to, computes);
     if (begin <= to) {
-      if (is_enough(begin)) return begin;  // else it is the sync that takes too long
+      if (is_enough(begin)) return begin;  // otherwise the sync takes too long
       const std::int64_t found = first_enough(begin + 1, to, is_enough);
       if (found <= to) return found;
     }
@@ -88,10 +89,10 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   return kImpossible;
 }
 
-// The fewest from 2 on where minibatches are cut: the sync depends on what m and the microbatches have in
-// common.
+// The fewest replicas m >= 2 with T(m) <= t, if minibatches are cut into microbatches. Tries one number after
+// the other, because the sync depends on the common divisors of m and the number of microbatches.
 std::int64_t fewest_with_microbatches(const Problem& problem, const StageCost& cost, double bottleneck_s) {
-  // Fewer cannot compute it in time; one less for rounding.
+  // Fewer replicas cannot compute the stage in time. One less, because of rounding.
   const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
   if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
   for (auto num_replicas = static_cast<std::int64_t>(std::max(2.0, at_least));
@@ -119,7 +120,7 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
     if (is_enough(guess)) enough = guess;
   }
   if (enough == 2 || !is_enough(enough - 1)) return enough;
-  // The estimate was off by rounding: halve down to the exact answer.
+  // The estimate was too high because of rounding. Bisection finds the exact number.
   std::int64_t too_few = 1;
   while (enough - too_few > 1) {
     const std::int64_t middle = too_few + (enough - too_few) / 2;
@@ -128,8 +129,8 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
   return enough;
 }
 
-// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s, after
-// a boundary that does, whose first layer is_reachable; first layers ascend.
+// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s. It skips
+// stages whose first layer is not reachable, or whose boundary upstream takes longer. First layers ascend.
 template <class IsReachable, class Visit>
 void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReachable is_reachable,
                            Visit visit) {
@@ -141,7 +142,7 @@ void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReacha
     for (std::size_t last = first; last < problem.layers.size(); ++last) {
       cost.add(problem.layers[last]);
       const std::int64_t num_replicas = fewest_replicas(problem, cost, bottleneck_s);
-      if (num_replicas == kImpossible) break;  // more layers only add to it
+      if (num_replicas == kImpossible) break;  // more layers only take longer
       visit(first, last, num_replicas);
     }
   }
@@ -150,7 +151,7 @@ void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReacha
 // True when at most num_workers workers cover all layers within bottleneck_s.
 bool is_feasible(const Problem& problem, double bottleneck_s) {
   constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
-  // fewest_workers[j] cover the layers before j.
+  // fewest_workers[j]: the fewest workers that cover the layers before j.
   std::vector<std::int64_t> fewest_workers(problem.layers.size() + 1, kUnreached);
   fewest_workers[0] = 0;
   for_each_stage_within(

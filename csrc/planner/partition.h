@@ -2,9 +2,9 @@
 //
 // T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B
 // A(j, m)    = min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
-// The optimum uses at most num_workers; ties: fewer workers, then fewer stages.
-// Source: PipeDream (SOSP'19), section 3.1; design.md section 5. Where weights go as factors stage_cost.h
-// says what T is.
+// The optimum uses at most num_workers workers. Among equal plans it is the one with fewer workers, then with
+// fewer stages. Source: PipeDream (SOSP'19), section 3.1; design.md section 5. stage_cost.h has T for weights
+// whose gradients go as factors, and for several microbatches.
 //
 // Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
 // workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are
@@ -22,7 +22,7 @@ struct LayerCost {
   double compute_s = 0;  // forward and backward of one minibatch
   double activation_bytes = 0;
   double parameter_bytes = 0;
-  std::vector<FactoredWeight> factors = {};  // of its parameters, those that may be pushed so
+  std::vector<FactoredWeight> factors = {};  // the parameters whose gradients may be pushed as factors
 };
 
 struct PlannedStage {
@@ -50,9 +50,9 @@ struct Partition {
                                   const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
                                   std::int64_t num_microbatches = 1);
 
-// Throws UserError for no layers, num_workers < 1, a bandwidth that is not positive, a cost that is
-// negative or not finite, weights that are more than their layer's parameters, products that take longer than
-// their layer. straight: every stage has one replica.
+// Finds the partition. straight: every stage has one replica. Throws UserError for no layers, num_workers <
+// 1, a bandwidth that is not positive, a cost that is negative or not finite, and factors whose weights have
+// more bytes, or whose products take longer, than their layer.
 [[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                                   double bandwidth_bytes_per_s, bool straight = false,
                                   std::int64_t num_microbatches = 1);

@@ -23,30 +23,30 @@ namespace {
 
 using Places = std::map<StageReplica, std::size_t>;  // the worker of every replica, and of every spare
 
-// An instruction, with all that is known of it before the replay.
+// An instruction, with the values that are known before the replay.
 struct Step {
   Opcode opcode = Opcode::kForward;
-  std::uint32_t index = 0;  // of SEND and RECV their lane; of work which of the worker's wakings
+  std::uint32_t index = 0;  // SEND and RECV: of the lane. Work: of Worker::wakings
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   double work_ms = 0;
 };
 
-// The costs after waits of one kind of a stage's work.
+// The extra time that one kind of a stage's work takes after waits (WakingDurations).
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
   std::vector<double> costs_ms = {};
-  std::optional<double> waited_then_ms = std::nullopt;  // when the last such item began
+  std::optional<double> waited_then_ms = std::nullopt;  // Worker::waited_ms when its last item began
 };
 
 struct Worker {
   std::vector<Step> steps = {};
   std::vector<TimedStep> done = {};
-  double waited_ms = 0;
+  double waited_ms = 0;  // total of all waits so far
   std::vector<Waking> wakings = {};
   std::map<Opcode, std::vector<double>> decks = {};
-  // The rest of the work at hand in milliseconds at speed 1, if workers slow each other.
+  // If workers slow each other: the rest of the worker's current work, in milliseconds at speed 1.
   std::optional<double> left_ms = std::nullopt;
 
   [[nodiscard]] bool is_done() const { return done.size() == steps.size(); }
@@ -79,7 +79,7 @@ double exchange_ms(EdgeKind kind, const StageDurations& stage, ReplicaIndex owne
 
 double work_ms_of(const Instruction& step, const StageDurations& stage) {
   const OpcodeTraits& traits = traits_of(step.opcode);
-  // The lists do not say how large a minibatch is that is evaluated.
+  // The lists do not say how large a validation minibatch is. It counts as a first microbatch.
   const bool is_first = step.microbatch.value() == 0 || traits.scope == Scope::kBoundary;
   switch (traits.duration) {
     case Duration::kNone:
@@ -159,7 +159,8 @@ struct DoneHash {
   }
 };
 
-// All instructions of a replica are in one list, so this sees what is there twice, or before its forward.
+// Refuses an instruction that is there twice, or before its forward. One list is enough, because all
+// instructions of a replica are in the same list.
 void check_list(const std::vector<Instruction>& program) {
   std::unordered_set<Instruction, DoneHash> seen;
   for (const Instruction& instruction : program) {
@@ -176,8 +177,8 @@ void check_list(const std::vector<Instruction>& program) {
   }
 }
 
-// A worker's times depend on what it receives alone, so the order in which the workers are visited changes
-// nothing but where senders share a receiver's line: there they send in the order of time.
+// Replays the lists. A worker's times depend only on what it receives, so workers may be visited in any
+// order. With one exception: senders that share a receiver's line must send in the order of time.
 class Replay {
  public:
   Replay(Places places, std::size_t num_workers, const Timing& timing, std::vector<Transfer>* transfers)
@@ -232,7 +233,7 @@ class Replay {
     return found->second;
   }
 
-  // By how much the worker's next item of the kind is longer than its mean.
+  // The factor by which the worker's next item with this opcode is longer than the mean.
   double draw(Worker& worker, std::size_t index, Opcode opcode) const {
     const auto found = timing_.spread.factors.find(opcode);
     if (found == timing_.spread.factors.end() || found->second.empty()) return 1;
@@ -264,8 +265,8 @@ class Replay {
     lane.edge = edge;
     lane.sender = worker_at(edge.from);
     lane.receiver = worker_at(edge.to);
-    // Only the sender uses this direction of the link, and does its list in order: so first sent is first
-    // carried.
+    // Only the sender uses this line, and it does its list in order. So the line carries items in the order
+    // in which they are sent.
     if (lane.sender != lane.receiver) {
       const bool is_shared = timing_.one_link || is_exchange(edge.kind);
       const auto [line, is_new_line] =
@@ -279,7 +280,7 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Tied parameters and norms take no time beside these.
+      // Transfers of tied parameters and norms count as 0 beside these.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
@@ -289,7 +290,7 @@ class Replay {
     return found->second;
   }
 
-  // Between the replicas of a stage.
+  // Sets the times of a lane between replicas of a stage.
   void take_exchange_times(Lane& lane) const {
     const Edge& edge = lane.edge;
     const StageDurations& stage = stage_at(edge.from.stage);
@@ -306,8 +307,9 @@ class Replay {
     lane.chunks = chunks_of(edge, stage, owner_index);
   }
 
-  // Pushes that no list receives go to asynchronous shards, which answer beside the lists. An answer queues
-  // behind the pushes of its receiver: each line carries as many answers as pushes, whoever's they are.
+  // Finds the pushes to asynchronous shards, which no list receives, and the lanes of their answers. An
+  // answer uses the line by which its receiver pushes, not its sender's. That keeps the load right, because
+  // each line carries as many answers as pushes.
   void find_answers() {
     for (const auto& [edge, index] : lane_by_edge_) {
       ReplayedLane& push = lanes_[index];
@@ -328,7 +330,7 @@ class Replay {
         const std::size_t worker = ready.front();
         ready.pop_front();
         advance(worker, ready, false);
-      } else {  // all others send later, or wait for what is sent later
+      } else {  // all other workers send later, or wait for an item that is sent later
         const std::size_t worker = about_to_send_.top().second;
         about_to_send_.pop();
         advance(worker, ready, true);
@@ -337,7 +339,7 @@ class Replay {
     if (!are_done()) throw UserError(describe_deadlock());
   }
 
-  // Does all that the worker can do now, and adds those that waited for it to the ready ones.
+  // Does all that the worker can do now. Workers that waited for its items become ready.
   void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
     Worker& worker = workers_[index];
     while (!worker.is_done()) {
@@ -366,13 +368,14 @@ class Replay {
     }
   }
 
-  // In the order of time, as who is at work now says how fast all are.
+  // Replays in the order of time, because the workers that are at work at a time determine each other's
+  // speed.
   void pass_through(const SharedCores& shared) {
     double now_ms = 0;
     std::vector<double> began_ms(workers_.size());
     while (!are_done()) {
       bool has_begun = true;
-      while (has_begun) {  // what one sends another may be waiting for
+      while (has_begun) {  // another worker may wait for what one has sent
         has_begun = false;
         for (std::size_t index = 0; index < workers_.size(); ++index) {
           has_begun = begin_work(workers_[index], now_ms, began_ms[index]) || has_begun;
@@ -382,7 +385,8 @@ class Replay {
     }
   }
 
-  // Does what takes no time until there is work or a wait; whether anything was done.
+  // Does the worker's transfers up to its next work or wait, and begins that work. Returns whether an
+  // instruction was finished.
   bool begin_work(Worker& worker, double now_ms, double& began_ms) {
     const std::size_t before = worker.done.size();
     while (!worker.left_ms && !worker.is_done()) {
@@ -401,8 +405,8 @@ class Replay {
     return worker.done.size() > before;
   }
 
-  // Until someone is done with their work, or something arrives that someone waits for; false: neither will
-  // be.
+  // Lets time pass until a worker finishes its work, or an item arrives that a worker waits for. Returns
+  // false if neither will happen.
   bool pass_time(const SharedCores& shared, double& now_ms, const std::vector<double>& began_ms) {
     const std::vector<std::pair<std::size_t, double>> speeds = speeds_now(shared);
     double passing_ms = std::numeric_limits<double>::infinity();
@@ -410,7 +414,7 @@ class Replay {
       passing_ms = std::min(passing_ms, *workers_[index].left_ms / speed);
     for (const Worker& worker : workers_) {
       if (worker.left_ms || worker.is_done()) continue;
-      const Lane& lane = lanes_[worker.next().index];  // for which it waits
+      const Lane& lane = lanes_[worker.next().index];  // the worker waits for its next item
       if (lane.has_next()) passing_ms = std::min(passing_ms, lane.next_ms() - now_ms);
     }
     if (passing_ms == std::numeric_limits<double>::infinity()) return false;
@@ -441,7 +445,7 @@ class Replay {
     return speeds;
   }
 
-  // How long an item takes that begins now; to be asked once of each.
+  // How long an item takes that begins now. Called once for each item, because it notes the worker's waits.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.index];
@@ -455,7 +459,7 @@ class Replay {
     return step.work_ms + waking_ms;
   }
 
-  // Takes what the worker's next step is for.
+  // Does the worker's next step, a RECV.
   void receive(Worker& worker, Lane& lane, double at_ms) {
     const Step* const before = worker.done.empty() ? nullptr : &worker.steps[worker.done.size() - 1];
     const bool has_lane = before != nullptr && travels(before->opcode);
@@ -464,7 +468,7 @@ class Replay {
     worker.finish(at_ms, at_ms);
   }
 
-  // Does the worker's next step, and with one link those after it that send too.
+  // Does the worker's next step, a SEND. With one link it also does the SENDs right behind it.
   void send(Worker& worker, double now_ms) {
     sending_.clear();
     do {
@@ -475,7 +479,7 @@ class Replay {
     network_.send(sending_, now_ms);
     for (const SentItem& item : sending_) {
       if (!item.lane->answer) continue;
-      // An asynchronous shard updates what has come, and sends it back.
+      // An asynchronous shard applies the gradient that has come, and answers with its new version.
       const double update_ms = stage_at(item.lane->edge.from.stage).update_ms;
       std::vector<SentItem> answer = {{&lanes_[*item.lane->answer], item.minibatch, item.microbatch}};
       network_.send(answer, item.arrives_ms + update_ms);
@@ -509,8 +513,8 @@ class Replay {
   std::map<Edge, std::uint32_t> lane_by_edge_;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> lines_;  // (sender, receiver or kNoLine)
   Network network_;
-  std::vector<SentItem> sending_;  // what was sent last
-  // Who is next to send, and when, where that is in the order of time.
+  std::vector<SentItem> sending_;  // the items of the last send()
+  // With one link: the workers that are about to send, by time.
   using Sending = std::pair<double, std::size_t>;
   std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;
 };

@@ -40,18 +40,19 @@ struct SimulatedRun {
   std::vector<Transfer> transfers;  // in the order in which they were sent
 };
 
-// Throws UserError for lists that wait for each other, and names who waits for what; for an instruction that
-// appears twice, a backward before its forward, a stage at two workers or at none; for the wrong number of
-// durations, and for a stage with leads of fewer owners than it has.
+// Throws UserError for
+//   - lists that wait for each other; the error names what each worker waits for
+//   - an instruction that appears twice, a backward before its forward, a stage at two workers or at none
+//   - the wrong number of durations, and push leads for fewer owners than a stage has.
 [[nodiscard]] SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs,
                                     const Timing& timing);
 
 // The stages of the lists, up to the last one that has an instruction.
 [[nodiscard]] std::size_t num_stages_of(const std::vector<std::vector<Instruction>>& programs);
 
-// Milliseconds per minibatch of the schedule's lists in the steady state, as summarize() has them of
-// simulate(): for a search that asks it of thousands of plans. Throws UserError as simulate() and
-// make_program().
+// Milliseconds per minibatch of the schedule's lists in the steady state: the value that summarize() gives
+// for simulate(). It is for a search over thousands of plans, so it does not check the lists or record
+// transfers. Throws UserError as simulate() and make_program().
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const Timing& timing);
 

@@ -1,11 +1,11 @@
 // T(i..j, m): the time per minibatch of a stage with m replicas, by the cost model of partition.h. A round is
 // R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
 //
-//   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    both directions of a link in a round: w bytes of parameters
-//                                                 that are pushed as they are, F of one replica's factors,
-//                                                 of R / m minibatches
-//   compute  sum T_l + (m-1) P                    P: what each replica's factors add to the products that
-//                                                 every one of them makes of all
+//   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    time of a round on a link, both directions. w: bytes of the
+//                                                 parameters whose gradients are pushed as they are. F: bytes
+//                                                 of one replica's factors, of its R / m minibatches
+//   compute  sum T_l + (m-1) P                    P: time to multiply one other replica's factors. Every
+//                                                 replica multiplies those of all
 //   T        max(compute / m, sync / R)
 #pragma once
 
@@ -36,7 +36,7 @@ struct StageCost {
     for (const FactoredWeight& weight : layer.factors) factored.add(weight);
   }
 
-  // Besides compute_s, of a replica.
+  // Time that a replica takes beside compute_s to multiply the other replicas' factors.
   [[nodiscard]] double products_s(std::int64_t num_replicas) const {
     if (factored.empty()) return 0;
     return static_cast<double>(num_replicas - 1) * factored.of(num_replicas).product_s;

@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-// Between a replica of one stage and those of its neighbour.
+// The number of edges from one replica of the stage to replicas of its neighbour.
 std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
   if (neighbour.num_replicas == 0) return 0;
   return neighbour.num_replicas / std::gcd(stage.num_replicas, neighbour.num_replicas);
@@ -18,8 +18,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// The least bytes of a shard's chunk, and how much larger its slot is: for the list of its pieces, and for
-// alignment.
+// The smallest chunk of a shard, and the bytes by which its slot is larger, for the list of its pieces and
+// for alignment.
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
@@ -27,7 +27,7 @@ double largest_tensor(const ReplicaWeights& weights) {
   return std::min(weights.largest, weights.all - weights.factored);
 }
 
-// The most that one replica owns.
+// The most bytes that one replica owns.
 double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, const ShardShare& share,
                    const MemoryCosts& costs) {
   const double even = share.most * (weights.all - weights.factored);
@@ -44,7 +44,7 @@ double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, 
   return static_cast<double>(rounds) * (weights.all - weights.factored + others + weights.factors);
 }
 
-// Bytes of the slots for pushes and pulls of others, at a stage with shards.
+// Bytes of the slots for pushes from others and for pulls, at a stage with shards.
 double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
                    const MemoryCosts& costs) {
   const auto num_others = static_cast<double>(num_replicas - 1);
@@ -74,20 +74,20 @@ double encoded_bytes(const EncodedItems& items, bool stages_apart) {
   return static_cast<double>(items.num_channels) * of_channel * items.item_bytes;
 }
 
-// Whose data are here: those of so many microbatches in a row of one replica.
+// The number of minibatches to which n consecutive microbatches of one replica belong.
 std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& costs) {
   const std::int64_t later = divide_up((copies.in_flight - 1) * copies.num_replicas, costs.num_microbatches);
   return std::min(copies.in_flight, 1 + later);
 }
 
-// The share of what goes dense, by a search that knows no spares yet: beside spares a replica owns less, or
-// nothing.
+// The share of the dense weights that a replica owns, for a search that does not know the number of spares
+// yet. Beside spares a replica owns less, or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};
 }
 
-// Bytes that an optimizer's step makes and drops.
+// Bytes of the temporaries of an optimizer's step.
 double step_bytes(const StageBytes& stage, std::int64_t num_replicas, const MemoryCosts& costs) {
   double step = costs.step_copies * stage.largest;
   FactoredWeights::Sum factored;

@@ -1,5 +1,5 @@
-// Estimates the memory of one replica of a planned stage from a profile's figures: the sum that
-// budget/memory.py finds for a run, or a little more. Pure arithmetic; any thread.
+// Estimates the memory of one replica of a planned stage from a profile's figures. The estimate is the sum
+// that budget/memory.py computes for a run, or a little more. Pure arithmetic; any thread.
 //
 // Stage s has r replicas, each with n microbatches in flight; a minibatch has m microbatches. `input`,
 // `output`, `widest` and `saved` below are bytes of a microbatch: a profile's bytes of a minibatch over m.
@@ -7,34 +7,37 @@
 // common with it, and gradients over d edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r,
 // r_{s+1}).
 //
-//   what there is of the weights    replica_weight_bytes(), below
-//   + frozen weights                as given: model_copies of them, and nothing else
-//   + 2 d output                    slots for its gradients
-//   + max(2 widest + largest, step) what a backward or a step makes and drops: gradients of what crosses
-//                                   between layers, and of a layer's parameters where they are added to those
-//                                   of microbatches before; temporaries of a layer's parameters; of weights
-//                                   that go as factors with those of a step the largest gradient, and all
-//                                   replicas' factors that it is made of; the means of a shard that is
-//                                   updated at once, or of a chunk where a replica may have none of a round's
-//                                   last minibatches
-//   + the served step               with asynchronous shards: of another replica's gradient
-//   + what is kept                  n (saved + output) at the first stage
-//   + encoded items                 where a codec encodes what crosses: a receiver has as many as slots, a
-//                                   sender as many as may not have left, and what topk has left out; where
-//                                   these wait apart each channel has one in the device's memory
-//   + data                          at the first and the last stage, the minibatches that n microbatches in a
-//                                   row of one replica are of: min(n, 1 + ceil((n - 1) r / m))
+//   weights                         replica_weight_bytes(), below
+//   + frozen weights                model_copies of them, and nothing else
+//   + 2 d output                    slots for received gradients
+//   + max(2 widest + largest, step) the larger of two kinds of temporaries. A backward has the gradients of
+//                                   two layers' outputs, and, if a round has several microbatches, the
+//                                   gradient of a layer's parameters before it is added to those before. A
+//                                   step has step_copies of a layer's parameters. For weights that go as
+//                                   factors it also has the largest gradient, and the factors of all replicas
+//                                   from which that is made. With shards it has the mean of a whole shard if
+//                                   this is updated at once, or of one chunk if a replica may have no
+//                                   minibatch in a short last round
+//   + another step                  with asynchronous shards, for the gradients of other replicas
+//   + kept activations              n (saved + output) at the first stage
+//   + encoded items                 if a codec encodes items that cross a cut. A receiver has one per slot, a
+//                                   sender one per item that may be unsent, and the residual of topk. With
+//                                   stages_apart a channel has only one received and one sent item in the
+//                                   device's memory
+//   + data                          at the first and the last stage: the minibatches of n consecutive
+//                                   microbatches of one replica, which are min(n, 1 + ceil((n - 1) r / m))
 //
-// A stage but the first also has
+// Every stage except the first also has
 //
-//   u (ceil(n / u) + 1) input         slots: of each edge one more than it may have in flight
-//   + input                           a gradient that has left and is released late
-//   + U input + n max(saved + output - input, 0)    in the place of n (saved + output)
+//   u (ceil(n / u) + 1) input         slots: per edge one more than it may have in flight
+//   + input                           a gradient that is sent, but released late
+//   + U input + n max(saved + output - input, 0)    instead of n (saved + output)
 //
-// as upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of the replica in flight: n that are
-// kept here, and the gradients of the others, which wait. With recompute nothing but a forward's input is
-// kept, outputs until they have left, and one microbatch at a time has more: of n (saved + output) there
-// remain saved + input + (n + 2) output.
+// Upstream has U = u ceil(n_{s-1} gcd(r_{s-1}, r) / r) microbatches of this replica in flight. The replica
+// keeps the inputs of n of them; of the others it has gradients that wait to be sent.
+//
+// With recompute a replica keeps only the inputs of forwards, and outputs until they are sent. One microbatch
+// at a time has all its activations. So n (saved + output) becomes saved + input + (n + 2) output.
 #pragma once
 
 #include <cstddef>
@@ -46,33 +49,33 @@
 namespace pipedream {
 
 struct LayerMemory {
-  double saved_bytes = 0;   // of a minibatch, for its backward
-  double forward_s = 0;     // what a recompute adds
-  double frozen_bytes = 0;  // of parameters that nobody trains
+  double saved_bytes = 0;   // that a minibatch's forward saves for its backward
+  double forward_s = 0;     // time that a recompute adds
+  double frozen_bytes = 0;  // of parameters that are not trained
 };
 
 // Bytes that a codec adds for each byte that crosses a cut in one direction. 0: nothing is encoded.
 struct CodecShares {
-  double wire = 0;      // of an encoded item
-  double residual = 0;  // at its sender, of what topk has left out
+  double wire = 0;      // for an encoded item
+  double residual = 0;  // for the values that topk has not sent yet, at the sender
 };
 
 // Figures that do not depend on the plan.
 struct MemoryCosts {
-  double model_copies = 1;            // of the weights, besides versions and gradients: the model as given
+  double model_copies = 1;            // of all weights: the model itself, besides versions and gradients
   double state_copies = 0;            // of the weights that a replica updates: the optimizer's state
-  double step_copies = 0;             // of a layer's parameters, that a step makes and drops
+  double step_copies = 0;             // of a layer's parameters: temporaries of a step
   double data_bytes = 0;              // of a minibatch
   std::int64_t num_microbatches = 1;  // m
   CodecShares activations = {};
   CodecShares gradients = {};
-  bool stages_apart = false;  // encoded items wait in host memory, beside the device's that is counted
+  bool stages_apart = false;  // encoded items wait in host memory, which is not counted here
   // Figures of stages with replicas.
-  bool asynchronous = false;      // shards: an owner's, besides versions, and a copy for each other replica
-  bool reduces_together = false;  // no shards
-  bool whole_tensors = false;     // shards of them, updated at once
-  bool posts_versions = false;    // what is pulled lands in the slot of the next version
-  bool has_spares = false;        // or may have
+  bool asynchronous = false;      // an owner keeps its shard besides versions, and a copy per other replica
+  bool reduces_together = false;  // replicas update by a collective, and there are no shards
+  bool whole_tensors = false;     // shards have whole tensors, and are updated at once
+  bool posts_versions = false;    // pulled chunks land in the slot of the next version
+  bool has_spares = false;        // stages have spares, or may have
   bool drains = false;            // a round may have several minibatches of a replica
   std::int64_t staleness = 0;     // k, in rounds; of all stages
 };
@@ -81,7 +84,7 @@ struct MemoryCosts {
 struct ReplicaWeights {
   double all = 0;
   double largest = 0;   // of a layer
-  double factored = 0;  // whose gradients go as factors, and every replica updates
+  double factored = 0;  // whose gradients go as factors; every replica updates these
   double factors = 0;   // of one replica in a round
 };
 
@@ -91,69 +94,72 @@ struct ShardShare {
   double least = 0;
 };
 
-// Bytes of weights at one of r replicas with n versions: d bytes go dense and f as factors, F of those in a
-// round:
+// Bytes of the weights at one of r replicas with n versions, with gradients and optimizer state. Of the
+// weights w, the gradients of d bytes are pushed as they are, and those of f bytes as factors. A replica's
+// factors of a round have F bytes.
 //
 //   (n + k + model_copies) |w|
-//   straight            + (1 + state_copies) |w|    gradients, state
-//   reduced together    + (2 + state_copies) |w|    gradients of two rounds
-//   with shards         + g (d + c + F)             gradients of g rounds: one, one for every second of
-//                                                   staleness, one more where factors or spares may wait; and
-//                                                   the copies c from which those leave that share a chunk:
-//                                                   of all that others own
-//                       + state_copies (s + f)      s: of its shard, d / r; of whole tensors at most
-//                                                   d / r + (1 - 1 / r) largest, as the largest are dealt
-//                                                   first, each to who has least
-//                       + (r - 1) (s + F)           slots for what the others push; of whole tensors each as
-//                                                   large as the largest, which makes one more
-//                       + d - s                     slots for what it pulls, if it has any
-//                       + r s                       asynchronous: its own apart, a copy for each other
+//   one replica         + (1 + state_copies) |w|    gradients, state
+//   reduces_together    + (2 + state_copies) |w|    gradients of two rounds, state
+//   with shards         + g (d + c + F)             gradients of g rounds: 1, half of the staleness, and one
+//                                                   more for factors and one for spares, which may wait.
+//                                                   Pushed chunks are sent from copies: c bytes, those of the
+//                                                   parameters that other replicas own
+//                       + state_copies (s + f)      s: bytes of its shard, d / r. With whole tensors at most
+//                                                   d / r + (1 - 1 / r) largest, because the largest tensors
+//                                                   are dealt first, each to the shard that has least
+//                       + (r - 1) (s + F)           slots for the others' pushes. With whole tensors one slot
+//                                                   more, as large as the largest tensor
+//                       + d - s                     slots for pulled versions; none with posts_versions,
+//                                                   unless asynchronous
+//                       + r s                       asynchronous: its shard apart from versions, and a copy
+//                                                   for each other replica
 [[nodiscard]] double replica_weight_bytes(const ReplicaWeights& weights, std::int64_t num_replicas,
                                           std::int64_t num_versions, const ShardShare& share,
                                           const MemoryCosts& costs);
 
-// Bytes of a stage for one minibatch, but for the parameters.
+// Bytes of a stage. All but those of parameters are for one minibatch.
 struct StageBytes {
   double parameters = 0;
-  double frozen = 0;  // parameters that nobody trains
+  double frozen = 0;  // parameters that are not trained
   double saved = 0;
-  double input = 0;  // what crosses before it, and behind it; 0 at the ends of the model
-  double output = 0;
-  double widest = 0;   // that crosses between two of its layers, or before the first
-  double largest = 0;  // parameters of a layer
+  double input = 0;    // activations from upstream; 0 at the first stage
+  double output = 0;   // activations to downstream; 0 at the last stage
+  double widest = 0;   // the largest activation at a boundary of its layers
+  double largest = 0;  // the largest parameters of one layer
   FactoredWeights factored;
   bool is_first = false;
   bool is_last = false;
 
-  // A stage that begins with this layer, as yet without any.
+  // A stage that will begin with this layer, and has no layers yet.
   [[nodiscard]] static StageBytes from(const std::vector<LayerCost>& layers, std::size_t first_layer);
-  // The next layer.
+  // Adds the next layer.
   void add(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory, std::size_t layer);
 };
 
 struct StageCopies {
   std::int64_t num_replicas = 0;   // 0: there is no such stage
-  std::int64_t in_flight = 0;      // microbatches, at each
-  std::int64_t num_versions = 0;   // that each keeps, but for those of staleness
-  std::int64_t own_per_round = 1;  // c: a replica's microbatches of which an update is made
+  std::int64_t in_flight = 0;      // microbatches, at each replica
+  std::int64_t num_versions = 0;   // that each replica keeps, without those for a staleness
+  std::int64_t own_per_round = 1;  // c: a replica's microbatches of one round
 
-  // With the rounds and versions of schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c).
+  // The copies under schedule "pipedream": c = lcm(m, r) / r, and 1 + ceil((n - 1) / c) versions.
   [[nodiscard]] static StageCopies stashing(std::int64_t num_replicas, std::int64_t in_flight,
                                             std::int64_t num_microbatches);
 };
 
-// All but what depends on the stage upstream.
+// Bytes of a replica, without the part that depends on the stage upstream. below: the stage downstream.
 [[nodiscard]] double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below,
                                bool recompute, const MemoryCosts& costs);
-// The part that depends on the stage upstream: nothing at the first stage. input_bytes: of a minibatch.
+// The part that depends on the stage upstream, `above`; 0 at the first stage. input_bytes: of a minibatch.
 [[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
                                     const MemoryCosts& costs);
 
-// No less than that, whatever the stage upstream, with so many workers in all. 0 where nothing crosses.
+// An upper bound of crossing_bytes() for every possible stage upstream, with so many workers in all.
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
                                         std::int64_t num_workers, const MemoryCosts& costs);
 
-// Bytes of a replica of each stage of a plan. memory: one per layer; copies, recompute: one per stage.
+// Bytes of a replica of each stage of a plan. memory: one entry per layer; copies, recompute: one per stage.
 [[nodiscard]] std::vector<double> memory_of_plan(const std::vector<LayerCost>& layers,
                                                  const std::vector<LayerMemory>& memory,
                                                  const std::vector<PlannedStage>& stages,

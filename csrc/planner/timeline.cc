@@ -11,7 +11,7 @@ struct UpdateEnd {
   double end_ms = 0;
 };
 
-// When the stages of a worker were all updated, by round, ascending.
+// For each round, ascending: when the last stage of a worker was updated.
 using UpdateEnds = std::vector<UpdateEnd>;
 
 UpdateEnds::const_iterator find_end(const UpdateEnds& ends, std::int64_t minibatch) {
@@ -37,7 +37,7 @@ UpdateEnds update_ends(const std::vector<TimedStep>& row) {
   return ends;
 }
 
-// 1 where there is one update, and so no next one.
+// The number of minibatches from one update to the next; 1 if there is only one update.
 std::int64_t minibatches_per_update(const UpdateEnds& ends) {
   return ends.size() > 1 ? ends[1].minibatch - ends[0].minibatch : 1;
 }
@@ -51,7 +51,7 @@ std::int64_t num_started_before_update(const std::vector<TimedStep>& row) {
   return num_started;
 }
 
-// Work between two times, each of which is the begin or the end of a step.
+// Milliseconds of work between two times, at neither of which a step is under way.
 double busy_ms(const std::vector<TimedStep>& row, double begin_ms, double end_ms) {
   double busy_ms = 0;
   for (const TimedStep& step : row) {

@@ -1,5 +1,5 @@
-// The time of each instruction of the workers' lists, and figures that follow from the times. Pure; any
-// thread.
+// The begin and end of each instruction in the workers' lists, and a summary of them: makespan, bubble, and
+// time per minibatch. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace pipedream {
 
 struct TimedStep {
   Opcode opcode = Opcode::kForward;
-  std::int64_t minibatch = 0;  // of an update the first of its round
+  std::int64_t minibatch = 0;  // for an update, the first of its round
   double begin_ms = 0;
   double end_ms = 0;
 };
@@ -20,23 +20,23 @@ struct TimedStep {
 // Shares are idle time over all time of the workers; repeated compute counts as work.
 struct Steady {
   double bubble_share = 0;
-  double ms_per_minibatch = 0;  // from when a minibatch was updated everywhere to when the last one was
+  double ms_per_minibatch = 0;  // between the times at which two minibatches were updated at all workers
 };
 
 struct TimelineSummary {
   std::int64_t num_minibatches = 0;
   double makespan_ms = 0;
   double bubble_share = 0;  // 1 - (sum of all workers' work) / (number of workers * makespan)
-  // None of too few minibatches. Let `skipped` be the most minibatches that any worker starts before its
-  // first update, less one, and N the number of minibatches. Worker w is looked at from the end of its update
-  // of minibatch `skipped` to the end of its update of minibatch N - 1 - `skipped`: a whole number of
-  // minibatches, after its warm-up and before its cool-down. For schedules that drain every minibatch that is
-  // everything after the first one, warm-ups and cool-downs included, as they are what such a schedule costs.
-  // With replicas minibatches are counted through all of them, those that other replicas start before it
-  // included, and both ends of the window are moved inwards to where all stages begin a round.
+  // None if there are too few minibatches. Let N be the number of minibatches, and `skipped` one less than
+  // the most minibatches that any worker starts before its first update. A worker's window goes from the end
+  // of its update of minibatch `skipped` to the end of its update of minibatch N - 1 - `skipped`. So it has a
+  // whole number of minibatches, after the warm-up and before the cool-down. For a schedule that drains every
+  // minibatch it has everything after the first minibatch: the warm-ups and cool-downs of the others count,
+  // because they are what such a schedule costs. With replicas, minibatches are counted over all replicas of
+  // a stage, and both ends of the window move inwards to minibatches at which all stages begin a round.
   std::optional<Steady> steady = std::nullopt;
 
-  // In the steady state; of too few minibatches to have one the mean over all of them.
+  // In the steady state. Without a steady state it is the mean over all minibatches.
   [[nodiscard]] double ms_per_minibatch() const {
     return steady ? steady->ms_per_minibatch : makespan_ms / static_cast<double>(num_minibatches);
   }
@@ -44,7 +44,8 @@ struct TimelineSummary {
 
 using Timeline = std::vector<std::vector<TimedStep>>;  // by worker, in order
 
-// minibatches_per_body: after so many the lists repeat; the window of the steady state is a multiple.
+// minibatches_per_body: the lists repeat after so many minibatches, and the steady window is a multiple of
+// it.
 [[nodiscard]] TimelineSummary summarize(const Timeline& timeline, std::int64_t minibatches_per_body = 1);
 
 }  // namespace pipedream
