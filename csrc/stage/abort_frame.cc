@@ -8,7 +8,7 @@ namespace pipedream {
 
 namespace {
 
-// The beginning of a text in UTF-8, not cut inside a character.
+// Returns the beginning of a UTF-8 text, not cut inside a character.
 std::string beginning_of(const std::string& text, std::size_t num_bytes_max) {
   if (text.size() <= num_bytes_max) return text;
   const auto continues = [&](std::size_t at) {
@@ -27,7 +27,7 @@ void send_abort(Link& link, const std::string& why) {
   frame.header.kind = FrameKind::kAbort;
   frame.header.payload_bytes = text->size();
   frame.payload = std::as_bytes(std::span(*text));
-  frame.on_sent = [text] {};  // owns the text until it has left
+  frame.on_sent = [text] {};  // owns the text until the frame is sent
   link.send(std::move(frame));
 }
 

@@ -1,4 +1,5 @@
-// The last frame of a worker that ends: it tells its neighbours why. Any thread that may send on the link.
+// The last frame that a worker sends before it stops early. It tells the peer why. Any thread that may send
+// on the link.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@ namespace pipedream {
 
 inline constexpr std::size_t kAbortTextBytesMax = 1024;
 
-// The text is cut to kAbortTextBytesMax bytes, not inside a character of UTF-8.
+// Cuts the text to kAbortTextBytesMax bytes, but never inside a UTF-8 character.
 void send_abort(Link& link, const std::string& why);
 
 }  // namespace pipedream

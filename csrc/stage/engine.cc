@@ -7,10 +7,10 @@ namespace pipedream {
 
 namespace {
 
-// Beyond, the record grows by doubling.
+// Reserved entries for the record of versions. A longer run makes the record grow.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-// Whether the edge's items come and leave with what is computed.
+// Whether the edge's items come and leave with a work item that computes.
 bool goes_with_work(EdgeKind kind) { return find_user(kind).has_value(); }
 
 Failure untrue_end_of_evaluation(const std::string& channel) {
@@ -26,7 +26,7 @@ Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
               " minibatches, which cannot be: other channels have brought more, or the run began later"};
 }
 
-// In an error: by the work that waits for it.
+// Names the instruction in an error. A transfer that belongs to a computing instruction has the name of that.
 std::string describe(const Instruction& instruction) {
   if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
   if (const auto user = find_user(instruction.edge.kind)) return opcode_name(*user);
@@ -127,7 +127,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     doing_ = *instruction;
     if (!travels(instruction->opcode)) {
-      // Without a wait a failure elsewhere would pass unseen.
+      // There may be no wait here, and only waits notice a failure elsewhere.
       if (const auto failure = wakeup_.failure()) return located(*failure);
       if (is_of_boundary(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
@@ -178,7 +178,8 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   }
 }
 
-// Goes on to the next instruction. False: the deadline passed. What is sent has left with what made it.
+// Does a push or a pull of the exchange, and goes on to the next instruction. False: the deadline passed. A
+// SEND has nothing to do here: the work before it has sent its items.
 Result<bool> StageEngine::transfer_between_replicas(const Instruction& instruction, Deadline deadline) {
   if (instruction.opcode == Opcode::kRecv) {
     const Part& part = part_of(instruction.stage);
@@ -186,7 +187,7 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
     const Result<bool> is_there =
         instruction.edge.kind == EdgeKind::kPull
             ? exchange_->pull_from(other, deadline)
-            // The slot of the update that takes the gradient: nothing is read before it.
+            // begin_update(): the slot of the update that takes the gradient. Nobody reads it before that.
             : exchange_->begin_push_from(other, part.rounds.round_of(instruction.minibatch),
                                          part.stage_part.slots->begin_update(), deadline);
     if (!is_there || !is_there.value()) return is_there;
@@ -206,7 +207,8 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
 
 void StageEngine::collect_released() {
   std::erase_if(sending_, [](SendChannel* channel) {
-    const bool all_have_left = channel->num_unreleased() == 0;  // asked first: those are all collected
+    // Asked before the collection, which then surely covers all items.
+    const bool all_have_left = channel->num_unreleased() == 0;
     channel->collect_released();
     return all_have_left;
   });
@@ -272,7 +274,8 @@ std::optional<WorkItem> StageEngine::upcoming() const {
   return work;
 }
 
-// Until what it makes has room: how many there will be is not known, so the program does not bound it.
+// Waits until the channel has room for the evaluation's item. The number of evaluations is not known, so the
+// program does not bound the items that wait.
 Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
   const std::optional<ReceivedItem>& received = received_of(part_of(doing_.stage), EdgeKind::kEvaluation);
   const bool is_last = received && received->fields.is_end_of_data;
@@ -284,8 +287,9 @@ Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
   return target == nullptr ? Result<bool>(true) : wait_for_room(*target, deadline);
 }
 
-// Waits for the forward's activation or for an evaluation of the weights before it, where that may come
-// first. True: it did, and is next. What became of the activation is receive()'s to say.
+// Whether the stage upstream evaluates before this forward. If it may, waits for the forward's activation or
+// for an item to evaluate. True: the latter came first, and the evaluation is next. False: receive() finds
+// out about the activation.
 bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadline) {
   if (doing_.edge.kind != EdgeKind::kActivation || !cursor_.may_evaluate_first()) return false;
   const ReceiveChannel* const evaluations = part_of(doing_.stage).evaluations;
@@ -304,8 +308,8 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
   return true;
 }
 
-// Waits for room for what tied parameters and norms send: the program bounds it, and the news that an item
-// has left may come a little late.
+// Waits until the channel has room for an item of tied parameters or norms. The program bounds these items,
+// but the news that one is sent may come a little late.
 Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
   const std::int64_t wait_began_ns = now_ns();
   const bool has_room = channel.wait_for_room(deadline);
@@ -314,7 +318,7 @@ Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline)
   return has_room;
 }
 
-// True: item is what the program needs now. False: the deadline passed.
+// Receives the item that the program needs now. False: the deadline passed.
 Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item) {
   const std::int64_t wait_began_ns = now_ns();
   bool exhausted = false;
@@ -331,7 +335,7 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
              "received minibatch " << item.minibatch.value() << " for " << to_string(doing_));
     return true;
   }
-  // A failure says more than a farewell: it may be the abort that came on another channel.
+  // A failure says more than the end of this channel: it may be an abort that came on another one.
   if (const auto failure = wakeup_.failure()) return located(*failure);
   if (exhausted) {
     return located(
@@ -358,13 +362,13 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     work.write_slot = slots.begin_update();
     PD_CHECK(work.write_version == instruction.version, to_string(instruction));
   } else if (traits.stash == Stash::kKept) {
-    // Without stashing the version is not kept for the backward: the update writes over it. One from before
-    // the start the worker holds itself, for the slot of the newest.
+    // Without stashing the version is not kept for the backward: an update may write over it. For a version
+    // from before the start the item names the newest's slot, and the worker itself holds the weights.
     work.read_slot = part.stashes ? slots.acquire(instruction.version)
                                   : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
     part.versions.push_back({instruction.version, instruction.version});
     ++part.num_forwards;
-  } else {  // its version stays: a stash has it, or no UPDATE comes between
+  } else {  // its version is still there: it is stashed, or no UPDATE comes in between
     work.read_slot = slots.slot_of(instruction.version);
   }
   if (traits.stash == Stash::kReleased) {
@@ -413,8 +417,8 @@ std::optional<SlotIndex> StageEngine::release_version() {
   return slots.slot_of(doing_.version);
 }
 
-// The next microbatches may still read what those before them have read, those of a run that goes on where
-// this one ends, too.
+// Whether a forward that is not handed out yet reads the version. It may also be one of a run that continues
+// this one.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
   return version >= part.rule.oldest_from(number);
@@ -431,7 +435,7 @@ void StageEngine::evaluate_first() {
   cursor_.evaluate_first();
 }
 
-// Leaves the engine as it was before the FORWARD was handed out.
+// Returns the engine to its state before the FORWARD was handed out.
 void StageEngine::take_back_forward() {
   Part& part = part_of(doing_.stage);
   if (part.stashes) part.stage_part.slots->release(doing_.version);
@@ -460,7 +464,8 @@ void StageEngine::learn_end(std::int64_t num_minibatches, std::uint8_t events) {
   for (const Part& part : parts_) send_end_behind_last(part.stage_part.stage);
 }
 
-// Another stage of the worker than the one that has learned of the end may still have forwards to do.
+// Sends the end downstream, if the stage has handed out its last forward. Other stages of the worker may know
+// of the end and still have forwards to do.
 void StageEngine::send_end_behind_last(StageIndex stage) {
   const Part& part = part_of(stage);
   const std::int64_t num_minibatches = *cursor_.num_minibatches();
@@ -471,7 +476,7 @@ void StageEngine::send_end_behind_last(StageIndex stage) {
   }
 }
 
-// The program has the SEND of what is computed right after it.
+// Sends the item that the work has made. Its SEND stands right after it in the program.
 void StageEngine::send_with_work(Outgoing made) {
   const std::optional<Instruction> next = cursor_.following();
   if (!next || next->opcode != Opcode::kSend || !goes_with_work(next->edge.kind)) return;
@@ -493,7 +498,7 @@ std::string StageEngine::position() const {
 }
 
 Failure StageEngine::located(const Failure& failure) const {
-  if (failure.kind == FailureKind::kAborted) return failure;  // the peer has said where
+  if (failure.kind == FailureKind::kAborted) return failure;  // the peer's message has the peer's position
   return {failure.kind, position() + ": " + failure.message};
 }
 

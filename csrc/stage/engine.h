@@ -54,8 +54,8 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // the item's tensors are in device memory
-  // The item that the opcode needs: absent where no stage makes it, as for the first stage's forward. kRecv:
-  // the edge's item, absent where the edge has no channel.
+  // The item that the opcode needs. Absent if no stage makes one, as for the first stage's forward. kRecv:
+  // the edge's item; absent if the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
@@ -170,7 +170,7 @@ class StageEngine {
     bool stashes = true;                 // a forward keeps its version until its backward
     std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
-    // Received for what is computed next and needs an item of the kind.
+    // By kind: the received item for the next instruction that needs one.
     std::array<std::optional<ReceivedItem>, kEdgeKinds.size()> received;
     ReceiveChannel* evaluations = nullptr;  // from upstream
   };
@@ -204,12 +204,12 @@ class StageEngine {
   ProgramCursor cursor_;
   std::vector<Part> parts_;
   const std::vector<EdgeChannel> channels_;
-  // Into channels_, of which a worker with replicas may have hundreds.
+  // Index of channels_, because a worker with replicas may have hundreds.
   std::unordered_map<Edge, const EdgeChannel*, EdgeHash> channel_of_edge_;
-  std::vector<SendChannel*> sending_;  // those whose items collect_released() has not all seen
+  std::vector<SendChannel*> sending_;  // channels that may have items for collect_released()
   Wakeup& wakeup_;
   ShardExchange* const exchange_;
-  std::optional<MinibatchId> pushed_;  // what the last push was handed out for
+  std::optional<MinibatchId> pushed_;  // the minibatch of the last push that was handed out
 
   std::uint8_t end_events_ = 0;
   bool handed_out_ = false;

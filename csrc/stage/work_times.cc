@@ -35,7 +35,7 @@ void WorkTimes::end(const Instruction& done, std::int64_t compute_ns) {
 
 //   host    | wait for item 2 |launch|
 //   device  | item 1 |               | item 2 |
-//                    |--wait--|        only now it had nothing to do but to wait
+//                    |--wait--|        counted: the part of the wait in which the device was idle
 void WorkTimes::add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
   PD_CHECK(num_told_ < spans_.num_added(), "no item is left of " << spans_.num_added());
   PD_CHECK(compute_ended_ns_ <= began_ns && began_ns <= ended_ns,

@@ -1,5 +1,5 @@
-// How long a worker's items took, and waited. Owned by the compute thread; every call is on it, but where
-// another is said.
+// Measures how long a worker's items take, and how long they wait. Owned by the compute thread, which makes
+// every call, unless a function says otherwise.
 #pragma once
 
 #include <atomic>
@@ -42,21 +42,21 @@ class WorkTimes {
   // The last num_spans_max spans are kept.
   explicit WorkTimes(std::size_t num_spans_max);
 
-  // The next item is asked for; again until it is there.
+  // The caller asks for the next item. May be called again until the item is there.
   void ask();
   [[nodiscard]] bool is_asking() const { return asked_ns_ != 0; }
   // The item waited for something.
   void add_wait(std::int64_t wait_ns) { wait_ns_ += wait_ns; }
   // The item has all its inputs, and is handed out.
   void begin();
-  // It is done. compute_ns: or kComputedLater for all.
+  // The item is done. compute_ns: as in StageEngine::complete().
   void end(const Instruction& done, std::int64_t compute_ns);
   // Sets the device's times, as StageEngine::add_compute() says.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
 
   [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
-  // Items so far. Any thread.
+  // The number of items that are done. Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
 
  private:
@@ -64,8 +64,8 @@ class WorkTimes {
   std::int64_t ready_ns_ = 0;
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;
-  std::uint64_t num_told_ = 0;         // by add_compute()
-  std::int64_t compute_ended_ns_ = 0;  // of the last one
+  std::uint64_t num_told_ = 0;         // items whose times add_compute() has set
+  std::int64_t compute_ended_ns_ = 0;  // of the last of these
   NewestLog<Span> spans_;
   EngineTotals totals_;
   std::atomic<std::uint64_t> num_completed_{0};

@@ -19,7 +19,8 @@ Worker::Worker(WorkerOptions options, std::shared_ptr<Device> device)
       own_cpus_(options_.own_cpus) {
   wakeup_.drive_while_waiting(*transport_);
   if (device_->type() != DeviceType::kHost) compute_stream_ = device_->wrap_stream(options_.compute_stream);
-  // Items may outlive the worker in the framework's hands; they keep the pool, and the pool what it needs.
+  // The framework may keep items longer than the worker lives. Items keep the pool alive, and the pool's
+  // deleter keeps the device and the stream.
   pool_ = std::shared_ptr<Pool>(new Pool(*device_), [device = device_, stream = compute_stream_](Pool* pool) {
     delete pool;  // NOLINT(cppcoreguidelines-owning-memory)
   });
@@ -175,7 +176,8 @@ Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   return work;
 }
 
-// After a wait that brought nothing: what is waited for may have been lost with the device's context, here.
+// Called after a wait that brought nothing, because this worker's device may have failed, and its work with
+// it.
 std::optional<Failure> Worker::device_failure() try {
   device_->check();
   return std::nullopt;
@@ -183,7 +185,8 @@ std::optional<Failure> Worker::device_failure() try {
   return located({FailureKind::kDeviceError, error.what()});
 }
 
-// The compute stream waits, not the CPU; where there is none (a host that is made to stage) the CPU does.
+// Makes the compute stream wait for the item's bytes. Without a compute stream (force_staging on a host) the
+// CPU waits.
 std::optional<Failure> Worker::wait_for_bytes(const ReceivedItem& item) try {
   if (!item.ready) return std::nullopt;
   if (compute_stream_) {
@@ -345,7 +348,8 @@ void Worker::close(double linger_s) {
     sender.channel->collect_released();
     sender.channel->end_placing();
   }
-  // Their senders end now, too; whoever does not holds up all of the memory once, not each.
+  // The senders into this worker's memory stop now, too. All of them together get one patience, so one that
+  // does not stop delays the end only once.
   const Deadline patience_end = Clock::now() + kOpenerPatience;
   for (auto& [name, receiver] : receivers_) {
     if (receiver.shared != nullptr) receiver.shared->wait_until_at_most(patience_end);

@@ -169,7 +169,7 @@ class Worker {
   void pulse();
 
  private:
-  friend class ExchangeCarrier;  // of the exchange's items
+  friend class ExchangeCarrier;  // sends and receives the exchange's items
 
   struct Sender {
     ChannelSpec spec;
@@ -185,18 +185,18 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     SlotGroup* encoded = nullptr;
-    SharedMemory* shared = nullptr;  // holds the slots that the wire writes; the pool's; null when private
+    SharedMemory* shared = nullptr;  // has the slots that the wire writes; the pool owns it; null if private
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
   };
 
   void check_new(const std::string& name) const;
-  // Aborts or throws when the channel is impossible.
+  // Aborts, or throws UserError, if there can be no such channel.
   void check_spec(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool shares_memory() const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
-  // Null where nothing is encoded on a device.
+  // Adds the channel's term for encoded items. Null if nothing is encoded, or not on a device.
   [[nodiscard]] SlotGroup* add_encoded(const ChannelSpec& spec);
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;

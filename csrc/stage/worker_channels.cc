@@ -1,4 +1,5 @@
-// A worker's channels: the memory that they need, and how they travel. Compute thread.
+// The part of Worker that plans its channels: the memory that each needs, and how its items travel. Compute
+// thread.
 #include <utility>
 
 #include "channel/wire_layout.h"
@@ -27,7 +28,7 @@ void Worker::check_spec(const ChannelSpec& spec) const {
                     "; only items on the device can be encoded");
   }
   if (!spec.places_on_device) return;
-  // The caller has asked both ends.
+  // The caller has made sure at both ends that this is possible.
   PD_CHECK(spec.on_device && !WireLayout(spec.item, spec.codec).encodes(), spec.name);
   PD_CHECK(shares_memory(), spec.name);
 }
@@ -56,12 +57,12 @@ LinkIdentity Worker::identity(std::uint32_t channel_id) const {
   return {options_.run_id, options_.incarnation, channel_id};
 }
 
-// Both ends know it from the plan: the endpoint, which others may write, is not asked.
+// Both ends compute this from the plan. They do not take it from the endpoint, which others may write.
 SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
   return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
 
-// Use of memory into which several channels receive.
+// The use of a term's memory in which several channels' items land.
 SharedMemoryUse Worker::posted_use() const { return {identity(kPostedChannelId), 0}; }
 
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
@@ -84,7 +85,7 @@ void Worker::add_receive_channel(const ChannelSpec& spec) {
   PoolTerm slots{spec.name, is_posted ? 0 : spec.item.slot_bytes(), spec.num_items,
                  spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging};
   PoolTerm staging = staging_term(spec);
-  if (shares_memory() && !is_posted) {  // what the wire writes
+  if (shares_memory() && !is_posted) {  // shares the slots that the wire writes
     (is_staged(spec) ? staging : slots).allocate = [this, &receiver](std::size_t num_bytes) {
       return share(receiver, num_bytes);
     };
@@ -101,7 +102,7 @@ void Worker::add_send_channel(const ChannelSpec& spec) {
   if (is_staged(spec)) sender.staging = &pool_->add(staging_term(spec));
   sender.encoded = add_encoded(spec);
   const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
-  if (residual_bytes > 0) {  // zero at first, so not poisoned
+  if (residual_bytes > 0) {  // residuals must be zero at first, so they are not poisoned
     sender.residual = &pool_->add({kResidualTerm + spec.name, residual_bytes, spec.num_residuals,
                                    MemoryKind::kDevice, /*poison=*/false});
   }
@@ -143,8 +144,9 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) const {
   return options;
 }
 
-// If memory of the host cannot be opened, the receiver is on another host, or the address belongs to
-// something else; the wire carries the bytes. Device memory must be opened: nothing else is planned.
+// Opens the receiver's memory for the sender. If host memory cannot be opened, the receiver is on another
+// host, or the address belongs to something else, and the wire carries the bytes. Device memory must open,
+// because there is no plan for another way.
 void Worker::place(Sender& sender, const std::string& address) const {
   const ChannelSpec& spec = sender.spec;
   std::string why;
@@ -161,7 +163,8 @@ void Worker::place(Sender& sender, const std::string& address) const {
   }
 }
 
-// The sender decides, and has told its receiver by claiming the memory, before it said HELLO.
+// The sender decides how a channel's items travel. If it writes into the receiver's memory, it claims that
+// before its HELLO, so the receiver knows.
 std::map<std::string, std::string> Worker::channel_transports() const {
   const bool encrypts = options_.keys && options_.transport != kInproc;
   std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");

@@ -1,4 +1,4 @@
-// How a worker carries the items of its stage's exchange: by its named channels. Compute thread.
+// Carries the items of a stage's exchange over the worker's named channels. Compute thread.
 #include <cstring>
 #include <utility>
 
@@ -57,7 +57,7 @@ class ExchangeCarrier final : public ItemCarrier {
   [[nodiscard]] Failure located(const Failure& failure) const override { return worker_.located(failure); }
 
  private:
-  // The pool outlives the lease.
+  // Keeps the pool alive as long as the item's lease.
   struct Held {
     std::shared_ptr<Pool> pool;
     ReceivedItem item;
