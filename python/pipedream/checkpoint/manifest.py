@@ -59,8 +59,8 @@ class PartFile:
     name: str
     kind: str
     """"version", "tied", "frozen", "buffers", "optimizer", "residuals", "tensors" (tensors to which the
-    part's
-    JSON refers), "record" (losses, samples and epochs of earlier minibatches), or "state" (a part's JSON)."""
+    part's JSON refers), "record" (losses, samples and epochs of earlier minibatches), or "state" (a part's
+    JSON)."""
     num_bytes: int
     crc32: int
     version: int | None = None

@@ -180,8 +180,7 @@ def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Writable) -> None:
     """Writes a safetensors file. Only one tensor at a time is copied to the host. The safetensors library's
-    own
-    function would first give up the disk space that was reserved for the file."""
+    own function would first give up the disk space that was reserved for the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: (-_width_of(item[1]), item[0]))

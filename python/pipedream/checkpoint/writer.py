@@ -38,8 +38,7 @@ _ALIGNMENT_BYTES = 64
 
 class CopyMemory:
     """Host memory for one copy of a stage's state, allocated once. The compute thread owns it while it
-    copies;
-    then the writer thread owns it until the copy is written."""
+    copies; then the writer thread owns it until the copy is written."""
 
     def __init__(self, memory: Tensor) -> None:
         """memory: a flat uint8 tensor on the host."""

@@ -1,14 +1,16 @@
-"""calibrate(): short runs of the user's own model that tell what a run adds to a profile's layers.
+"""calibrate(): measures with short runs of the user's model which costs a run adds to the profile of its
+layers.
 
-    one worker                 the model by itself, its optimizer in place
-    a stage per worker, m = 1  workers that share the machine; versions that are copied
-    the same, one at a time    how much faster each is alone; how long what is sent is on its way
-    and with a pause in it     what a long wait costs, as slow links make it
-    the same, flush, m = 2, 4  what a microbatch takes of a minibatch
-    two replicas               what an update costs that they share
+    run                            what it measures
+    one worker                     the runtime's own work, and an update in place
+    a stage per worker, m = 1      workers that share the machine's cores, and copies of weight versions
+    the same, one worker at a time how much faster a worker is alone, and the latency of an item
+    the same, with pauses          what a worker loses when it waits long, as for a slow link
+    the same, flush, m = 2 and 4   the time of one microbatch of a minibatch
+    two replicas                   an update that replicas share
 
-measured_costs.py makes the costs of them. Runs in the caller's process; the model and the random generators
-stay as they were.
+measured_costs.py computes the costs from these runs. calibrate() runs in the caller's process and starts
+workers; the model and the random generators stay as they were.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ from pipedream.report.result import RunResult
 
 __all__ = ["calibrate", "calibration_runs"]
 
-_MICROBATCHES = (2, 4)  # the second one: at least as many as stages
-_BATCHES_MAX = 16  # of the user's data, used in turn
-_FAST_BYTES_PER_S = 1e15  # the cut is to balance the stages, whatever crosses it
+_MICROBATCHES = (2, 4)  # instead of 4 the number of stages, if that is larger
+_BATCHES_MAX = 16  # of the user's data; a run repeats them
+_FAST_BYTES_PER_S = 1e15  # so fast that the plan balances the stages and ignores what crosses the cuts
 _ROUNDS = 4
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
-# Of the runs with pauses. After so long caches are as cold as after any longer one, nearly.
+# For the runs with pauses. After this pause caches are nearly as cold as after any longer one.
 _PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
 
@@ -63,16 +65,19 @@ def calibrate(
     weights: WeightSource = None,
     progress: bool = True,
 ) -> Profile:
-    """The profile with what a run on this machine adds to it, for partition(..., cost_model="calibrated").
+    """Returns the profile with the costs of a run on this machine, for partition(...,
+    cost_model="calibrated").
 
-    model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
-    cores, as they will in training; from 2. minibatches: of each of these runs, the data's first ones, again
-    and again, but those of another size than the profile's; None: as many as one worker does in half a
-    second, but at least 30. Where a minibatch has too few samples to be cut, microbatches are taken to cost
-    their share. progress: show on stderr how many runs are done, where that is a terminal. Their processes
-    start anew each time: half a minute and more in all.
+    Trains in short runs, each with new processes: half a minute or more in all.
 
-    Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run().
+    model, data, loss_fn, optimizer, transport, weights: see run(). If a minibatch has too few samples to be
+        cut, a microbatch is assumed to cost its share of a minibatch.
+    workers: how many share this machine's cores in training; at least 2.
+    minibatches: the length of each run. It repeats the first minibatches of the data, without those of
+        another size than the profile's. None: as many as one worker trains in half a second, at least 30.
+    progress: shows on stderr how many runs are done, if stderr is a terminal.
+
+    Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run() does.
     """
     plan, runs = calibration_runs(
         profile,
@@ -102,8 +107,8 @@ def calibration_runs(
     weights: WeightSource = None,
     progress: bool = True,
 ) -> tuple[Plan, Runs]:
-    """Does the runs that calibrate(), whose arguments these are, makes the costs of. The plan is that of the
-    runs with several stages. bench/system/predictions.py predicts these runs themselves."""
+    """Does the runs of calibrate(), which has the same arguments. Returns them with the plan of those that
+    have several stages. bench/system/predictions.py compares its predictions with these runs."""
     check_main_guard()
     if under_torchrun():
         raise ValueError(
@@ -123,7 +128,7 @@ def calibration_runs(
     threads, cores = torch.get_num_threads(), usable_cpus()
 
     def measure(plan: Plan, data: list[Any] = repeated, **options: Any) -> RunResult:
-        # Of every run the workers have as many threads as where all are at work.
+        # In every run a worker has the threads that it would have if all `workers` were at work.
         torch.set_num_threads(max(1, min(threads, cores // workers)))
         try:
             return run(
@@ -141,7 +146,7 @@ def calibration_runs(
             torch.set_num_threads(threads)
             advance(1)
 
-    # What items take is seen where each worker has a core, if there are two.
+    # No more stages than cores, so that each worker has a core; but at least 2 if there is one core only.
     stages = min(workers, max(cores, 2), profile.num_layers)
     straight = partition(profile, stages, _FAST_BYTES_PER_S, straight=True)
     last = profile.num_layers - 1
@@ -155,7 +160,7 @@ def calibration_runs(
     runs = Runs([], [], [], cut, [], rested)
     num_runs = _ROUNDS * (2 + 3 * (stages > 1) + len(cut))
     with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
-        for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
+        for _ in range(_ROUNDS):  # kinds of runs take turns, since the machine's other load changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
             if stages > 1:
@@ -180,14 +185,14 @@ def _typical_of(runs: Runs) -> Runs:
 
 
 def _typical(results: Sequence[RunResult]) -> list[RunResult]:
-    """The middle half. A whole run may be a tenth slower than the same one a second later, by where its
-    memory came to lie or what else the machine did."""
+    """Returns the middle half of the runs by their speed. A run may be a tenth slower than the same one a
+    second later, because its memory lies elsewhere or the machine was busy."""
     left_out = len(results) // 4
     return sorted(results, key=lambda result: result.measured_ms)[left_out : len(results) - left_out]
 
 
 class _AfterPause:
-    """A loss that is late, as what comes over a slow link is."""
+    """A loss that sleeps first, so that its gradients come late, as over a slow link."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
         self._loss_fn = loss_fn
@@ -202,8 +207,8 @@ def _of_half_a_second(profile: Profile) -> int:
 
 
 def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
-    """The batches of the profile's size, or all where there are none: a short last one may be too short to be
-    cut."""
+    """Returns the batches of the profile's size, without a short last one; all batches if none has that
+    size."""
     of_size = [
         batch
         for index, batch in enumerate(batches)

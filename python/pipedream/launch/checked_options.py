@@ -1,7 +1,7 @@
-"""The arguments of run(), checked with each other, the plan and the model, as the options of its workers.
+"""Makes the workers' options of run()'s arguments, and checks the arguments with each other, plan and model.
 
-run_options.py has the checks of one argument alone, and csrc/schedule/exclusions.cc the pairs that exclude
-each other. On the caller's thread, before any process starts.
+run_options.py has the checks of one argument by itself. csrc/schedule/exclusions.cc has the pairs of options
+that exclude each other. On the caller's thread, before any process starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger("pipedream")
 
 
 def checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steering: Steering) -> JobOptions:
-    """Makes the workers' options of the arguments of run(). Raises ValueError or TypeError for a mistake."""
+    """Returns the workers' options. Raises ValueError or TypeError for a mistake in the arguments."""
     check_arguments(**arguments)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
@@ -100,15 +100,15 @@ def checked_options(model: Model, plan: Plan, arguments: dict[str, Any], steerin
         check_room(model, options.output.save)
     if options.state is not None:
         options.state.check(options.settings_of_state(), options.seed)
-    if options.schedule != AUTO:  # else rank 0 knows the plan
-        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    if options.schedule != AUTO:  # with "auto" only rank 0 knows the plan
+        options.schedule_options()  # raises if this plan cannot have this schedule
     return options if options.checkpoints is None else _with_checkpoints(options, options.checkpoints, model)
 
 
 def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool) -> Traits:
-    """The traits of the run, of its data and of its model."""
+    """Returns the traits of the run, its data and its model, between which exclusions.cc has rules."""
     data, epochs = arguments["data"], options.epochs
-    traits: Traits = {} if options.schedule == AUTO else options.traits()  # else rank 0 knows the plan
+    traits: Traits = {} if options.schedule == AUTO else options.traits()  # only rank 0 knows an "auto" plan
     if arguments["codec"] is None:
         made_for = f"the plan was made for codec={options.plan.codec}"
         traits |= {name: made_for for name in ("push_codec", "factors") if name in traits}
@@ -124,7 +124,8 @@ def _traits_of(options: JobOptions, arguments: dict[str, Any], *, on_meta: bool)
 
 
 def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Model) -> JobOptions:
-    """Rank 0, or the caller of local workers, looks for one to continue from."""
+    """Adds the checkpoints to the options. Rank 0, or the caller of local workers, looks for the checkpoint
+    to continue from."""
     checkpoints = replace(checkpoints, path=checkpoints.folder)
     continues: Continued | None = None
     if is_rank_0():
@@ -137,8 +138,8 @@ def _with_checkpoints(options: JobOptions, checkpoints: Checkpoints, model: Mode
 
 
 def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, int]:
-    """The schedule and the microbatches of the run. On other ranks than 0 they stay "auto" until the ranks
-    have the plan."""
+    """Returns the schedule and the number of microbatches. On ranks other than 0 "auto" stays "auto" until
+    they get rank 0's plan."""
     schedule, microbatches = arguments["schedule"], arguments["microbatches"]
     if schedule == AUTO and not is_rank_0():
         return AUTO, microbatches
@@ -149,7 +150,7 @@ def _schedule_of(arguments: dict[str, Any], plan: Plan) -> tuple[str | Program, 
 
 
 def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
-    """The given one, else that which the plan was made for."""
+    """Returns the argument `codec` if it is given, else the codec for which the plan was made."""
     if arguments["codec"] is not None or not plan.codec:
         return arguments["codec"]
     _log.info("codec=%s, as the plan was made for it", plan.codec)
@@ -171,12 +172,12 @@ def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
 
 
 def _absolute(path: Any) -> Any:
-    """Workers may have another working directory."""
+    """Makes a path absolute, because workers may have another working directory."""
     return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path
 
 
 def _check_environment() -> None:
-    """The variables that steer the workers: a mistake in one is told before they start."""
+    """Raises for a mistake in an environment variable that workers read, before any worker starts."""
     choose_device_type()
     wants_checksums()
     compares_losses()
@@ -184,7 +185,7 @@ def _check_environment() -> None:
 
 
 def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
-    """The plan with memory for all minibatches, where they are there to be looked at."""
+    """Returns the plan with memory for the largest minibatch, if the data are a list or a tuple."""
     if not isinstance(data, (list, tuple)):
         return plan
     if plan.shapes_apart:
@@ -193,14 +194,15 @@ def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
 
 
 def _fitting_kinds(plan: Plan, kinds: Sequence[Shapes]) -> Plan:
-    """The plan with memory for what another run has planned for, so that this one need not drain for it."""
+    """Returns the plan with memory for the shapes of an earlier run. Otherwise this run would have to drain
+    and plan again when such a minibatch comes."""
     if plan.shapes_apart:
         return replace(plan, shapes_apart=tuple(kinds))
     return replace(plan, max_shapes=functools.reduce(larger_of, kinds, plan.max_shapes))
 
 
 def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
-    """Whether each stage recomputes, or None where nobody said."""
+    """Returns whether each stage recomputes; None if the argument is None."""
     if recompute is None:
         return None
     if isinstance(recompute, bool):
@@ -225,7 +227,7 @@ def _check_hooks(model: Model) -> None:
 
 
 def _threads_per_worker(plan: Plan) -> int:
-    """The caller's torch threads, shared by the workers of this machine."""
+    """Returns the torch threads of each worker: the workers of this machine share its cores."""
     if under_torchrun():
-        return torch.get_num_threads()  # torchrun and the user have said how many
+        return torch.get_num_threads()  # torchrun or the user has set it
     return max(1, min(torch.get_num_threads(), usable_cpus() // plan.workers_used))

@@ -1,15 +1,16 @@
-"""Checks the loss of minibatch 0. The caller computes it with the initial weights, too, and compares it
-with the workers'. A difference shows that something was lost on the way to the workers.
+"""Compares the workers' loss of minibatch 0 with the caller's own. A difference shows that the workers train
+another model than the caller's.
 
-    caller    forks the workers, computes the loss     looks every 50 ms: is theirs there, and the same?
+    caller    starts the workers, computes the loss    looks every 50 ms: is theirs there, and the same?
     workers   import, rehearse, train minibatch 0 --board--^
 
-Nothing is compared if the two may differ for good reasons: random numbers are drawn, the workers read
-another minibatch, a codec carries activations, the workers' kind of device is not the model's, or the model
-is on the meta device. The loss of a model that was cut is known from its trace with that minibatch.
-Otherwise the check takes one forward of it, in microbatches, that keeps nothing for a backward. With
-PIPEDREAM_CHECK=1 gradients are computed, too, and their norms compared stage by stage. On the caller's
-thread.
+Both use the initial weights. Nothing is compared if the losses may differ for a good reason: random numbers
+are drawn, the workers read another minibatch, a codec changes activations, the workers use another kind of
+device than the model's, or the model is on the meta device.
+
+If the model was cut, its loss is known from the forward that cut it. Otherwise the caller computes one
+forward in microbatches, which keeps no activations. With PIPEDREAM_CHECK=1 the caller computes gradients
+too, and compares their norms stage by stage. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ from pipedream.worker.devices import choose_device_type
 
 __all__ = ["FirstLoss"]
 
-# Relative, and of how much at least: sums are added up in other orders, by other numbers of threads.
+# The difference may be tolerance * max(value, least): workers have other numbers of threads and add up in
+# another order.
 _TOLERANCE, _LEAST = 1e-3, 1e-2
-_COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # where something is rounded to 16 bits, or may be
+_COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # if something may be rounded to 16 bits
 Outcome = Literal["unknown", "incomparable", "equal", "different"]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FirstLoss:
-    """The caller's own loss of minibatch 0, and its comparison with the workers' loss."""
+    """Computes the caller's loss of minibatch 0, and compares it with the workers'."""
 
     def __init__(
         self,
@@ -67,15 +69,14 @@ class FirstLoss:
         first: KeptMinibatch,
         read_first: Callable[[], tuple[Any, Any]],
     ) -> None:
-        """stages: of the model. first: gives minibatch 0 away, where it has been read; else read_first does
-        that."""
+        """stages: the model's. first: has minibatch 0 if it was read before. read_first: reads it if not."""
         self._model = model
         self._stages = stages
         self._options = options
         self._first = first
         self._read_first = read_first
         self.outcome: Outcome = "unknown" if self._is_comparable() else "incomparable"
-        # Gradients of float16 are scaled, and those of replicas leave them while they are made.
+        # Gradients of float16 are scaled. Replicas push theirs to other workers while the backward runs.
         self._compares_gradients = (
             compares_gradients()
             and options.autocast is not torch.float16
@@ -83,11 +84,12 @@ class FirstLoss:
         )
         self._loss: float | None = None
         self._norms: list[float] = []
-        """The norm of each stage's gradients, where they are compared."""
+        """The norm of each stage's gradients; empty if they are not compared."""
         self._fingerprint = 0
 
     def compute(self) -> None:
-        """Computes the caller's loss. If that fails nothing is compared: the workers will say why."""
+        """Computes the caller's loss. If that fails, nothing is compared; the workers will report
+        why."""
         kept = self._first.take()
         if self.outcome != "unknown" or self._loss is not None:
             return
@@ -103,7 +105,7 @@ class FirstLoss:
             self.outcome = "incomparable"
 
     def differs(self, board: StatusBoard, folder: Path) -> str | None:
-        """Says what differs from the workers' figures; "" if nothing does, None if they are not there yet."""
+        """Describes how the workers' figures differ; "" if they do not, None if they are not there yet."""
         self.compute()
         if self.outcome != "unknown":
             return ""
@@ -149,18 +151,19 @@ class FirstLoss:
         plan, codec = self._options.plan, self._options.links.codec
         return (
             compares_losses()
-            # One that goes on begins with older versions, too.
+            # A run that continues reads older weight versions too.
             and self._options.state is None
             and self._options.continues is None
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()
-            # The trace is of the same model, minibatch and generators.
+            # The cut's forward had the same model, minibatch and generators; it has no loss if it drew
+            # numbers.
             and not (isinstance(self._model, CutModel) and self._model.loss is None)
         )
 
     def _compute(self, inputs: Any, targets: Any) -> float | None:
-        """None where random numbers were drawn. Leaves the model and the generators as they were."""
+        """Returns the loss; None if random numbers were drawn. Leaves model and generators as they were."""
         options = self._options
         loss_fn = spare_loss(options.loss_fn, self._roots())
         device = device_of(self._roots())
@@ -192,7 +195,7 @@ class FirstLoss:
         given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(piece.inputs, device))
         targets = map_tensors(lambda tensor: tensor.detach().clone(), to_device(piece.targets, device))
         with autocast_region(device.type, self._options.autocast):
-            first, *others = self._roots()  # the layers in their order; a model that was cut is one
+            first, *others = self._roots()  # a list's layers in order, or one module that was cut
             output = functools.reduce(_call_layer, others, call_model(first, given))
         with autocast_region(device.type, self._options.autocast):
             return check_loss(call_loss(loss_fn, output, targets), 0)
@@ -227,8 +230,8 @@ def _forget(_: Any) -> Any:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Runs modules without compilation in the block, since the workers compile each of their own layers."""
+    """Inside, modules run without compilation. The workers compile their own layers."""
     if not any(is_compiled(module) for root in modules for module in root.modules()):
-        return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds
+        return contextlib.nullcontext()  # the next line imports the compiler, which takes seconds
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

@@ -1,21 +1,22 @@
-"""The fork server: a child of this process, in which torch and this package are imported, forks the workers.
+"""The fork server: a child of this process that has imported torch and this package, and forks the workers.
 
-    this process                  fork server                      worker
+    caller (this process)         fork server                      worker
     start_server()  --exec------> imports; no thread, no CUDA
-    Process.start() --1 request-> forks between, which forks ----> adopted by this process
+    Process.start() --1 request-> forks a middle process,
+                                  which forks -------------------> adopted by the caller
                     --2 task-------------------------------------> imports the script, runs the target
     waits for it, as for any child of its own  <------------------ exits
 
-To import torch, and to make its first optimizer, takes a process seconds, to be forked milliseconds. The
-server is started at the first need and kept until this process ends, so that the next workers find it. It
-holds nothing of a run: every worker is told the environment, the working folder, the script and the files
-0, 1 and 2 as they are when it starts. What libraries read when they are loaded, and never again, are
-variables of the environment: where one of these has changed another server is started.
+A new process needs seconds to import torch and to make its first optimizer; a fork takes milliseconds. The
+server starts when it is first needed and stays until the caller ends, so that later runs use it too. It
+keeps nothing of a run: each worker gets the caller's environment, working folder, script and files 0, 1 and 2
+as they are at its start. But libraries read some environment variables only when they are loaded. If one of
+these has changed, another server is started.
 
-After step 1 the process between ends, and while this process is a subreaper the kernel gives it the orphan:
-a worker's parent is the process that called, which learns its exit status and takes it along when it ends.
-The server ends with the thread that started it, at the latest with the process. Any thread; torch-free, but
-for the server.
+After step 1 the middle process ends, and its child is an orphan. The caller is a subreaper meanwhile, so the
+kernel makes it the worker's parent: the caller learns the worker's exit status, and a worker ends with it.
+The server ends when the thread that started it ends, at the latest with the process. Any thread; only the
+server imports torch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# What is imported before any fork, and what would import it in every worker.
+# Modules that the server imports before any fork. Comments say what would import them in every worker.
 _PRELOADED = (
     "torch",
     "pipedream.worker.local_worker",
@@ -55,24 +56,24 @@ _PRELOADED = (
     "numpy.random",  # the first seed
     "zmq",  # the first link
 )
-# By the first of torch's own optimizers: before the next fork for a caller that has it, or says so, and while
-# nobody waits for one that may come to need it.
+# torch's own optimizers import this module. The server imports it before the next fork if the caller has it
+# or asks for it; else when no request waits, if the caller may need it later.
 _COMPILER = "torch._dynamo"
-# How the names begin of variables that are read when a program or a library is loaded.
+# Prefixes of environment variables that are read when a program or a library is loaded.
 _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
 _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", "PIPEDREAM_LIBZMQ")
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
-_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # when it is used, which may be later
-# To fork: of the files 0, 1 and 2 those that are open, as bits. Or to import _COMPILER, without an answer: at
-# once, or where no other request waits.
+_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # torch sets them itself, at some time
+# A request to fork says which of the files 0, 1 and 2 are open, as bits. Two other values ask to import
+# _COMPILER, at once or only if no other request waits; they get no answer.
 _REQUEST = struct.Struct("<B")
 _IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
-_SIZE = struct.Struct("<Q")  # of what a task begins with
+_SIZE = struct.Struct("<Q")  # bytes of the _Surroundings with which a task begins
 _NUM_FILES_MAX = 32
-# Terminals and batch systems (Slurm's --signal) send these to all processes of a job. What they mean is for a
-# handler of the script, and where it has none the workers end with the caller.
+# Terminals and batch systems (Slurm's --signal) send these to all processes of a job. Workers ignore them: a
+# handler in the caller's script decides, and without one the caller ends, and its workers with it.
 _OF_THE_CALLER = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -85,9 +86,10 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
 def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) -> None:
-    """Starts what run() would start, and returns at once: the server imports torch meanwhile. compiler: and
-    then what the first of torch's own optimizers would import in every worker, unless a fork waits already,
-    or before any."""
+    """Starts the server if there is none, and returns at once; the server imports torch meanwhile.
+
+    compiler: lets the server also import torch's compiler, which torch's own optimizers would import in every
+    worker. "before forks" does so before the next fork, "if idle" only if no fork waits."""
     with _lock:
         server = _server_of_this_process()
         if compiler == "before forks":
@@ -97,9 +99,9 @@ def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) 
 
 
 class Process(process.BaseProcess):
-    """A process of multiprocessing that the fork server makes; target and arguments are sent by value.
+    """A process of multiprocessing that the fork server makes. Target and arguments are pickled.
 
-    environment: on top of this process's, there when the script is imported.
+    environment: variables beside this process's. The worker has them when it imports the script.
     """
 
     _start_method = None
@@ -114,7 +116,7 @@ class Process(process.BaseProcess):
 
 
 class _InheritedFile:
-    """An open file among the arguments, such as a connection's: its position among those that are sent."""
+    """An open file among the arguments, such as a connection: its position among the files that are sent."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -123,7 +125,7 @@ class _InheritedFile:
         return _inherited_files[self._index]
 
 
-_inherited_files: list[int] = []  # of a process that was forked
+_inherited_files: list[int] = []  # in a worker: the files that the caller sent
 
 
 class _Popen(popen_fork.Popen):
@@ -138,11 +140,11 @@ class _Popen(popen_fork.Popen):
         return len(self._files) - 1
 
     def terminate(self) -> None:
-        self.kill()  # no worker listens to SIGTERM
+        self.kill()  # workers ignore SIGTERM
 
     def _launch(self, process_obj: Process) -> None:
         task = io.BytesIO()
-        set_spawning_popen(self)  # type: ignore[arg-type]  # it has what is asked of one
+        set_spawning_popen(self)  # type: ignore[arg-type]  # it has the methods that pickling needs
         try:
             surroundings = pickle.dumps(_Surroundings(process_obj.environment))
             task.write(_SIZE.pack(len(surroundings)) + surroundings)
@@ -150,8 +152,8 @@ class _Popen(popen_fork.Popen):
             reduction.dump(process_obj, task)
         finally:
             set_spawning_popen(None)
-        # Of each, one end is open as long as a process lives: the worker's, which this one waits for (the
-        # sentinel), and this process, which the worker may watch.
+        # Two pipes show when a process ends, because its end of a pipe closes then. This process waits for
+        # the end of the worker (the sentinel), and the worker may wait for the end of this process.
         end_read, end_write = os.pipe()
         task_read, task_write = os.pipe()
         self.finalizer = util.Finalize(self, _close_files, (end_read, task_write))
@@ -162,7 +164,7 @@ class _Popen(popen_fork.Popen):
             os.close(task_read)
             os.close(end_write)
         with contextlib.suppress(BrokenPipeError), open(task_write, "wb", closefd=False) as pipe:
-            pipe.write(task.getbuffer())  # it has ended where the pipe is broken, which its exit code says
+            pipe.write(task.getbuffer())  # a broken pipe: the worker has ended, and its exit code tells
 
 
 def _close_files(*files: int) -> None:
@@ -171,8 +173,8 @@ def _close_files(*files: int) -> None:
 
 
 class _Surroundings:
-    """The surroundings that a process has from the one that starts it, beside open files and working
-    folder."""
+    """The caller's environment, umask, CPUs and niceness. A child usually inherits them from its parent. A
+    worker is forked from the server instead, so the caller sends them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(os.environ) | dict(environment)
@@ -181,7 +183,7 @@ class _Surroundings:
         self._cpus = os.sched_getaffinity(0)
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self.pid = os.getpid()
-        """The id of the process that starts it."""
+        """The id of the caller's process."""
 
     def apply(self) -> None:
         os.environ.clear()
@@ -189,22 +191,22 @@ class _Surroundings:
         os.umask(self._umask)
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, self._cpus)
-        with contextlib.suppress(OSError):  # only root lowers it
+        with contextlib.suppress(OSError):  # only root may lower it
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
 
 
-# This process's end.
+# The caller's side.
 
 
 class _Server:
-    """The server's process and the socket to it."""
+    """The server's process, and the socket to it."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.kind = _kind_of_server()
         self._has_compiler = False
         self._socket, there = socket.socketpair()
-        with there, _held(_OF_THE_CALLER):  # until the server, which inherits that, ignores them
+        with there, _held(_OF_THE_CALLER):  # the server inherits the blocked signals, then ignores them
             self._process = subprocess.Popen(
                 self._command(there.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -224,7 +226,7 @@ class _Server:
         return self.kind == _kind_of_server() and self._process.poll() is None
 
     def import_compiler(self) -> None:
-        """Has the server, or its replacement, import the compiler before the next fork."""
+        """Lets the server, or its replacement, import the compiler before the next fork."""
         if not self._has_compiler:
             self._has_compiler = True
             self._tell(_IMPORT_COMPILER)
@@ -234,11 +236,11 @@ class _Server:
             self._tell(_IMPORT_COMPILER_IF_IDLE)
 
     def _tell(self, request: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the next fork finds
+        with contextlib.suppress(OSError):  # the server has ended: the next fork finds that
             self._socket.sendall(_REQUEST.pack(request))
 
     def fork(self, files: list[int]) -> int:
-        """The pid, or minus the number of an error. Raises OSError when the server is gone."""
+        """Returns the worker's pid, or minus an errno. Raises OSError if the server is gone."""
         if _COMPILER in sys.modules:
             self.import_compiler()
         standard = [file for file in (0, 1, 2) if _is_open(file)]
@@ -251,7 +253,7 @@ class _Server:
         return int(number)
 
     def replaced(self) -> _Server:
-        """Another one, told what this one was."""
+        """Closes this server. Returns a new one, with the compiler if this one had it."""
         self.close()
         another = _Server()
         if self._has_compiler:
@@ -292,12 +294,12 @@ def _close_server() -> None:
 
 
 def _fork(files: list[int]) -> int:
-    """The pid of a worker that reads its task from files[0]."""
+    """Forks a worker that reads its task from files[0]. Returns its pid."""
     with _lock, _adopting_orphans():
         server = _server_of_this_process()
         try:
             pid = server.fork(files)
-        except OSError:  # it may have been killed, or have ended with the thread that started it
+        except OSError:  # the server was killed, or ended with the thread that started it
             server.kill()
             try:
                 pid = _server_of_this_process().fork(files)
@@ -311,7 +313,7 @@ def _fork(files: list[int]) -> int:
 
 
 def _kind_of_server() -> tuple[object, ...]:
-    """Equal for processes that may have the same server."""
+    """Returns the values that libraries read when they are loaded. If they change, the server is replaced."""
     names = [name for name in os.environ if name.startswith(_READ_AT_LOAD) and name not in _SET_BY_TORCH]
     return (spawn.get_executable(), *((name, os.environ[name]) for name in sorted(names)))
 
@@ -326,7 +328,7 @@ def _is_open(file: int) -> bool:
 
 @contextlib.contextmanager
 def _held(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Inside they wait, for this thread and for what it executes."""
+    """Inside, these signals are blocked, in this thread and in programs that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -346,18 +348,18 @@ def _adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, was.value, 0, 0, 0)
 
 
-# The server's end.
+# The server's side.
 
 
 def serve(connection_file: int, parent_pid: int) -> None:
-    """The life of the server: until its parent ends, or closes the connection."""
+    """Runs the server until its parent ends or closes the connection."""
     _core.die_with_parent(parent_pid)
     for number in _OF_THE_CALLER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_CALLER)
     _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # from now on nothing of it is the user's concern
+        os.dup2(nowhere.fileno(), 2)  # from now on the server prints nothing
     connection = socket.socket(fileno=connection_file)
     while True:
         request, files, _, _ = socket.recv_fds(connection, _REQUEST.size, _NUM_FILES_MAX)
@@ -366,7 +368,7 @@ def serve(connection_file: int, parent_pid: int) -> None:
         (open_files,) = _REQUEST.unpack(request)
         if open_files in (_IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE):
             if open_files == _IMPORT_COMPILER or not select.select([connection], [], [], 0)[0]:
-                with contextlib.suppress(Exception):  # the worker raises it again, where it is heard
+                with contextlib.suppress(Exception):  # the worker raises the error again and reports it
                     _import_for_all(_COMPILER)
             continue
         pid = _fork_orphan(connection, open_files, files)
@@ -379,7 +381,7 @@ def _import_for_all(*names: str) -> None:
     for name in names:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is shared by all stays shared
+    gc.freeze()  # the collector no longer writes to these objects, so forks keep sharing their pages
 
 
 def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -> int:
@@ -403,7 +405,7 @@ def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -
         os.write(pid_write, _ANSWER.pack(pid))
         os._exit(0)
     os.close(pid_write)
-    os.waitpid(between, 0)  # afterwards the worker has its parent
+    os.waitpid(between, 0)  # afterwards the caller is the worker's parent
     with open(pid_read, "rb") as pipe:
         (pid,) = _ANSWER.unpack(pipe.read())
     return int(pid)
@@ -421,7 +423,7 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
                 os.close(file)
         task, _, *_inherited_files[:] = given
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-        # The caller sends the task when the worker has become its child.
+        # The caller sends the task when this process has become its child.
         (size,) = _SIZE.unpack(_read(task, _SIZE.size))
         surroundings: _Surroundings = pickle.loads(_read(task, size))
         _core.die_with_parent(surroundings.pid)
@@ -433,8 +435,10 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
 
 
 def _leave_signals_to_the_caller() -> None:
-    """Sets signal handlers that do nothing. Programs that a worker executes get the signals' default actions
-    back, and its forked children that of SIGTERM, by which multiprocessing ends them."""
+    """Sets signal handlers that do nothing.
+
+    Programs that a worker executes have the default handlers again. A forked child of a worker gets the
+    default handler for SIGTERM, because multiprocessing ends children by it."""
 
     def do_nothing(_number: int, _frame: FrameType | None) -> None:
         pass
@@ -444,7 +448,7 @@ def _leave_signals_to_the_caller() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pass_on()
 
-    # A child that is ended as soon as it is forked must not handle that, too.
+    # SIGTERM is blocked around a fork, so that a child gets it only after it has the default handler.
     hold = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     pass_on = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
     for number in _OF_THE_CALLER:
@@ -453,7 +457,7 @@ def _leave_signals_to_the_caller() -> None:
 
 
 def _read(file: int, size: int) -> bytes:
-    """No more than that: what follows is for another reader."""
+    """Reads exactly `size` bytes; another reader takes the rest."""
     content = b""
     while len(content) < size:
         piece = os.read(file, size - len(content))

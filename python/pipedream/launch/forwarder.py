@@ -1,13 +1,13 @@
-"""Forwards data that cannot be sent to local workers. The caller's process iterates them, on a thread of
-its own, and forwards them to the workers of the first and the last stage.
+"""Forwards data that cannot be pickled to local workers. A thread of the caller's process iterates them, and
+sends each minibatch to the workers of the first and the last stage.
 
-The forwarder alone sees every minibatch. If one is larger than planned, it ends the segment of the run
-(segment.py):
+Only the forwarder sees every minibatch. If one is larger than planned, the forwarder ends the segment of the
+run (segment.py) and begins another:
 
-    read      a group, minibatches after which all rounds are over (minibatch_source.py)
-    larger    writes into the run's folder how the next segment begins, and the larger minibatch
-    end       says on each channel that no more come; a worker that finds the file knows it is not the end
-    again     when the workers have left, other channels, planned for the larger minibatch
+    1. reads a group of minibatches, after which the pipeline is empty (minibatch_source.py)
+    2. if one is larger than planned, writes the sizes that the next segment plans for into the run's folder
+    3. sends the end of the data on each channel; a worker that finds the file knows that a segment follows
+    4. when the workers have left, opens new channels, planned for the larger minibatch
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ __all__ = ["forwarding", "forwarding_validation"]
 
 _log = logging.getLogger("pipedream")
 
-_LOOK_S = 0.01  # for evaluations that begin
-_NUM_AHEAD_MAX = 4  # validation minibatches that no reader has taken
+_LOOK_S = 0.01  # between looks for evaluations that begin
+_NUM_AHEAD_MAX = 4  # validation minibatches that are written before a reader has taken the first of them
 _TURN_S = 5.0
-"""How long validation data wait for training data that may wait for a callback."""
-_PATIENCE_S = 3.0  # with the caller's data, when the run is over
+"""Seconds for which validation data wait for training data. Training data may wait for a callback, which
+waits for the evaluation."""
+_PATIENCE_S = 3.0  # for the caller's data to yield, when the run is over
 
 
 @contextlib.contextmanager
@@ -61,9 +62,11 @@ def forwarding(
     rendezvous: Rendezvous,
     iterating: threading.Lock,
 ) -> Iterator[Callable[[], RngState | None]]:
-    """Gives what the generators are when all has been forwarded, so that another run goes on from there.
-    iterating: held while the user's data draw from the generators of this process; one for each run, as data
-    that never yield again hold it for ever."""
+    """Inside, a thread forwards the data; with forwarded=None none does.
+
+    Gives a function that returns the generators' state after the last minibatch, from which another run
+    continues. iterating: held while the user's data are iterated, as they draw from the generators of this
+    process. Each run has a lock of its own, since data that never yield again would hold it for ever."""
     if forwarded is None:
         yield lambda: None
         return
@@ -73,7 +76,7 @@ def forwarding(
         yield lambda: forwarder.rng_at_end
     except errors.PipelineError as failure:
         forwarder.stop()
-        if forwarder.error is not None:  # the user's own: it is why the workers stopped
+        if forwarder.error is not None:  # an error of the user's data is why the workers stopped
             raise forwarder.error from failure
         raise
     finally:
@@ -84,8 +87,11 @@ def forwarding(
 def forwarding_validation(
     options: JobOptions | None, folder: Path, iterating: threading.Lock
 ) -> Iterator[Callable[[], None] | None]:
-    """options: None, nothing is forwarded, and gives None. Else gives what raises an error of the data, to be
-    called now and then. iterating: as of forwarding()."""
+    """Inside, a thread forwards validation data; with options=None none does.
+
+    Gives a function that raises an error of the data, to be called now and then; None if nothing is
+    forwarded.
+    iterating: see forwarding()."""
     if options is None:
         yield None
         return
@@ -98,8 +104,8 @@ def forwarding_validation(
 
 
 class _ValidationForwarder(threading.Thread):
-    """Iterates the caller's validation data when an evaluation begins, and hands them to its readers, as
-    ForwardedValidation says."""
+    """Iterates the caller's validation data when an evaluation begins. Hands them to the first and the last
+    stage through files (ForwardedValidation)."""
 
     def __init__(self, options: JobOptions, folder: Path, iterating: threading.Lock) -> None:
         super().__init__(name="pipedream-validation", daemon=True)
@@ -111,7 +117,7 @@ class _ValidationForwarder(threading.Thread):
         self._files = ForwardedValidation(folder_of_validation(folder), ((), ()))
         self._has_callbacks = options.call_points.at_epochs
         self._waits_s = 0.0
-        """How long the next minibatch of this evaluation waits for its turn."""
+        """The most seconds for which the next minibatch of this evaluation waits for its turn."""
         self._stopping = threading.Event()
         self._error: Exception | None = None
 
@@ -130,7 +136,7 @@ class _ValidationForwarder(threading.Thread):
                 for wanted in self._files.folder.glob("*.wanted"):
                     wanted.unlink()
                     boundary = int(wanted.stem)
-                    if boundary > newest:  # else another reader has wanted it, too
+                    if boundary > newest:  # else the other reader has asked for it already
                         newest = boundary
                         self._hand_over(boundary)
         except Exception as error:
@@ -156,8 +162,8 @@ class _ValidationForwarder(threading.Thread):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits until the training data have yielded, or the run is over. Training data may wait for a
-        callback that is told of this evaluation, so the validation data go on after a while."""
+        """Waits until the training data have yielded, or the run is over. The training data may wait for a
+        callback that waits for this evaluation, so after a while the validation data go on."""
         waits_until_s = time.monotonic() + self._waits_s
         while not (has_turn := self._iterating.acquire(timeout=_LOOK_S)) and not self._stopping.is_set():
             if time.monotonic() > waits_until_s:
@@ -190,7 +196,7 @@ class _Forwarder(threading.Thread):
     ) -> None:
         super().__init__(name="pipedream-forwarder", daemon=True)
         self._iterating = iterating
-        self._forwarded = forwarded  # of the segment
+        self._forwarded = forwarded  # the segment's
         self._segment_index = 0
         self._data = data
         self._options = options
@@ -202,36 +208,36 @@ class _Forwarder(threading.Thread):
         }
         self._task = task
         self._rendezvous = rendezvous
-        self._core: _core.Worker | None = None  # of the segment
+        self._core: _core.Worker | None = None  # the segment's
         self._pulse: Pulse | None = None
         self._stopping = threading.Event()
         self._rng = RngState.capture()
         self.rng_at_end: RngState | None = None
         self.error: Exception | None = None
-        """Raised by the user's data, or by what it yielded."""
+        """An error that the user's data raised, or that their minibatches caused."""
 
     def stop(self) -> None:
         self._stopping.set()
-        self.join(_PATIENCE_S)  # no longer: the user's data may never yield again
+        self.join(_PATIENCE_S)  # with a limit, since the user's data may never yield again
 
     def run(self) -> None:
         try:
             self._forward_all()
             while not self._stopping.wait(0.05):
-                pass  # what was sent may still be on its way
+                pass  # the last items may still be on their way
         except (_core.RunFailure, errors.PipelineError):
-            pass  # a worker failed or is gone: the launcher says which and why
+            pass  # a worker failed or is gone: the launcher reports which and why
         except Exception as error:
             self.error = error
             if self._core is not None:
-                self._core.abort(errors.describe_error(error))  # at first: the store may not answer
+                self._core.abort(errors.describe_error(error))  # first, because the store may not answer
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))
         finally:
             self._close()
 
     def _forward_all(self) -> None:
-        """Segment after segment. The last one's links stay open."""
+        """Forwards segment after segment. Leaves the last one's links open."""
         core = self._open()
         self._rng.restore()
         for group in self._groups():
@@ -251,7 +257,8 @@ class _Forwarder(threading.Thread):
         self._send_ends(core)
 
     def _groups(self) -> Iterator[dict[int, Minibatch]]:
-        """Groups of minibatches by index; a group is read whole before any of it is forwarded."""
+        """Yields groups of minibatches, {index: minibatch}. Reads a whole group before it yields the
+        group."""
         size = _core.minibatches_between_drains(self._options.schedule_options())
         minibatches = self._minibatches(reuses_memory=size > 1)
         while True:
@@ -263,9 +270,12 @@ class _Forwarder(threading.Thread):
             yield group
 
     def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
-        """reuses_memory: whether the data may, before a minibatch is forwarded."""
+        """Yields (index, minibatch). reuses_memory: whether the data may overwrite a minibatch's memory
+        before it is forwarded; then it is copied."""
         batches = epochs_of(self._data, self._options.epochs)
-        if self._options.continues is not None:  # else they are others than those before
+        # A run from a checkpoint gets the data from the beginning, and skips those before it. A run from a
+        # `state` gets other data.
+        if self._options.continues is not None:
             batches = itertools.islice(batches, self._options.first_minibatch, None)
         for index, (inputs, targets, epoch) in enumerate(batches, self._options.first_minibatch):
             batch = Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
@@ -276,7 +286,8 @@ class _Forwarder(threading.Thread):
         return any(map(exceeds, boundaries, self._filled_up(batch)))
 
     def _filled_up(self, batch: Minibatch) -> tuple[Any, Any]:
-        """(inputs, targets), of Microbatches as many as the channels have room for."""
+        """Returns (inputs, targets). Fills up Microbatches to the number for which the channels are
+        planned."""
         if not isinstance(batch.inputs, Microbatches):
             return batch.inputs, batch.targets
         m = self._options.microbatches
@@ -310,19 +321,19 @@ class _Forwarder(threading.Thread):
             pulse.stop()
 
     def _wait_until_left(self) -> None:
-        """Waits until no worker needs these links any more, however long workers train on what was
-        forwarded."""
+        """Waits until no worker needs these links any more. Workers may train for any time on the forwarded
+        minibatches."""
         self._wait_for("drained", range(self._plan.workers_used), math.inf)
 
     def _wait_for(self, name: str, ranks: Iterable[int], timeout_s: float) -> list[Any]:
-        """Waits for what these ranks publish of the segment."""
+        """Waits for the values that these ranks publish under `name` for this segment. Returns them."""
         key = segment_key(name, self._segment_index)
         keys = [f"{key}/{rank}" for rank in ranks]
         return self._rendezvous.wait_for(
             keys, timeout_s, lambda missing: f"no {missing[0]}", meanwhile=self._check_stopping
         )
 
-    # What travels.
+    # Sending.
 
     def _forward(self, core: _core.Worker, minibatch: int, batch: Minibatch) -> None:
         forwarded, inputs, targets = self._forwarded, batch.inputs, batch.targets
@@ -339,7 +350,7 @@ class _Forwarder(threading.Thread):
             rounds = self._rounds[channel]
             for replica in range(rounds.num_replicas):
                 sent = tensors
-                if not rounds.own_microbatches(replica, minibatch):  # it counts the others', and no more
+                if not rounds.own_microbatches(replica, minibatch):  # this replica needs only the counts
                     sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
                 sent = boundary.sent(sent)
                 self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
@@ -352,7 +363,7 @@ class _Forwarder(threading.Thread):
     def _send(
         self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields
     ) -> None:
-        # A copy: the user's generator may reuse its memory for the next minibatch.
+        # Copies, since the user's generator may reuse its memory for the next minibatch.
         copies = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         capsules = [to_dlpack(copy) for copy in copies]
         while not core.send_item(channel, capsules, fields, 0.1):

@@ -1,20 +1,19 @@
-"""Local workers for a plain script: one process per worker of the plan, on this machine.
+"""Runs a plan in a plain script: starts a local process for each worker, and takes over the trained weights.
 
-    task_files.py         what the workers are told: files in a folder that is this user's, a task by a pipe
+    task_files.py         the workers' input: files in a folder that only this user can read, and a pipe
     fork_server.py        makes the processes
     worker_processes.py   watches and ends them
-    local_worker.py       the life of one
-    forwarder.py          data that cannot be sent are iterated here
-    failure.py            why the run failed
+    local_worker.py       is what each of them runs
+    forwarder.py          iterates data here that cannot be sent to workers
+    failure.py            finds out why a run failed
 
-    pipedream-xxxxxxxx/  the folder: mode 0700, in the temporary folder
-        owner            locked (flock) by the process that made the folder, as long as that lives
+    pipedream-xxxxxxxx/  the run's folder: mode 0700, in the temporary folder
+        owner            locked (flock) by the process that made the folder, as long as it lives
 
-A caller that is killed cannot remove its folder. The next one that starts does: the lock is free then, which
-the kernel sees to, whatever became of the process's number. A folder whose owner lives, of another user, or
-without a lock file is left alone.
-
-The result comes back through the folder, the weights as safetensors. On the caller's thread.
+The result and the trained weights (safetensors) come back through the folder. A caller that is killed cannot
+remove its folder. The next caller does: the kernel has freed the lock then, even if another process has the
+killed one's number. It leaves folders alone that another user owns, that have no lock file, or whose owner
+lives. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -98,15 +97,16 @@ _KEEPING_S_MAX = 600.0
 def run_locally(
     model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch, steering: Steering
 ) -> RunResult:
-    """Trains in worker processes and updates the model in place. first: gives away minibatch 0 where it
-    has been read. steering: calls the callbacks.
+    """Trains in worker processes and updates the model in place.
 
-    Raises ValueError for what cannot be sent to the workers, for whatever a worker found mistaken, and where
-    the workers have another first loss than the model here;
-    WorkerLost, PeerLost and other PipelineErrors when the run fails. No worker is left behind, and the
-    caller's random number generators are as they were; those of a DataLoader's own, as it was iterated.
+    first: has minibatch 0 if it was read before. steering: calls the callbacks.
+
+    Raises ValueError if something cannot be sent to the workers, for a mistake that a worker has found, and
+    if the workers' loss of minibatch 0 differs from the caller's. Raises WorkerLost, PeerLost and other
+    PipelineErrors if the run fails. No worker is left behind. The caller's random generators stay as they
+    were; a DataLoader's own generator ends in the state after the data were iterated.
     """
-    # What is known to be wrong is said before any worker starts.
+    # These checks run before any worker starts.
     stages = split(model, options.plan)
     check_loss_buffers(stages, options.loss_fn)
     with signals_deferred(), generators_kept() as rng, run_folder() as folder:
@@ -130,7 +130,8 @@ def run_locally(
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
         if forwarded is not None or forwards_validation:
-            expected.compute()  # the forwarder's thread draws from the generators that this puts back
+            # Now, because it restores the generators, from which the forwarder's thread draws later.
+            expected.compute()
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         noticed = noticed_checkpoints(options)
@@ -166,7 +167,8 @@ def run_locally(
 
 
 def _adopted_state(folder: Path) -> RunState:
-    """Takes what the workers have kept into a folder that lasts as long as the state is held."""
+    """Moves the state that the workers have kept into a folder of its own, which is removed with the
+    state."""
     with contextlib.ExitStack() as around:
         kept = around.enter_context(run_folder())
         (folder / STATE_FOLDER).rename(kept / STATE_FOLDER)
@@ -183,8 +185,8 @@ def _interrupts_told(options: JobOptions, board: StatusBoard) -> contextlib.Abst
 def _trained_weights_told(
     stages: list[StageModule], options: JobOptions, folder: Path, expected: FirstLoss
 ) -> Iterator[None]:
-    """A run that fails leaves in the model what its workers have kept, and says so. Workers that have trained
-    something else than the caller's model change nothing in it."""
+    """If the run inside fails, loads the newest weights of its workers into the model, and adds that to the
+    error. Does not if the workers' first loss has shown that they trained another model."""
     try:
         yield
     except Exception as error:
@@ -195,7 +197,8 @@ def _trained_weights_told(
 
 
 def _take_over_after(error: Exception, stages: list[StageModule], options: JobOptions, folder: Path) -> None:
-    """The trained weights where the training was over, else the newest versions of the stages that live."""
+    """Loads the trained weights if the training was over, else the newest versions of stages whose workers
+    live."""
     if are_complete(options.plan, folder):
         _take_over(stages, options, folder)
         error.args = (f"{error}; the training was over, and the model has the trained weights",)
@@ -212,7 +215,8 @@ def _take_over_after(error: Exception, stages: list[StageModule], options: JobOp
 
 
 def _take_over(stages: list[StageModule], options: JobOptions, folder: Path) -> None:
-    """Makes the model, and what the loss has kept, what they are in the workers."""
+    """Loads the workers' weights into the model, and the workers' state of the loss function into the
+    loss."""
     load_weights(stages, options.plan, folder)
     set_loss_state(options.loss_fn, read_loss_state(options.plan, folder))
 
@@ -229,8 +233,8 @@ def check_main_is_a_file() -> None:
 def _try_factories(
     folder: Path, stages: list[StageModule], options: JobOptions
 ) -> list[torch.optim.Optimizer]:
-    """Calls the factories as the workers will a moment from now. It takes them from the folder: the workers'
-    are copies, too, and the caller's own stay as they are."""
+    """Calls the factories of optimizers and schedulers, as each worker will soon. Reads copies of them from
+    the folder, as the workers do, so that the caller's own stay as they are."""
     ties = find_ties(stages)
     with GraphReader(folder) as graph:
         return try_factories(
@@ -243,7 +247,7 @@ def _try_factories(
 
 
 def _read_first(data: Iterable[Any], options: JobOptions) -> tuple[Any, Any]:
-    """Minibatch 0, as the workers read it."""
+    """Reads minibatch 0 with the generators that the workers will have."""
     with generators_kept():
         options.seed_data(base_seed(options.seed))
         return parts_of(first_of(data), 0)
@@ -258,8 +262,8 @@ def _functions_of(options: JobOptions) -> list[Any]:
 
 
 def _last_words_s(board: StatusBoard, folder: Path, peer_timeout_s: float) -> float:
-    """How long workers may take to keep what they have trained, when the run has failed: as long as a work
-    item may take, and as long as they write."""
+    """Returns for how many seconds workers of a failed run may save their weights: peer_timeout to finish a
+    work item, and much longer once they write."""
     if board.newest() <= 0:
         return 0.0
     return _KEEPING_S_MAX if is_keeping(folder) else peer_timeout_s
@@ -274,8 +278,9 @@ def _launch(
     told: LocalSteering,
     check: Callable[[], None] | None,
 ) -> None:
-    """Returns when all workers have done their part. check: called now and then. Raises ValueError where they
-    train another model than the caller's."""
+    """Runs the workers until all have ended. check: called now and then; may raise.
+
+    Raises ValueError if the workers train another model than the caller's."""
     folder, plan, num_workers = Path(task.folder), options.plan, options.plan.workers_used
 
     def look() -> bool:
@@ -301,7 +306,7 @@ def _launch(
     )
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)
-    look()  # a short run is over before the next look
+    look()  # a short run may have ended before the first comparison
     told.finish()
 
 
@@ -313,7 +318,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new folder that only this user can read, removed with all that is in it. First removes those that
+    """Makes a folder that only this user can read, and removes it at the end. First removes folders that
     killed callers have left."""
     _remove_left_ones(Path(tempfile.gettempdir()))
     with contextlib.ExitStack() as held, tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
@@ -323,17 +328,18 @@ def run_folder() -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor; the lock ends with it, at the latest with this process."""
+    """Locks the folder. Returns a descriptor: the lock ends when it is closed, at the latest with the
+    process."""
     made = folder / _LOCK_IN_THE_MAKING
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-    with contextlib.suppress(OSError):  # where there are no locks the folder is never taken for left
+    with contextlib.suppress(OSError):  # without locks there is no lock file, and nobody removes the folder
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(folder / _LOCK)  # not before, so that nobody finds it unlocked
+        made.rename(folder / _LOCK)  # after the lock is taken, so that nobody finds it unlocked
     return descriptor
 
 
 def _remove_left_ones(temporary: Path) -> None:
-    """Best effort: what cannot be removed stays."""
+    """Removes folders of killed callers. Best effort: files that cannot be removed stay."""
     with contextlib.suppress(OSError), os.scandir(temporary) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(_PREFIX)]
         for name in names:
@@ -342,7 +348,8 @@ def _remove_left_ones(temporary: Path) -> None:
 
 
 def _remove_if_left(temporary: Path, name: str) -> None:
-    """All through descriptors of what was checked: the names may mean something else a moment later."""
+    """Removes the folder if its owner has ended. Works on descriptors of the folder that was checked, since
+    its name may belong to another file a moment later."""
     with _opened(temporary / name, os.O_DIRECTORY) as folder:
         status = os.fstat(folder)
         if status.st_uid != os.getuid() or status.st_mode & _OTHERS:
@@ -350,11 +357,11 @@ def _remove_if_left(temporary: Path, name: str) -> None:
         with _opened(_LOCK, os.O_RDWR, within=folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
             _empty(folder)
-            os.rmdir(temporary / name)  # of a folder that is empty, whatever has the name now
+            os.rmdir(temporary / name)  # removes only an empty folder, whichever has the name now
 
 
 def _empty(folder: int) -> None:
-    """The lock file at last: without it a folder that is half removed would stay for ever."""
+    """Removes all entries, the lock file last. Without a lock file nobody would ever remove the rest."""
     with os.scandir(folder) as entries:
         found = sorted(entries, key=lambda entry: entry.name == _LOCK)
     for entry in found:

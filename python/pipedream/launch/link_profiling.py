@@ -1,9 +1,8 @@
-"""profile_links(): measures what the workers that torchrun started can send each other, by the channels of
-a run.
+"""profile_links(): measures bandwidth and latency between the ranks of torchrun, over channels like a run's.
 
-    agree      all ranks have the same options, and rank 0's run id
-    rounds     in each round a rank has at most one partner and links to it alone; the lower rank leads
-    share      each leader sends its measurements to all
+    agree      all ranks check that they have the same options, and take rank 0's run id
+    rounds     in each round a rank has at most one partner and opens links to it; the lower rank leads
+    share      each leader publishes its measurements to all ranks
 
 All pairs of a round measure at the same time. On the caller's thread, which is the core's compute thread.
 """
@@ -65,18 +64,20 @@ def profile_links(
     save: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> LinkProfile:
-    """Bandwidth and latency between every pair of the workers that torchrun started, both ways.
+    """Measures bandwidth and latency between each two ranks of torchrun, in both directions.
 
-    Called by all ranks, which get the same result. By the channels and the transport of a run, one pair
-    after the other at each worker; pairs that share no worker are measured at the same time, so that they
-    share the network of their machines. A worker on a GPU sends from its memory.
+    All ranks must call it, and all get the same result. It uses the channels and the transport of a run. A
+    rank measures with one other rank at a time. Pairs without a common rank measure at the same time and
+    share the network of their machines. A rank on a GPU sends from the GPU's memory.
 
-    transport, keys, bind, ports, insecure, peer_timeout: as of run().
-    seconds: for each figure of a pair at most, once it has 3 samples; less where it is known to 2 % before.
-    save: a file that rank 0 writes (LinkProfile.load reads it).
-    progress: show on rank 0's stderr how many rounds are done, where that is a terminal.
+    transport, keys, bind, ports, insecure, peer_timeout: see run().
+    seconds: the most seconds for each figure of a pair. It has at least 3 samples, and takes less time if
+        it is known to 2 % before.
+    save: a file that rank 0 writes; LinkProfile.load() reads it.
+    progress: shows on rank 0's stderr how many rounds are done, if stderr is a terminal.
 
-    Raises ValueError without torchrun, for one rank, and as run(); errors.PipelineError where a worker fails.
+    Raises ValueError without torchrun, for a single rank, and as run() does; errors.PipelineError if a worker
+    fails.
     """
     if not under_torchrun():
         raise ValueError(
@@ -124,7 +125,7 @@ def _checked_options(
 
 @dataclass(frozen=True)
 class _Linked:
-    """The ranks, as links and channels know them."""
+    """The facts of a run that links and channels need: this rank's place, the options, and names of ranks."""
 
     place: WorkerPlace
     links: LinkOptions
@@ -142,7 +143,7 @@ class _Linked:
 
 
 class _Profiling:
-    """The phases, in the order of the module's docstring."""
+    """One rank's measurements, in the phases of this module's docstring."""
 
     def __init__(self, place: WorkerPlace, options: _Options) -> None:
         self._place = place
@@ -224,7 +225,7 @@ class _Profiling:
         rendezvous.publish(f"measured/{rank}", [link.to_dict() for link in measured])
         found = wait_for(rendezvous, [f"measured/{other}" for other in range(world_size)], no_word)
         links = tuple(MeasuredLink(**fields) for of_rank in found for fields in of_rank)
-        if rank == 0:  # which may host the store
+        if rank == 0:  # may host the store, so it waits until all have read
             wait_for(rendezvous, [f"read/{other}" for other in range(1, world_size)], no_word)
         else:
             with contextlib.suppress(PeerLost):
@@ -242,7 +243,7 @@ def _pieces_name(sender: int, receiver: int) -> str:
 
 
 def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
-    """Numbered alike at both ends."""
+    """Returns the four channels of a pair, with the same ids at both ends."""
     named = [
         (name(*ends), *ends, tensors, tensors is _PIECES)
         for ends in (pair, pair[::-1])
@@ -259,7 +260,8 @@ def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
 def _placed(
     run: _Linked, core: _core.Worker, device: torch.device, channels: list[RunChannel], key: str
 ) -> list[RunChannel]:
-    """The channels, as those of a run where devices of one host need no staging."""
+    """Returns the channels. As in a run, marks those on which the sender may write into the receiver's device
+    memory."""
     if not run.links.places_on_devices:
         return channels
     rendezvous = run.place.rendezvous

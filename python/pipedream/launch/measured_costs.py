@@ -1,9 +1,10 @@
-"""The costs that a run adds to a profile's layers, from the work items of calibrate()'s runs.
+"""Computes the costs that a run adds to a profile's layers, from the work items of calibrate()'s runs.
 
-A work item lasts from the arrival of its input until the next item is asked for. The user's code counts as
-compute, and the rest is the runtime's own. Times are converted to the speed at which as many workers work
-as the machine has cores (shared_cores.py): an item that ran alone counts more. They are also converted to
-those of a worker that has not waited (waking.py). Pure; any thread.
+A work item begins when its input is there, and ends when the worker asks for the next item. Time in the
+user's code is compute; the rest is the runtime's own. Two effects are taken out of the times. A worker is
+faster while others wait: times are converted to the speed at which as many workers work as the machine has
+cores (SharedHost). A worker is slower after a wait: times are converted to those without waits (Waking).
+Pure; any thread.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_FEW_BYTES = 65536  # below, what replicas exchange costs messages, not bytes
-_WOKEN_DIFFERENCE_MIN = 0.2  # between runs that tell what waking costs
-_DISCARDED_SHARE = 0.2  # of a run's items: warm-up, and what memory is measured in
-_SHARE_MIN = 0.05  # of the time: less says nothing of how workers slow each other
-_WAKING_SHARE_MAX = 0.75  # of an item: what it does itself is not nothing
+_FEW_BYTES = 65536  # if replicas exchange less, the cost is that of messages and not of bytes
+_WOKEN_DIFFERENCE_MIN = 0.2  # between two runs' waits; a smaller difference cannot show the cost of waking
+_DISCARDED_SHARE = 0.2  # of a run's items: the warm-up, and items during which memory is measured
+_SHARE_MIN = 0.05  # of the time in which all workers work; a smaller share counts as this
+_WAKING_SHARE_MAX = 0.75  # of an item's time: waking cannot be nearly all of it
 
 
 class Item(NamedTuple):
-    """Milliseconds."""
+    """The times of one work item, or mean times of several."""
 
     compute_ms: float
+    """Milliseconds in the user's code."""
     own_ms: float
+    """Milliseconds of the runtime itself."""
     waited_ms: float = 0.0
-    """By its worker since the last item of its kind began."""
+    """Milliseconds that the worker waited since the last item of this kind began."""
 
     @property
     def work_ms(self) -> float:
@@ -51,10 +54,12 @@ class Item(NamedTuple):
 
 
 class Key(NamedTuple):
+    """The worker and the kind of an item. Items with the same key are alike."""
+
     worker: int
     kind: str
     is_first: bool
-    """Whether it is the first of its minibatch's microbatches."""
+    """Whether the item is of the first microbatch of its minibatch."""
 
 
 Items = Mapping[Key, Sequence[Item]]
@@ -62,29 +67,29 @@ _Means = Mapping[Key, Item]
 
 
 class Runs(NamedTuple):
-    """The runs that the costs are made of, each done as often as the others."""
+    """The results of calibrate()'s runs. All kinds have equally many."""
 
     one: list[RunResult]
     """The whole model at one worker."""
     straight: list[RunResult]
-    """A stage per worker."""
+    """One stage per worker."""
     in_turn: list[RunResult]
-    """The same, one worker at work at a time."""
+    """As straight, but only one worker works at a time (model_parallel)."""
     cut: dict[int, list[RunResult]]
-    """The same, by into how many microbatches each minibatch is cut, which drain; none where it cannot be."""
+    """As straight, but with the schedule flush, by the number of microbatches. Empty if minibatches have too
+    few samples to be cut."""
     shared: list[RunResult]
     """Two replicas of the whole model."""
     rested: Sequence[RunResult] = ()
-    """Runs as in in_turn, with a pause of the last worker in each minibatch, after which the others' items
-    come."""
+    """As in_turn, but the last worker pauses in each minibatch, so that the others wait long."""
 
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
-    """plan: of the runs with several stages, whose workers had so many cores."""
+    """Computes the costs. plan: the plan of the runs with several stages. num_cores: this machine's cores."""
     wakings = _slow_wakings(runs)
     alone_speed = times_alone(runs.straight, runs.in_turn, wakings)
     host = SharedHost.measured(max(plan.num_stages, 2), num_cores, alone_speed)
-    # Of a worker that is faster while others wait nothing is seen of what short waits cost it.
+    # If a worker is faster while others wait, that hides the cost of its short waits.
     wakings = [*(_quick_wakings(runs, wakings) if host.alone_speed == 1 else ()), *wakings]
     whole = Standard(host.speed, wakings)
     one, shared = (means(pooled(results, whole)) for results in (runs.one, runs.shared))
@@ -96,7 +101,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
     last = plan.num_stages - 1
     stage_bytes = [parameter_bytes_of(profile, stage) for stage in plan.stages]
     update_ms, update_ms_per_byte = _line(_updates_in_place(stage_bytes, one, straight, cut))
-    # All stages but the last keep several versions, and copy one before they update it.
+    # All stages but the last keep several versions, and copy a version before they update it.
     copied = [stage for stage in range(last) if stage_bytes[stage]]
     copies_ms = sum(
         straight[Key(stage, "UPDATE", True)].compute_ms - update_ms - update_ms_per_byte * stage_bytes[stage]
@@ -120,8 +125,9 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
 
 
 def _slow_wakings(runs: Runs) -> list[Waking]:
-    """Returns the wakings by what items of the first stage compute after the pause, and without one. What
-    they send does not count: it goes to a worker that sleeps, which a slow link does not cause."""
+    """Finds the cost of long waits: compares the compute time of the first stage's items with pauses and
+    without. Their own_ms does not count, because their receiver sleeps in these runs, but not with slow
+    links."""
     if not runs.rested:
         return []
     rested, in_turn = (
@@ -141,8 +147,8 @@ def _slow_wakings(runs: Runs) -> list[Waking]:
 
 
 def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
-    """Items of the same stages where each worker waits for the others in turn, and where all are at work;
-    without what is lost slowly."""
+    """Finds the cost of short waits: compares items of the runs in turn, where workers wait for each other,
+    with those where all work. slow: the cost of long waits, which is taken out first."""
     rows = [spans for result in runs.in_turn for spans in result.spans]
     num_minibatches = sum(len({span.minibatch for span, _ in kept(spans)}) for spans in rows)
     waited_ms = sum(span.wait_ns for spans in rows for span, _ in kept(spans)) / 1e6
@@ -152,7 +158,7 @@ def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
     in_turn, straight = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
     last = max(key.worker for key in in_turn)
     shares = {
-        # Of the stages only the last one updates in place both ways.
+        # UPDATE compares the last stage only: other stages update in place in one of the runs only.
         kind: _waking_share(
             [key for key in in_turn if key.kind == kind and key.worker >= floor], waking, in_turn, straight
         )
@@ -167,7 +173,10 @@ def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
 
 
 def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, shorter_waits: _Means) -> float:
-    """Returns the share of an item that waking costs: item * (1 + share * woken) both ways."""
+    """Returns the cost of waking as a share of an item.
+
+    In both kinds of runs an item takes item * (1 + share * woken), where woken is 0 without a wait and 1
+    after a long one. The ratio of the two times gives the share."""
     if not keys or any(key not in shorter_waits for key in keys):
         return 0.0
     longer = sum(longer_waits[key].work_ms for key in keys) / sum(shorter_waits[key].work_ms for key in keys)
@@ -221,8 +230,8 @@ def _positions(
 
 
 def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict[int, tuple[float, float]]:
-    """The times of a minibatch's first microbatch and of the later ones, by m, over these items. An m is left
-    out where an item was not cut."""
+    """Returns {m: (time of a minibatch's first microbatch, time of a later one)}, each summed over these
+    items. Leaves out an m for which an item is missing."""
     pieces = {}
     for m, items in cut.items():
         laters = [key._replace(is_first=False) for key in wholes]
@@ -233,11 +242,11 @@ def _pieces(cut: Mapping[int, _Means], wholes: Sequence[Key], name: str) -> dict
 
 
 def _share(kind: str, straight: _Means, cut: Mapping[int, _Means], last: int) -> ItemCost:
-    """Returns the share of the layers' own time, over all stages."""
+    """Returns which share of a minibatch's compute time a microbatch takes, over all stages."""
     wholes = [Key(stage, kind, True) for stage in range(last + 1)]
     whole_ms = sum(straight[key].compute_ms for key in wholes)
     pieces = _pieces(cut, wholes, "compute_ms")
-    if not whole_ms or not pieces:  # too few samples to cut: a microbatch takes its part
+    if not whole_ms or not pieces:  # too few samples to cut: a microbatch takes 1/m of the time
         return ItemCost(minibatch_ms=1.0)
     return ItemCost.of_pieces(whole_ms, pieces).scaled(1 / whole_ms)
 
@@ -258,8 +267,8 @@ def _updates_in_place(
     straight: _Means,
     cut: Mapping[int, _Means],
 ) -> list[tuple[int, float]]:
-    """(bytes, milliseconds) of the updates that write in place: one worker's, the last stage's, and those
-    of a schedule that drains."""
+    """Returns (bytes, milliseconds) of updates that write in place: those of one worker, of the last stage,
+    and of all stages in a schedule that drains."""
     last = len(stage_bytes) - 1
     rows = [(sum(stage_bytes), one[Key(0, "UPDATE", True)])]
     rows.append((stage_bytes[last], straight[Key(last, "UPDATE", True)]))
@@ -273,7 +282,8 @@ def _updates_in_place(
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(at size 0, per size) of the line nearest to the points, neither below 0."""
+    """Fits a line to (size, milliseconds) points by least squares. Returns (ms at size 0, ms per size),
+    neither below 0."""
     mean_size, mean_ms = (statistics.fmean(column) for column in zip(*points, strict=True))
     spread = sum((size - mean_size) ** 2 for size, _ in points)
     slope = 0.0
@@ -290,8 +300,10 @@ def _sync(
     num_bytes: int,
     update_ms_per_byte: float,
 ) -> dict[str, SyncCost]:
-    """Returns the cost of what replicas exchange to a worker per round, of which each of the two does half of
-    the update. It is all per byte, unless the parameters are so few that messages cost more."""
+    """Returns what the exchange between replicas costs a worker per round.
+
+    It is the time of an item with two replicas minus that with one worker, of whose update each replica does
+    half. The cost is per byte, or per round if there are so few parameters that messages cost more."""
     exchanged = num_bytes / 2
     workers = {key.worker for key in shared}
 
@@ -307,7 +319,8 @@ def _sync(
 
 
 def _latency_ms(in_turn: Sequence[RunResult]) -> float:
-    """Milliseconds from a sender's going on until its receiver, which has been waiting, has the item."""
+    """Returns the latency: milliseconds from the end of the sender's item until a receiver that waits has
+    it."""
     latencies_ms = []
     for result in in_turn:
         for kind, ends in (("FORWARD", result.spans), ("BACKWARD", result.spans[::-1])):
@@ -325,17 +338,18 @@ def _latency_ms(in_turn: Sequence[RunResult]) -> float:
 
 
 _SpeedOf = Callable[[int], float]
-"""By how many workers are at work."""
+"""Number of workers at work -> the speed of each."""
 
 
 @dataclass(frozen=True)
 class Standard:
-    """The standard that items are brought to."""
+    """Converts items to the same conditions: full load of the machine, and no waits."""
 
     speed_of: _SpeedOf = lambda at_work: 1.0
     wakings: Sequence[Waking] = ()
     whole_ms: Mapping[Key, Item] = field(default_factory=dict)
-    """The time that whole items take, for items that are cut; waking has shares of it."""
+    """The times of whole minibatches' items. The cost of waking is a share of these, also for microbatches.
+    Empty: the items are whole themselves."""
 
     def of(self, key: Key, item: Item, speed: float) -> Item:
         share = waking_share(self.wakings, key.kind, item.waited_ms)
@@ -348,7 +362,7 @@ class Standard:
 
 
 def kept(spans: Sequence[WorkSpan]) -> Iterator[tuple[WorkSpan, int]]:
-    """Each with when the next one was asked for."""
+    """Yields the spans after the warm-up, each with the time at which the worker asked for the next one."""
     for span, following in itertools.pairwise(spans[int(len(spans) * _DISCARDED_SHARE) :]):
         yield span, following.asked_ns
 
@@ -374,7 +388,7 @@ def pooled(results: Iterable[RunResult], standard: Standard) -> Items:
 
 
 def means(items: Items) -> Mapping[Key, Item]:
-    """Plain ones: a stall now and then is part of what an item takes."""
+    """Returns the arithmetic means. They include rare stalls, which are part of an item's time."""
     return {
         key: Item(*(statistics.fmean(column) for column in zip(*rows, strict=True)))
         for key, rows in items.items()
@@ -384,8 +398,10 @@ def means(items: Items) -> Mapping[Key, Item]:
 def times_alone(
     together: Sequence[RunResult], in_turn: Sequence[RunResult], wakings: Sequence[Waking] = ()
 ) -> float:
-    """How many times as fast workers are while the others wait: items of the same stages both ways. Of those
-    together a part was alone, too. wakings: without what these cost."""
+    """Returns how many times as fast a worker is while the others wait, at least 1.
+
+    Compares items of the same stages in runs together and in turn. Even in runs together a worker is
+    sometimes alone; that is taken out. wakings: costs of waiting, which are taken out too."""
     beside, alone = (means(pooled(results, Standard(wakings=wakings))) for results in (together, in_turn))
     kinds = [key for key in alone if key in beside]
     if len({key.worker for key in kinds}) < 2:
@@ -395,7 +411,7 @@ def times_alone(
 
 
 def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
-    """Milliseconds waited before each span, by its position, as in Item."""
+    """Returns Item.waited_ms of each span, by id(span)."""
     waited_ns = 0
     waited_then_ns: dict[str, int] = {}
     waited_ms: dict[int, float] = {}
@@ -407,7 +423,7 @@ def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
 
 
 class _Speeds:
-    """Speeds of one run's workers, by who is at work when."""
+    """The speed of one run's workers over time: it depends on how many are at work."""
 
     def __init__(self, result: RunResult, speed_of: _SpeedOf) -> None:
         changes: list[tuple[int, int]] = []
@@ -415,8 +431,8 @@ class _Speeds:
             for span, following in itertools.pairwise(spans):
                 changes += [(begin_ns(span), 1), (following.asked_ns, -1)]
         self._times: list[int] = []
-        self._done: list[float] = []  # at full speed, since the first of these times
-        self._speed: list[float] = []  # from then on
+        self._done: list[float] = []  # the work done until then: the integral of the speed over time
+        self._speed: list[float] = []  # the speed from then on
         at_work, done = 0, 0.0
         for time_ns, change in sorted(changes):
             if self._times:
@@ -437,7 +453,7 @@ class _Speeds:
 
 
 def _share_together(result: RunResult) -> float:
-    """Returns the share of the time in which all workers are at work, of that in which any is."""
+    """Returns the time in which all workers are at work, as a share of the time in which any is."""
     num_workers = len(result.spans)
     from_ns = max(spans[int(len(spans) * _DISCARDED_SHARE)].asked_ns for spans in result.spans)
     end_ns = min(spans[-1].asked_ns for spans in result.spans)

@@ -1,9 +1,9 @@
-"""pipedream.profile: the profiler. Beside it starts the process that will fork the workers of a run.
+"""pipedream.profile: runs the profiler, and starts the fork server, which will fork the workers of a run.
 
-A caller who profiles will probably train. That process imports torch and its compiler, for seconds on one
-core. It starts before the profiler if a core is free beside torch's threads. Otherwise it starts after the
-profiler, so that it takes no time from what is measured. Under torchrun it is not needed, and neither in a
-process that another process made. On the caller's thread.
+A caller that profiles will probably train. The fork server needs one core for seconds to import torch and
+its compiler. It starts before the profiler if a core is free beside torch's threads, else after it, so that
+it does not slow down what is measured. It does not start under torchrun, nor in a child process of
+multiprocessing. On the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The arguments of run(), each described once: what it takes, its default, its check, its option on the
-command line, its line in docs/running.md.
+"""Describes every argument of run() once: default, check, command-line option, and line in docs/running.md.
 
-    run()          has the same names and defaults in its signature (a test compares them), and checks by this
-    cli.py         makes the options of `pipedream run`
-    target.py      what a job may have
-    docs           options_table(), in running.md
+    run()          checks its arguments by these descriptions; a test compares its signature with them
+    cli.py         makes the options of `pipedream run` of them
+    target.py      lets a target return these names
+    docs           running.md has options_table()
 
-What all ranks must have been given alike follows from where the values go: every field of JobOptions and
-LinkOptions, unless it says otherwise there (agreement.py). Torch-free until a check needs it; any thread.
+Most arguments must be the same at all ranks. Which ones is decided where their values go, in the fields of
+JobOptions and LinkOptions (agreement.py). Torch-free until a check needs it; any thread.
 """
 
 from __future__ import annotations
@@ -44,23 +43,24 @@ from pipedream.simulate.trace import check_trace_path
 __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
 
 NEEDED = object()
-"""In place of a default."""
+"""The default of an argument that must be given."""
 
 _SHOWN_MAX = 60
-"""Characters of a value in an error."""
+"""The most characters of a value in an error."""
 
 
 @dataclass(frozen=True)
 class CommandOption:
-    """How `pipedream run` takes it; there the default is that of the job, and then that of run()."""
+    """The option of `pipedream run` for an argument. If it is not given, the target's value counts, and
+    without one the default of run()."""
 
     help: str
     kind: type = str
     flags: tuple[str, ...] = ()
-    """The flags if they differ from its name."""
+    """The flags if they differ from the argument's name."""
     metavar: str | None = None
     read: Callable[[Any], Any] = lambda value: value
-    """From what is given there to the argument."""
+    """Turns the option's value into the argument."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class RunOption:
 
     name: str
     takes: str
-    """For docs/running.md."""
+    """What the argument takes, for the table in docs/running.md."""
     default: Any = None
     check: Callable[[str, Any], object] = lambda name, value: None
-    """Called with name and value; raises ValueError or TypeError for what is mistaken whatever the model, the
-    plan and the other arguments are."""
+    """Called with name and value. Raises ValueError or TypeError for a value that is wrong with any model,
+    plan and other arguments."""
     command: CommandOption | None = None
     is_built: bool = True
-    """Whether it is built; if not, another value than the default is refused."""
+    """Whether the feature exists; if not, only the default is allowed."""
 
 
 def _check_callbacks(name: str, value: Any) -> None:
@@ -92,8 +92,8 @@ def _check_callbacks(name: str, value: Any) -> None:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Refuses arguments of run() that are mistaken whatever the model, the plan and the other arguments are.
-    Raises as run() does. May be given any of them, before what takes time."""
+    """Checks arguments of run() one by one, without model and plan. Takes any of them, so that mistakes can
+    be found before slow work begins. Raises as run() does."""
     for option in RUN_OPTIONS:
         if option.name not in arguments:
             continue
@@ -107,7 +107,7 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def options_table() -> str:
-    """The arguments as a Markdown table, without those that are not built."""
+    """Returns the arguments as a Markdown table, without those whose feature is not built."""
     lines = ["| argument | default | what it takes |", "| --- | --- | --- |"]
     for option in RUN_OPTIONS:
         if option.is_built:
@@ -133,7 +133,7 @@ def _check_schedule(name: str, value: Any) -> None:
 
 
 def _schedule_given(text: str) -> str | Program:
-    """The schedule as the command line gives it: a name, or the file of a program."""
+    """Reads --schedule: the name of a schedule, or a program's file (.txt)."""
     return Program.load(text) if text.endswith(".txt") else text
 
 
@@ -142,8 +142,8 @@ def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object
 
 
 def _check_factory(which: str, example: str) -> Callable[[str, Any], None]:
-    """Returns the check of a function that makes for every stage what people know as one object for the
-    model."""
+    """Returns the check of a function that makes an object for each stage, such as its optimizer. It refuses
+    a made object, which users give by habit. which: what calls the function. example: goes into the error."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):
@@ -209,7 +209,7 @@ def _check_state(name: str, value: Any) -> None:
 
 
 def _check_save(name: str, value: Any) -> None:
-    """The folder is made where it is missing: every worker writes into it."""
+    """Makes the folder if it is missing, because every worker writes into it."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} is {value!r}: give the path of a folder")
     try:
@@ -220,7 +220,7 @@ def _check_save(name: str, value: Any) -> None:
 
 def _check_trace(name: str, value: Any) -> None:
     check_trace_path(value)
-    if is_rank_0():  # which writes it; other machines need not have the folder
+    if is_rank_0():  # only rank 0 writes the file; other machines need not have the folder
         check_output_file(value, name)
 
 

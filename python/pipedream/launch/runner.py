@@ -1,4 +1,4 @@
-"""run(): checks the arguments, then trains with local workers, or as this rank's worker under torchrun."""
+"""run(): checks its arguments, then trains: with local workers, or under torchrun as this rank's worker."""
 
 from __future__ import annotations
 
@@ -114,109 +114,113 @@ def run(
     progress: bool = True,
     trace: str | os.PathLike[str] | None = None,
 ) -> RunResult:
-    """Trains `model` as the pipeline of `plan`, by the schedule that is named.
+    """Trains `model` as the pipeline of `plan`.
 
-    In a plain script it starts the local workers and returns only in the caller, with the model's weights
-    and buffers updated in place. Under torchrun it is this rank's worker: rank 0 returns with the whole
-    trained model, the others as `gather` says; rank 0's plan and initial weights are used everywhere.
+    In a plain script it starts local workers, and returns in the caller when the model's weights and buffers
+    are updated in place. Under torchrun it is this rank's worker. All ranks use rank 0's plan and initial
+    weights; rank 0 returns with the whole trained model, and `gather` says what the others get.
 
-    model: any module, cut along its own forward, which runs once on the first minibatch for that; an
-        nn.Sequential or a list is taken as its layers. float32, float64 or bfloat16. docs/models.md has more.
-    data: yields (inputs, targets), or dicts (or dataclasses) of what the model takes by name, once per
-        epoch; a DataLoader, a list, a generator. The workers of the
-        first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
-        would here. What cannot be sent to the workers is iterated here and forwarded to them. Minibatches may
-        have any shapes up to the largest that the plan knows (Plan.fitting), or that is in a list; for a
-        larger one memory is planned again when it comes.
-    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage; with dicts (outputs, batch). None
-        takes the model's own: its output's `loss`, or the output where it is a scalar. It carries nothing
-        to train: a penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
-    optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
-        argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1). Any of
-        torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
+    model: any module; it is cut along its own forward, which runs once on the first minibatch for that. The
+        layers of an nn.Sequential or a list are its items. float32, float64 or bfloat16. See docs/models.md.
+    data: any iterable, such as a DataLoader, a list or a generator; it is iterated once per epoch. It yields
+        (inputs, targets), or dicts or dataclasses with the model's arguments by name. The workers of the
+        first and the last stage each iterate a copy, and start a DataLoader's processes. If the data cannot
+        be sent to workers, the caller iterates them and forwards each minibatch. Minibatches may have any
+        shapes: memory is planned for the largest that the plan knows (Plan.fitting) or that is in a list, and
+        planned again when a larger one comes.
+    loss_fn: (outputs, targets) -> scalar tensor, or with dicts (outputs, batch). The last stage calls it.
+        None uses the output's `loss`, or the output itself if it is a scalar. The loss function must have no
+        trainable parameters. For a penalty on weights use the optimizer's weight_decay.
+    optimizer: called once per stage with its parameters, for example functools.partial(torch.optim.SGD,
+        lr=0.1). If its first argument is called `named_parameters`, it gets (name, parameter) pairs. Any
+        optimizer of torch except LBFGS. A plain script tries a copy of it before any process starts.
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "unstashed" (alias "naive"); docs/schedules.md helps
-        choose. "auto" takes the schedule and the microbatches that the plan was made for, as
-        partition(..., schedule="auto") chooses them. A pipedream.Program, which you have written or changed,
-        is run as it stands, with its microbatches, on a plan without replicas and a model whose stages share
-        no parameter.
-    microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
-        are the means over them, weighted by their samples, or by weight_fn.
-    weight_fn: (targets) -> what a microbatch counts, with dicts (batch); for a loss that is a mean over
-        something else than samples, such as valid tokens: `(targets != -100).sum()`. A microbatch that
-        counts 0 has no part in loss and gradient.
-    lr_scheduler: called with each stage's optimizer; its step() follows every update, once a minibatch. For
-        example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000).
-    recompute: True, or the stages that keep only their input and run their forward again before the
-        backward; None leaves it to `memory`.
-    memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; where that
-        is needed recompute is turned on, and on a GPU offloading to host memory. A worker that does not fit
-        is refused, term by term, also where a larger minibatch is planned for later.
+        choose. "auto" uses the schedule and the microbatches for which the plan was made, for example by
+        partition(..., schedule="auto"). A pipedream.Program runs as you have written it, with its own number
+        of microbatches. It needs a plan without replicas, and stages that share no parameter.
+    microbatches: the number of pieces into which each minibatch is cut along dimension 0 of its tensors. Loss
+        and gradient are means over them, weighted by their samples or by weight_fn.
+    weight_fn: (targets) -> the weight of a microbatch, or with dicts (batch). Use it if the loss is a mean
+        over something other than samples, such as valid tokens: `(targets != -100).sum()`. A microbatch of
+        weight 0 adds nothing to loss and gradient.
+    lr_scheduler: called with each stage's optimizer, for example
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000). Its step() is called after every
+        update, so once per minibatch.
+    recompute: True, or a list of stages. These keep only their input, and run their forward again before the
+        backward. None lets `memory` decide.
+    memory: the most memory of a worker ("8GiB" or bytes), as RunResult.memory counts it. A stage that does
+        not fit is recomputed, and on a GPU offloaded to host memory. If it still does not fit, the run is
+        refused with a list of the memory terms, also when memory is planned again for a larger minibatch.
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
-    max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
-        minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.
-    transport: "auto" is CUDA IPC between GPUs of one host, shared memory between its other workers, else
-        ZeroMQ over tcp; "tcp" (or "zmq") always takes the wire; "shm" and "ipc" refuse workers that cannot.
-    codec: what activations and gradients become between stages: "bf16", "fp16", "int8", "topk" or
-        "topk:0.05" for all, or a mapping from "activations", "gradients" or pairs (sender stage, receiver
-        stage) to these; and what replicas push to the owners of shards, by the key "pushes" alone, which may
-        also be "factors" or "factors:bf16": gradients of fully connected layers as their factors, where these
-        are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md says what
-        each does. None is what the plan was made for (Plan.codec), most often nothing; {} is nothing.
-    keys: a file that `pipedream keys` made, or keys.CurveKeys: encrypts and authenticates every link.
-    bind: the address or interface of this machine that workers listen on; None is loopback, and under
-        torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on
-        loopback keys are needed, or insecure.
-    ports: the ports of this machine that workers listen at, such as "29600-29620", for firewalls that admit
-        no others; the range is shared by the workers of a machine, each of which takes one port for every
-        channel that it receives by. None is PIPEDREAM_PORTS, else the system chooses. docs/transport.md says
-        what else has to be open.
-    insecure: True listens without keys where others can reach it, and logs that.
-    peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
-        that holds the GIL for so long without a break counts as a hang.
-    sync: how the replicas of a stage are kept alike, which the plan may give some: "bsp" is deterministic and
-        waits for every round, "ssp" lets versions be `staleness` rounds older, "asp" makes an update of every
-        replica's gradient by itself, when it comes, "allreduce" is "bsp" by torch.distributed.
+    max_grad_norm: scales gradients down to this 2-norm. It is the norm over all stages if the schedule drains
+        every minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else each stage's own.
+    transport: "auto" uses CUDA IPC between GPUs of one host, shared memory between its other workers, else
+        ZeroMQ over tcp. "tcp" (or "zmq") always uses ZeroMQ. "shm" and "ipc" refuse workers that cannot use
+        shared memory or CUDA IPC.
+    codec: compresses activations and gradients between stages: "bf16", "fp16", "int8", "topk" or "topk:0.05".
+        A mapping gives codecs by "activations", "gradients" or (sender stage, receiver stage). Only its key
+        "pushes" compresses the gradients that replicas push to the owners of shards. There "factors" or
+        "factors:bf16" is possible too: it sends gradients of fully connected layers as factors if these are
+        smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md explains each
+        codec. None is the codec for which the plan was made (Plan.codec), most often none; {} is none.
+    keys: a file that `pipedream keys` made, or keys.CurveKeys. Encrypts and authenticates every link.
+    bind: the address or interface of this machine on which workers listen. None is loopback; under torchrun
+        on several machines it is this machine's address on the route to MASTER_ADDR. An address other than
+        loopback needs keys, or insecure.
+    ports: the ports at which this machine's workers listen, such as "29600-29620", if a firewall admits no
+        others. A worker takes one port for every channel on which it receives. None uses PIPEDREAM_PORTS, and
+        without it lets the system choose. docs/transport.md lists which other ports must be open.
+    insecure: True listens without keys on an address that others can reach, and logs a warning.
+    peer_timeout: seconds after which a silent worker, or one whose interpreter hangs, is given up. Code that
+        holds the GIL for so long counts as a hang.
+    sync: how the replicas of a stage agree on weights. "bsp" waits for all replicas' gradients in every round
+        and is deterministic. "ssp" lets a replica use versions up to `staleness` rounds older. "asp" makes
+        an update of each replica's gradient when it comes. "allreduce" is "bsp" by torch.distributed. See
         docs/parameter-server.md.
-    staleness: with sync="ssp".
-    sync_every: n lets replicas make n updates of their own before they take the mean of their weights.
-    on_epoch_end: called in this process, under torchrun at rank 0, with an EpochReport when the losses of an
-        epoch are known; returning False ends the run, with a result: where the schedule drains before the
-        next epoch begins, else a fixed number of minibatches later. docs/callbacks.md has more.
-    callbacks: objects of pipedream.callbacks, called there at the start, every so many minibatches, after
-        every epoch and at the end, which may stop the run or change its learning rates: EarlyStopping,
-        ReduceLROnPlateau, EMA, TensorBoard, or your own.
-    state: `result.state` of another run, from which this one goes on as if that had not ended: optimizer,
-        scheduler, loss scale, what is in flight, random numbers and shuffles. So a run per epoch equals one
-        of all epochs. It wants the same plan, schedule and optimizer, the weights as they were left, and a
-        number of minibatches so far after which a round of updates is over. docs/running.md.
-    validation: a Validation: held-out data that are evaluated after each epoch, or so many minibatches, at
-        the weights that all stages have then. RunResult.validation has the figures.
-    seed: of all random numbers; None continues from the caller's generators.
-    on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
-        trains on.
+    staleness: the number of rounds for sync="ssp".
+    sync_every: n lets each replica make n updates of its own; then the replicas take the mean of their
+        weights.
+    checkpoints: a folder, or a Checkpoints(folder, every=...). The run saves checkpoints there, and continues
+        from the newest one if there is one.
+    on_epoch_end: called with an EpochReport when the losses of an epoch are known, in this process or under
+        torchrun at rank 0. If it returns False, the run ends early with a result: before the next epoch if
+        the schedule drains, else a fixed number of minibatches later. See docs/callbacks.md.
+    callbacks: objects of pipedream.callbacks: EarlyStopping, ReduceLROnPlateau, EMA, TensorBoard, or your
+        own. They are called in the same process as on_epoch_end: at the start, after every n minibatches and
+        every epoch, and at the end. They may stop the run or change its learning rates.
+    state: `result.state` of another run. This run continues as if the other had not ended: with its
+        optimizer, scheduler, loss scale, minibatches in flight, random numbers and shuffles. So one run per
+        epoch equals one run over all epochs. Plan, schedule, optimizer and weights must be the same, and the
+        other run must have ended after a whole round of updates. See docs/running.md.
+    validation: a Validation with held-out data. They are evaluated after each epoch or every n minibatches,
+        at the weights that all stages have then. RunResult.validation has the figures.
+    seed: the seed of all random numbers. None continues from the caller's generators.
+    on_nonfinite: "stop" raises NonFiniteLoss, which names the minibatch, before that has changed a weight.
+        "continue" trains on.
     gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's). A
         model that came on the meta device stays there.
-    weights: of a model on the meta device, of which each worker makes its own stages' alone: None, by each
-        module's own reset_parameters() and _init_weights; a function of a module; or a checkpoint, a
-        safetensors file or a folder of them. docs/models.md.
-    save: a folder, in which each stage's worker writes its trained weights as a safetensors file, with an
-        index of all as Hugging Face's checkpoints have it. The files get their names when all are written. On
-        several machines a folder that all of them share.
-    progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
-        elsewhere a line every few seconds.
+    weights: the initial weights of a model on the meta device; each worker makes only those of its stages. A
+        function of a module, a safetensors file, or a folder of such files. None calls each module's own
+        reset_parameters() and _init_weights. See docs/models.md.
+    save: a folder. Each stage's worker writes its trained weights there as a safetensors file, with an index
+        as in Hugging Face's checkpoints. The files get their names when all are written. On several machines,
+        a folder that all of them share.
+    progress: shows epoch, loss and samples/s on stderr: on a terminal in one line that changes, elsewhere in
+        a new line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
 
-    The random number generators of the calling process are afterwards as they were, but for one draw from
-    torch's when there is no seed, so that the next run differs.
+    The caller's random number generators stay as they were. Only without a seed one number is drawn from
+    torch's generator, so that the next run differs.
 
-    The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
-    TypeError for a mistake in the arguments, errors.PipelineError for a run that fails; its `losses` are
-    those of the minibatches that were done, its `minibatch` says where it was, and the model has the newest
-    weights of the stages whose workers live. One that fails when all is trained, as on a full disk, says
-    where the trained weights are. The first Ctrl-C ends the run early, with a result, the second one at once.
-    Warns where nothing is trainable, the model is in eval(), or
-    the plan leaves workers without work.
+    Other arguments belong to features that do not exist yet, and are refused.
+
+    Raises ValueError or TypeError for a mistake in the arguments, and errors.PipelineError if the run fails.
+    That error has the `losses` of the minibatches that were done, and the `minibatch` at which the run was;
+    the model then has the newest weights of the stages whose workers live. If the run fails after the
+    training, for example because a disk is full, the error says where the trained weights are. The first
+    Ctrl-C ends the run early with a result; a second one ends it at once. Warns if nothing is trainable, if
+    the model is in eval(), or if the plan leaves workers without work.
     """
     if loss_fn is None:
         loss_fn = own_loss
@@ -228,17 +232,17 @@ def run(
 
 
 def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
-    """run() with its other arguments by name."""
+    """Does what run() does, with its other arguments by name."""
     data: Iterable[Any] = arguments["data"]
-    KeptState.let_go()  # the arguments hold the one that this run goes on from
-    # Counted once a call, so that all ranks count alike, those with a mistake too.
+    KeptState.let_go()  # the arguments hold the state from which this run continues
+    # Before the checks, so that a rank counts its calls even if its arguments are mistaken.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
         steering = _steering_of(arguments)
         options = checked_options(model, plan, arguments, steering)
         if prefix is None:
             check_main_is_a_file()
-            start_server()  # which imports torch, the first time, while this process goes on
+            start_server()  # the first time it imports torch, while this process goes on
         of_data = list(check_data_apart(data, model, plan))
         cuts = plan.num_layers > 1 and needs_cutting(model)
         first = KeptMinibatch()
@@ -265,13 +269,13 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             warn_the_caller(caution)
     with _told(steering, data, options) as (tell_end, options):
         if prefix is not None:
-            first.take()  # which nobody needs again
+            first.take()  # frees minibatch 0, which is not needed any more
             result = _run_this_rank(model, data, options, prefix, steering)
         else:
             result = run_locally(model, data, options, first, steering)
         tell_end(result)
     if options.seed is None:
-        # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
+        # The next run without a seed must not repeat this one's shuffles and dropouts.
         torch.empty((), dtype=torch.int64).random_()
     if arguments["trace"] is not None and is_rank_0():
         _save_trace(result, arguments["trace"])
@@ -282,8 +286,11 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
 def _told(
     steering: Steering, data: Iterable[Any], options: JobOptions
 ) -> Iterator[tuple[Callable[[RunResult], None], JobOptions]]:
-    """Around a run, whose callbacks hear of its start and of its end. Gives the options with what they have
-    decided before the checkpoint from which it continues. Raises what one of them has raised."""
+    """Put it around a run: tells its callbacks of the start and of the end.
+
+    Gives a function that tells them of the result, and the options. If the run continues from a checkpoint,
+    the options then have what the callbacks decided before it. Raises the error that a callback has
+    raised."""
     if not is_rank_0():
         yield lambda result: None, options
         return
@@ -334,7 +341,7 @@ def _steering_of(arguments: dict[str, Any]) -> Steering:
 
 
 def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> CutModel:
-    """The model with its layers, found by one forward with minibatch 0, which `first` then has."""
+    """Finds the model's layers by one forward with minibatch 0, and keeps that minibatch in `first`."""
     assert isinstance(model, nn.Module)
     with generators_kept():
         options.seed_data(base_seed(options.seed))
@@ -345,8 +352,8 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
 
 
 def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
-    """The options with the places of the eval-mode forward, which one forward with the first validation
-    minibatch finds."""
+    """Adds to the options where the plan cuts the model's forward in eval mode. One forward with the first
+    validation minibatch finds that."""
     validation = options.validation
     if validation is None:
         return options
@@ -384,7 +391,8 @@ def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
 
 
 def _check_process() -> None:
-    """A run is its script's own process's, which may start others."""
+    """Raises RuntimeError in a DataLoader's worker process, and in a daemonic process, which may start
+    none."""
     if torch.utils.data.get_worker_info() is not None:
         raise RuntimeError(
             "run() was called in a worker process of a DataLoader: call it in the process of the script, not"

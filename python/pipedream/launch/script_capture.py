@@ -1,17 +1,19 @@
-"""Finds what a script has set since its modules were imported, for workers that import them anew.
+"""Finds the values that a script has set since its modules were imported. Workers import the modules anew,
+and would not have these values.
 
-    caller   follows the code that workers will run, from the model, the loss, ... to the functions and
-             classes of the user's modules and the global names that these read
-    graph    has the values, one graph of objects with the model and the loss (task_files.py)
-    worker   imports the modules, and sets what it does not have so (script_state.py)
+    caller   starts from the model, the loss and so on, and follows the user's functions and classes that
+             workers will run, and the global names that these read
+    pickle   has the values in one graph of objects with the model and the loss (task_files.py)
+    worker   imports the modules, and sets the values that differ (script_state.py)
 
-So `SCALE = args.scale` under the guard counts in workers, as it does under torchrun, and so do functions that
-were put into a class or into a module of a library, and hooks of all modules. What cannot be sent stays what
-the import makes of it, and `unsent` names it.
+For example, `SCALE = args.scale` under `if __name__ == "__main__"` counts in workers, as it does under
+torchrun. So do functions that the script has put into a class or into a library's module, and global hooks of
+nn.Module. If a value cannot be sent, workers have the value from the import, and `unsent` names it.
 
-A module is a library's, not the user's, in Python's folders and site-packages, and installed elsewhere with
-a record (a PEX, `pip install --target`). One that is installed to be edited in place is a library's, too,
-unless the script or the working directory lies in that project. On the caller's thread.
+The user's modules are all that are not a library's. A module is a library's if it lies in Python's folders or
+site-packages, or is installed elsewhere with a record (a PEX, `pip install --target`). An editable
+installation is a library too, unless the script or the working directory lies in its project. On the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ __all__ = ["CapturedScript", "Libraries", "capture_script", "libraries"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque}
 _LENGTH_MAX = 1024
-"""Entries of the containers that are looked into; a longer one is a table that code looks values up in."""
+"""The most entries of a container whose values are followed. A longer one is taken for a table of data."""
 _OBJECTS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 << 20
-"""The largest global that is sent; a larger one is made by the import, or belongs to model or data."""
-# Library modules in which scripts put functions of their own, whether code that is sent names them or not.
+"""The most bytes of a global that is sent. A larger one probably comes from the import, model or data."""
+# Library modules into which scripts put functions of their own. They are always searched.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init)
 _OF_TENSORS = ("_parameters", "_buffers")
 _HOOKS_OF_ALL = (
@@ -69,12 +71,12 @@ _HOOKS_OF_ALL = (
 class CapturedScript:
     state: ScriptState
     unsent: list[str]
-    """Names that cannot be sent, each with the reason."""
+    """Names of values that cannot be sent, each with the reason."""
     code: list[types.CodeType]
-    """The code of functions in files, which workers read anew."""
+    """The code of the user's functions in files. Workers read these files again."""
 
     def likely_cause(self) -> str:
-        """Why workers may compute something else."""
+        """Tells why the workers' loss may differ from the caller's."""
         edited = _edited_files(self.code)
         if edited:
             return f"{', '.join(edited)} has changed since it was imported here: start the script again"
@@ -89,7 +91,7 @@ class CapturedScript:
 
 
 def _edited_files(code: Iterable[types.CodeType]) -> list[str]:
-    """The files in which one of these functions has other code now."""
+    """Returns the files in which one of these functions has been edited since it was imported."""
     edited: dict[str, None] = {}
     on_disk: dict[str, dict[str, list[types.CodeType]]] = {}
     for own in code:
@@ -107,7 +109,7 @@ def _name_of(code: types.CodeType) -> str:
 
 
 def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
-    """The file's code objects by name; empty where the file cannot be read."""
+    """Returns the file's code objects by name; none if the file cannot be read."""
     found: dict[str, list[types.CodeType]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
@@ -119,7 +121,8 @@ def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
 
 
 def capture_script(roots: Iterable[Any], data: Any) -> CapturedScript:
-    """roots: what workers are sent, data apart."""
+    """Finds the values. roots: the objects that workers get, such as the model and the loss. data: their data
+    are followed too, but never sent from here."""
     walk = _Walk()
     roots = list(roots)
     for root in (*roots, data):
@@ -141,10 +144,10 @@ def _parts_of(root: Any) -> Iterator[Any]:
 
 
 class _Walk:
-    """Each object once."""
+    """Follows objects to those that they refer to, and notes the values to send. Visits each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # alive, so that no other object gets the id
+        self._seen: dict[int, Any] = {}  # holds the objects, so that no other one gets the same id
         self._modules: set[tuple[str, frozenset[str]]] = set()
         self._pending: list[Any] = []
         self._names: dict[str, dict[str, Any]] = {}
@@ -158,11 +161,11 @@ class _Walk:
             if isinstance(found, (*_ATOMS, Tensor, np.ndarray, types.ModuleType)) or id(found) in self._seen:
                 continue
             self._seen[id(found)] = found
-            with contextlib.suppress(Exception):  # whatever a user's object raises when it is looked at
+            with contextlib.suppress(Exception):  # a user's object may raise anything when it is read
                 self._look_into(found)
 
     def look_for_patches(self, module: types.ModuleType) -> None:
-        """Functions of the user's in a library's module."""
+        """Notes the user's functions in a library's module."""
         for name, value in list(vars(module).items()):
             if _is_users_function(value):
                 self._note(module.__name__, name, value)
@@ -222,7 +225,7 @@ class _Walk:
         for cell in function.__closure__ or ():
             try:
                 self._pending.append(cell.cell_contents)
-            except ValueError:  # it has no value yet
+            except ValueError:  # the cell has no value yet
                 continue
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module is None or not _is_users(module) or vars(module) is not function.__globals__:
@@ -233,7 +236,8 @@ class _Walk:
                 self._look_at_name(module, name, path)
 
     def _look_at_name(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
-        """read: the names of attributes that the same code reads."""
+        """Notes the value of a global name. If it is a module, follows those of its attributes that are in
+        `read`, the names of all attributes that the same code reads."""
         value = vars(module)[name]
         if not isinstance(value, types.ModuleType):
             if _is_users(module) or _is_users_function(value):
@@ -250,7 +254,7 @@ class _Walk:
         if not (is_class and _is_at_home(value, module_name, name)):
             is_function = isinstance(value, types.FunctionType)
             at_home = is_function and _is_at_home(value, module_name, name)
-            # A function of the script may have been defined again, under the guard.
+            # The script itself may define a function a second time, under the guard.
             if not at_home or module_name == "__main__":
                 self._names.setdefault(module_name, {})[name] = value
         self._pending.append(value)
@@ -266,17 +270,17 @@ class _Walk:
                         self._attributes[base, name] = value
                 elif users and not name.startswith(("__", "_abc_")) and not _is_of_the_class(value):
                     self._attributes[base, name] = value
-                if users and name != "__init__":  # workers make no object anew
+                if users and name != "__init__":  # workers get made objects and call no __init__
                     self._pending.append(value)
 
 
 def _is_of_the_class(value: Any) -> bool:
-    """Whether it is a class inside, a property or a slot."""
+    """Whether the value of a class's attribute is a nested class, a property or a slot."""
     return isinstance(value, type) or hasattr(type(value), "__get__")
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes in its dictionary and in its slots."""
+    """Returns an object's attributes, from its __dict__ and its slots."""
     of_kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in of_kinds for name in ([names] if isinstance(names, str) else names)]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
@@ -284,7 +288,8 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
-    """The global names that the code reads, with the attributes that it reads of anything."""
+    """Returns the global names that the code reads. Each has all attribute names that the code reads of any
+    object."""
     names: set[str] = set()
     attributes: set[str] = set()
     pending = [code]
@@ -300,7 +305,8 @@ def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
 
 
 def _is_users(module: types.ModuleType | None) -> bool:
-    """Whether it is a file of the user's, not of a library. A notebook's cells are in no file."""
+    """Whether the module is a file of the user's. A library's is not, nor are a notebook's cells, which have
+    no file."""
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("pipedream", "torch"):
         return False
@@ -312,7 +318,7 @@ def _is_users_function(value: Any) -> bool:
 
 
 def _is_at_home(value: Any, module_name: str, qualified_name: str) -> bool:
-    """Whether it is what this module has made by this name."""
+    """Whether the function or class was defined in this module under this name."""
     return (value.__module__, value.__qualname__) == (module_name, qualified_name)
 
 
@@ -321,7 +327,7 @@ class _TooLargeError(Exception):
 
 
 class _Content(io.BytesIO):
-    """Takes no more than may be sent."""
+    """A buffer that raises _TooLargeError above _VALUE_BYTES_MAX."""
 
     def write(self, content: Any, /) -> int:
         self.check_room(len(content))
@@ -333,7 +339,7 @@ class _Content(io.BytesIO):
 
 
 class _Trial(HostPickler):
-    """Finds out whether a value can be sent, and made again from that."""
+    """Finds out whether a value can be pickled and unpickled."""
 
     def __init__(self) -> None:
         self._content = _Content()
@@ -352,7 +358,7 @@ class _Trial(HostPickler):
             self._content.check_room(value.nbytes)
         reduced = super().reducer_override(value)
         if isinstance(value, types.FunctionType) and reduced is not NotImplemented:
-            return _no_function, reduced[1]  # this process has the function itself
+            return _no_function, reduced[1]  # unpickling must not define the function again here
         return reduced
 
 
@@ -361,12 +367,12 @@ def _no_function(*_: Any) -> Any:
 
 
 def _why_not_sent(value: Any) -> str:
-    """Empty where it can be, and be made again."""
+    """Returns why the value cannot be sent; empty if it can."""
     try:
         _Trial().run(value)
     except _TooLargeError:
         return f"{type(value).__name__} of more than {format_bytes(_VALUE_BYTES_MAX)}"
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # a user's object may raise anything
         return f"{type(value).__name__}: {errors.one_line(error)}"
     return ""
 
@@ -375,20 +381,21 @@ _OF_A_PROJECT = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 class Libraries:
-    """The places of one installation's libraries."""
+    """Knows which modules are libraries of a Python installation."""
 
     def __init__(self, site_folders: Iterable[str], own_folders: Iterable[Path]) -> None:
-        """site_folders: into which is installed. own_folders: of the script, and the working directory."""
+        """site_folders: folders for installed packages. own_folders: the script's folder and the working
+        directory."""
         folders = list(site_folders)
         self._folders = tuple(f"{folder}/" for folder in folders)
         edited = {project for path in _edited_in_place(folders) if (project := _project_of(path))}
         own = {outer for folder in own_folders for outer in (folder, *folder.parents)}
         self._projects = tuple(f"{project}/" for project in sorted(edited - own))
         self._recorded: dict[Path, str] = {}
-        """By folder the records of what is installed there."""
+        """folder -> the text of all RECORD files of packages that are installed there."""
 
     def have(self, module: types.ModuleType) -> bool:
-        """Whether a module that is in a file belongs to one of them."""
+        """Whether the module, which has a file, is a library's."""
         path = str(module.__file__)
         if path.startswith(self._folders):
             return True
@@ -409,7 +416,7 @@ class Libraries:
 
 @functools.cache
 def libraries() -> Libraries:
-    """The libraries that this process may import."""
+    """Returns the libraries of this process's Python."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     own = [Path.cwd(), *([] if script is None else [Path(script).resolve().parent])]
@@ -417,10 +424,10 @@ def libraries() -> Libraries:
 
 
 def _edited_in_place(folders: list[str]) -> Iterator[Path]:
-    """Folders that are on the path without being copied: by a file that says where a distribution comes from,
-    or by a .pth."""
+    """Yields the folders of editable installations: those in a distribution's direct_url.json, and those in
+    .pth files."""
     for found in importlib.metadata.distributions(path=folders):
-        with contextlib.suppress(Exception):  # whatever others have written
+        with contextlib.suppress(Exception):  # other tools wrote these files, perhaps wrongly
             origin = json.loads(found.read_text("direct_url.json") or "{}")
             if origin.get("dir_info", {}).get("editable"):
                 yield Path(unquote(urlsplit(origin["url"]).path)).resolve()

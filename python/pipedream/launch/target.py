@@ -1,9 +1,9 @@
-"""TARGET of the command line: "path/to/file.py:function" or "package.module:function".
+"""Loads TARGET of the command line: "path/to/file.py:function" or "package.module:function".
 
-The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` unless the
-model's output has the loss, and, to run, `optimizer`; and with any other argument of pipedream.run. Where a
-plan is given as replicas, "2-1", share_out() finds the layers that each stage gets. Runs on
-the main thread of the command; what the user's function imports, it imports.
+The function takes no arguments. It returns a mapping or an object with `model` and `data`, with `loss_fn`
+unless the model's output has the loss, and for a run with `optimizer`. It may return any other argument of
+pipedream.run. If the command line gives only the replicas of each stage, such as "2-1", share_out() gives
+each stage its layers. On the main thread of the command.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ class Job:
     model: Any
     data: Any
     loss_fn: Any
-    """None: the model's output has the loss."""
+    """None if the model's output has the loss."""
     options: dict[str, Any]
-    """Further arguments of pipedream.run, `optimizer` among them where there is one."""
+    """Further arguments of pipedream.run; `optimizer` is one of them if the function returned it."""
 
 
 def load_job(target: str, *, needs_optimizer: bool) -> Job:
-    """Calls the function that `target` names; raises ValueError naming what is wrong with it, or with what
-    it returns: something missing, or something that pipedream.run does not take."""
+    """Calls the function that `target` names.
+
+    Raises ValueError if there is no such function, if its result lacks a part, or if its result has an
+    argument that pipedream.run does not take."""
     module_name, separator, function_name = target.rpartition(":")
     if not (separator and module_name and function_name):
         raise ValueError(f"target is {target!r}: write path/to/file.py:function or package.module:function")
@@ -72,8 +74,8 @@ def _find_function(target: str, module_name: str, function_name: str) -> Callabl
 
 
 def _import_file(path: str) -> ModuleType:
-    # Imported by its plain name from its own folder, as `python file.py` would find its neighbours: the
-    # worker processes inherit sys.path, and find the classes that they are sent by the same name.
+    # Imports the file by its plain name from its own folder, so that it can import its neighbours, as with
+    # `python file.py`. Worker processes inherit sys.path, and import its classes by the same name.
     file = Path(path).resolve()
     if not file.is_file():
         raise ValueError(f"target file is {path!r}: there is no such file")
@@ -89,7 +91,7 @@ def _import_module(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that is missing inside the user's own module is another error than a wrong target.
+        # The target is right if its module exists and itself imports a module that is missing.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"target is {target!r}: there is no module {error.name!r} here") from None
@@ -101,7 +103,8 @@ def _prepend_to_path(folder: str) -> None:
 
 
 def _parts_of(made: Any) -> dict[Any, Any]:
-    """The items of a mapping; of an object its public attributes, and those of its class that run() takes."""
+    """Returns a mapping's items, or an object's public attributes and those class attributes that run()
+    takes."""
     if isinstance(made, Mapping):
         return dict(made)
     own = [name for name in getattr(made, "__dict__", ()) if not name.startswith("_")]
@@ -121,13 +124,15 @@ def _check_names(target: str, given: Mapping[Any, Any]) -> None:
 
 
 def _known() -> list[str]:
-    """Returns the names that a job may have: the arguments of run() but the plan, which the command has."""
+    """Returns the names that a job may have: all arguments of run() except the plan, which is an option."""
     return ["model", *(option.name for option in RUN_OPTIONS)]
 
 
 def share_out(job: Job, counts: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Plan:
-    """counts: replicas and spare shards of every stage. options: further arguments of run, as it will be
-    given them. A module that is no list of layers runs once with the first minibatch, as in run."""
+    """Makes a plan in which each stage's share of the layers is its share of the workers.
+
+    counts: (replicas, spare shards) of each stage. options: further arguments of run(). Like run(), this runs
+    a module once to find its layers, unless the model is a list of layers."""
     plan = Plan.replicated(_num_layers(job, options), [replicas for replicas, _ in counts])
     return plan.with_spare_shards([spares for _, spares in counts])
 

@@ -1,4 +1,4 @@
-"""How the ranks of one call meet under torchrun. On the caller's thread."""
+"""Lets the ranks of torchrun meet for one call of run() or profile_links(). On the caller's thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pipedream.stage.job import WorkerPlace
 
 __all__ = ["mistakes_told", "rendezvous_prefix", "shared_by_rank_0", "this_rank"]
 
-# Where no store answers, nobody waits in it: the mistake is raised here all the same.
+# If the store does not answer in this time, no rank waits in it, and nobody has to be told.
 _TELL_TIMEOUT_S = 30.0
 _SHARING_TIMEOUT_S = 3600.0  # rank 0 may profile a large model
 
 
 @contextlib.contextmanager
 def mistakes_told(prefix: str | None) -> Iterator[None]:
-    """Around the checks. A mistake may be this rank's alone (a key file, an interface): under torchrun the
-    others hear of it, instead of waiting for a rank that will not come."""
+    """Put it around checks. If one raises at this rank alone, for example for its key file, tells the other
+    ranks, which would otherwise wait for this one. prefix: None without torchrun."""
     try:
         yield
     except Exception as error:
@@ -33,7 +33,7 @@ def mistakes_told(prefix: str | None) -> Iterator[None]:
 
 
 def _tell_the_others(prefix: str, error: Exception) -> None:
-    """Best effort: the store may not be there either."""
+    """Best effort, since there may be no store."""
     with contextlib.suppress(Exception):
         text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
         with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
@@ -41,7 +41,8 @@ def _tell_the_others(prefix: str, error: Exception) -> None:
 
 
 def rendezvous_prefix() -> str:
-    """Returns the prefix of this call's keys in the store of torchrun: a script may make several calls."""
+    """Returns the prefix of this call's keys in torchrun's store. Each call of a script has another
+    prefix."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     script = f"pipedream/{job}/{_incarnation()}"
     return f"{script}/{_next_call_index(script)}"
@@ -53,7 +54,7 @@ def _incarnation() -> int:
 
 @contextlib.contextmanager
 def this_rank(prefix: str) -> Iterator[WorkerPlace]:
-    """This rank's place, while its rendezvous lasts."""
+    """Opens this rank's rendezvous, and gives the rank's place in the run."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous:
         yield WorkerPlace(
@@ -68,8 +69,10 @@ def this_rank(prefix: str) -> Iterator[WorkerPlace]:
 
 
 def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
-    """Returns a JSON value that rank 0 makes, at every rank, when all have called this. Raises PeerLost for a
-    rank that does not come, and what make() raises."""
+    """Returns at every rank the JSON value that make() returns at rank 0. All ranks must call it.
+
+    Raises PeerLost if a rank does not call it. If make() raises, rank 0 raises the same error, the others a
+    PipelineError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with torchrun_rendezvous(key, START_TIMEOUT_S) as rendezvous:
         try:
@@ -85,7 +88,7 @@ def shared_by_rank_0(key: str, make: Callable[[], Any]) -> Any:
         return made
 
 
-# Calls of this process so far, by torchrun's run id and restart count.
+# The calls that this process has made so far, by torchrun's run id and restart count.
 _num_calls: Counter[str] = Counter()
 
 

@@ -1,8 +1,8 @@
-"""The processes of a local run: started by the fork server, watched by their ends alone, ended together.
+"""Starts the processes of a local run through the fork server, waits until they end, and ends them together.
 
-A worker that ends with another status than 0 ends the run. Its peers may end of that before it does itself:
-unless it is known why, the others get a moment to say it; and then to keep what they have trained. On the
-caller's thread.
+If one worker ends with a status other than 0, the run has failed. That worker may not be the cause: its peers
+may end first because of it. So while the cause is not known, the other workers get 2 s to report it. Then
+they get time to save what they have trained. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipedream.report.status import LOOK_S
 
 __all__ = ["run_processes", "signals_deferred"]
 
-_PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
+_PATIENCE_S = 2.0  # for the other workers to report why the first one ended
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Ended(BaseException):
-    """A signal came that ends this process."""
+    """Raised in the main thread by a signal that ends this process."""
 
 
 def run_processes(
@@ -41,12 +41,16 @@ def run_processes(
     *,
     look_s: float = LOOK_S,
 ) -> dict[int, int]:
-    """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended. Calls
-    look() once all are started, and then every look_s seconds while it returns True; what it raises ends all.
+    """Calls target(*arguments[rank]) in one process per rank, and returns when all have ended.
 
-    Returns the exit codes (negative: of a signal) of those that failed by themselves, by rank, in the order
-    of their ends; is_explained says whether these tell why the run failed. From then on the others have
-    last_words_s() to end by themselves. However it returns, none of the processes is left.
+    environment: further variables of the processes.
+    is_explained: gets the exit codes so far; whether the cause of the failure is known.
+    look: called once all have started, then every look_s seconds as long as it returns True. An error that it
+        raises ends all processes.
+    last_words_s: the seconds that the other workers have to end by themselves, once the cause is known.
+
+    Returns {rank: exit code} of the processes that failed by themselves, in the order of their ends. A
+    negative code is a signal. No process is left, even if this raises.
     """
     processes: list[Process] = []
     try:
@@ -94,7 +98,7 @@ def _wait(
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether a signal has stopped it, so that it says nothing more."""
+    """Whether a signal (SIGSTOP) has stopped the process, so that waiting for it is no use."""
     with contextlib.suppress(OSError, IndexError):
         stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
         return stat.rpartition(")")[2].split()[0] in "tT"
@@ -111,8 +115,9 @@ def _end(processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defers a signal that would end this process at once until the block has cleaned up. Handlers belong to
-    the main thread; on another one nothing is done."""
+    """Defers signals that would end this process at once: the block raises and cleans up first.
+
+    Only the main thread may set signal handlers; on another thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

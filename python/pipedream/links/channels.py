@@ -296,9 +296,8 @@ def channels_of_run(
     evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
     """Returns all channels of a run: one for each edge of the schedule between two workers, and those for
-    data
-    and weights. Every worker makes the same list, with two exceptions. It leaves the tensors empty at cuts
-    that are not its own. It leaves out the caller's channels if it reads no data.
+    data and weights. Every worker makes the same list, with two exceptions. It leaves the tensors empty at
+    cuts that are not its own. It leaves out the caller's channels if it reads no data.
 
     boundaries: the boundaries of the cuts at this worker's stages, by the stage upstream.
     forwarded: None if the caller forwards nothing, or if this worker reads no data.
@@ -341,8 +340,7 @@ def _add_between_replicas(
     codec: CodecChoice,
 ) -> None:
     """Adds a channel between replicas. A push sends gradients to the owner of a shard; a pull sends the
-    owner's
-    versions to a replica."""
+    owner's versions to a replica."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
@@ -355,14 +353,12 @@ def _add_between_replicas(
     # late.
     num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # The receiver has a slot for every chunk of a round, so that no chunk waits in its sender's memory. A
-    # spare
-    # has fewer slots per replica: it can use a chunk only when all replicas have pushed it. With few slots a
-    # replica that is ahead waits and leaves the link to the others.
+    # spare has fewer slots per replica: it can use a chunk only when all replicas have pushed it. With few
+    # slots a replica that is ahead waits and leaves the link to the others.
     slots = max(spec.num_chunks, 1)
     if is_push and spec.whole_bytes and not schedule.asynchronous:
         # Each slot is as large as the largest tensor. So many slots have the bytes of a round, but may be
-        # fewer
-        # than its chunks. An asynchronous owner uses chunk by chunk and does not need a round's slots.
+        # fewer than its chunks. An asynchronous owner uses chunk by chunk and does not need a round's slots.
         slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
         slots = min(slots, _core.NUM_SPARE_SLOTS)
@@ -460,8 +456,7 @@ def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, microbatc
     """The most microbatches of one edge that a replica of the stage has in flight.
 
     The replica's microbatches come from the neighbouring stage's replicas in turn, or go to them in turn.
-    With
-    8 microbatches in flight and 2 neighbours at most 4 belong to one edge."""
+    With 8 microbatches in flight and 2 neighbours at most 4 belong to one edge."""
     in_flight = _core.num_microbatches_in_flight(schedule, stage)
     num_neighbours = microbatch_stride // schedule.placement.num_replicas(stage)
     of_edge = -(-in_flight // num_neighbours)
@@ -543,8 +538,7 @@ def _replica_suffix(replica: int) -> str:
 
 def _tied_gradients(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
     """Returns the tensors of a tied-gradient item: a mask that says which gradients exist, and the gradients
-    of
-    all parameters that the two stages share, in order."""
+    of all parameters that the two stages share, in order."""
     shared = [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
     return [TensorSpec(torch.uint8, (len(shared),), requires_grad=False), *shared]
 

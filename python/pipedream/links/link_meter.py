@@ -63,8 +63,7 @@ _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.3
 
 def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
     """Returns all pairs (a, b) with a < b, in rounds. In a round each worker is in one pair at most. There
-    are
-    as few rounds as possible."""
+    are as few rounds as possible."""
     circle: list[int | None] = [*range(num_workers), *([None] if num_workers % 2 else [])]
     half = len(circle) // 2
     rounds = []

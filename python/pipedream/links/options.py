@@ -121,8 +121,7 @@ class LinkOptions:
 
     def check_reach(self, ends: str, why: str) -> None:
         """Logs whether a pair of neighbouring stages uses CUDA IPC. With transport="ipc", raises ValueError
-        if
-        it cannot. why: the reason why not; empty if the pair uses CUDA IPC."""
+        if it cannot. why: the reason why not; empty if the pair uses CUDA IPC."""
         from pipedream import _core
 
         if self.transport == "ipc" and why:

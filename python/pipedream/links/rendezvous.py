@@ -323,8 +323,7 @@ class Rendezvous:
 
     def enter(self, phase: str) -> None:
         """Sets what this rank does now, for errors of other ranks. With phase "opening links" they say "rank
-        2
-        gave no sign of life for 15 s while opening links"."""
+        2 gave no sign of life for 15 s while opening links"."""
         self._phase = phase
         signs = self._signs
         if signs is not None:
@@ -401,8 +400,7 @@ class Rendezvous:
 
 def _pause(waited_s: float) -> None:
     """Sleeps before the next poll: 1 ms at first, 20 ms after a while. So a short wait ends within 1 ms, and
-    a
-    long one costs little."""
+    a long one costs little."""
     time.sleep(min(max(waited_s / 8, _LOOKS_AGAIN_MIN_S), _LOOKS_AGAIN_MAX_S))
 
 
