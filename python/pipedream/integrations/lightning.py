@@ -28,6 +28,7 @@ import torch
 
 import pipedream
 from pipedream.common.own_rank import is_rank_0
+from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.lightning_checks import (
     HONOURED,
     MEANINGLESS,
@@ -64,7 +65,7 @@ def fit(
     *,
     datamodule: Any = None,
     ckpt_path: Any = None,
-    plan: pipedream.Plan | None = None,
+    plan: pipedream.Plan | str | os.PathLike[str] | None = None,
     workers: int = 2,
     bandwidth: str | float = "10Gbit/s",
     schedule: str = "flush",
@@ -77,8 +78,10 @@ def fit(
 
     module, train_dataloaders, val_dataloaders, datamodule, ckpt_path: as in Trainer.fit. A checkpoint of
         Lightning's own Trainer can be continued here, and the other way round.
-    plan: how the module is cut. None: profiles the module, plans for `workers` on links of `bandwidth`, and
-        prints the plan. Under torchrun the ranks are the workers.
+    plan: how the module is cut: a Plan, the file of one, or the replicas of every stage, such as "1-1" for
+        two stages. None: the planner chooses the stages, for at most `workers` on links of `bandwidth`. If
+        plan is not given whole, the module is profiled and the plan printed. Under torchrun the ranks are the
+        workers.
     schedule: "flush" trains as Lightning does. docs/schedules.md has schedules that keep every worker busy.
     microbatches: number of pieces of a batch. None: up to four per stage, as many as divide the batch evenly;
         or one, if the loss of the first batch is not the mean over its pieces. With accumulate_grad_batches
@@ -96,7 +99,8 @@ def fit(
     check_callbacks(trainer_arguments.get("callbacks"), library)
     for name in _OF_FIT.keys() & (run or {}).keys():
         raise ValueError(f"run has {name!r}, which fit gives itself: use {_OF_FIT[name]}")
-    if plan is not None and plan.stages[-1].num_replicas > 1:
+    asked_plan = AskedPlan.of(plan, workers, bandwidth)
+    if asked_plan.replicas_of_last_stage > 1:
         raise ValueError(
             "the last stage of plan has replicas, of which none knows all that is logged: give one with a"
             " last stage of one worker"
@@ -106,9 +110,7 @@ def fit(
     if trainer_arguments.pop("gradient_clip_algorithm", None) not in (None, "norm"):
         raise ValueError("gradient_clip_algorithm is 'value': use 'norm'")
     settings = Settings(
-        plan=plan,
-        workers=workers,
-        bandwidth=bandwidth,
+        plan=asked_plan,
         schedule=schedule,
         microbatches=microbatches,
         autocast=autocast,

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import pipedream
 from pipedream.checkpoint.run_state import RunState, WorkerState
 from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.lightning_optimizers import (
     Rates,
     planned_options,
@@ -55,9 +56,7 @@ _NOISE_FACTOR = 20  # tolerance for a random loss, in differences between two ev
 class Settings:
     """The options of a fit."""
 
-    plan: pipedream.Plan | None = None
-    workers: int = 2
-    bandwidth: str | float = "10Gbit/s"
+    plan: AskedPlan
     schedule: str = "flush"
     microbatches: int | None = None
     autocast: str | None = None
@@ -96,7 +95,7 @@ class Pipeline:
         self._check_callbacks = check_callbacks
         self.train_loader: Any = None
         self.val_loader: Any = None
-        self.plan = settings.plan
+        self.plan = settings.plan.given
         self.steps: Steps | None = None
         self.result: pipedream.RunResult | None = None
         """The result of the latest run."""
@@ -228,7 +227,7 @@ class Pipeline:
             data, validation = self._data(trainer, part, accumulated)
             self._learn(data, validation)
             if self.plan is None:
-                self.plan = self._make_plan(data)
+                self.plan = self._agree_on_plan(data)
             if not self._num_workers:
                 self._num_workers = shared(self.plan.workers_used)  # rank 0's plan counts
             self._recorder.begin()
@@ -357,10 +356,7 @@ class Pipeline:
             return 1  # the plan has the number
         if self.settings.microbatches is not None:
             return self.settings.microbatches
-        plan = self.plan
-        stages = self.settings.workers if plan is None else plan.num_stages
-        if under_torchrun() and plan is None:
-            stages = int(os.environ["WORLD_SIZE"])
+        stages = self.settings.plan.num_stages_max
         size = int(first["total"])
         wanted = 1 if stages == 1 else 4 * stages
         chosen = max(m for m in range(1, min(wanted, size) + 1) if size % m == 0)
@@ -399,10 +395,14 @@ class Pipeline:
             ' which run={"weight_fn": ...} can weigh'
         )
 
+    def _agree_on_plan(self, data: Batches) -> pipedream.Plan:
+        """Returns rank 0's plan."""
+        if not under_torchrun():
+            return self._make_plan(data)
+        made = shared_by_rank_0(rendezvous_prefix(), lambda: self._make_plan(data).to_dict())
+        return pipedream.Plan.from_dict(made)
+
     def _make_plan(self, data: Batches) -> pipedream.Plan:
-        workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else self.settings.workers
-        if not is_rank_0():
-            return pipedream.Plan.straight(workers, workers)  # rank 0's plan is used everywhere
         assert self.steps is not None
         with contextlib.ExitStack() as around:
             around.callback(set_generators, self.train_loader, generator_states(self.train_loader))
@@ -415,13 +415,11 @@ class Pipeline:
                 autocast=self.settings.autocast,
             )
         profile = replace(profile, model=type(vars(self.steps)["lightning_module"]).__name__)
-        schedule = self.settings.schedule
+        asked, schedule = self.settings.plan, self.settings.schedule
         # With accumulated gradients the profile has one batch out of many. Its times differ, but not their
         # balance.
-        microbatches = "auto" if schedule == "auto" else self._microbatches
-        how: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
-        plan = pipedream.partition(profile, workers, self.settings.bandwidth, straight=True, **how)
-        print(plan, flush=True)
+        plan = asked.make(profile, schedule, "auto" if schedule == "auto" else self._microbatches)
+        print(asked.describe(plan), flush=True)
         return plan
 
     def _rates(self, trainer: Any, part: Part, optimizer: torch.optim.Optimizer, accumulated: int) -> Any:

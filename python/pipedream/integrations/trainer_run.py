@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import os
 import shutil
 import time
 from pathlib import Path
@@ -51,7 +49,6 @@ from pipedream.launch.torchrun import shared_by_rank_0
 from pipedream.model.seeding import generators_kept
 from pipedream.model.validation import Validation
 from pipedream.planning.partition_arguments import AUTO
-from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_of
 
@@ -151,11 +148,9 @@ class Training:
 
     def agree_on_plan(self, prefix: str | None) -> Plan:
         """Returns rank 0's plan, with the microbatches of the run."""
-        given = self._trainer._plan
-        if isinstance(given, (str, os.PathLike)):
-            given = Plan.load(given)
-        if given is not None:
-            plan = given
+        asked = self._trainer._asked_plan
+        if asked.given is not None:
+            plan = asked.given
         elif prefix is None:
             plan = self._make_plan()
         else:
@@ -167,8 +162,8 @@ class Training:
             self._form = dataclasses.replace(
                 self._form, divides_by_items=divides_by_items(self._trainer, self._form, self._loader)
             )
-        if given is None and is_rank_0():
-            print(plan, flush=True)
+        if asked.given is None and is_rank_0():
+            print(asked.describe(plan), flush=True)
         drains = _core.drains_every_minibatch(schedule_of(plan, self._schedule_of(plan), self._microbatches))
         if self._trainer.args.save_strategy == SaveStrategy.BEST and not drains:
             raise ValueError(
@@ -187,8 +182,6 @@ class Training:
 
     def _make_plan(self) -> Plan:
         trainer, form = self._trainer, dataclasses.replace(self._form, gives_items=False)
-        workers = trainer._num_workers
-        assert workers is not None
         with generators_kept():
             batches = joined(copy.deepcopy(self._loader), trainer.args.gradient_accumulation_steps)
         profiled = profile(
@@ -199,12 +192,12 @@ class Training:
             seconds=_PROFILE_S,
             autocast=autocast_of(trainer.args),
         )
-        make = functools.partial(partition, profiled, workers, trainer._bandwidth, straight=True)
-        plan = make(schedule=trainer._schedule)
+        asked = trainer._asked_plan
+        plan = asked.make(profiled, trainer._schedule, None)
         microbatches = self._microbatches_for(plan)
         if microbatches == plan.microbatches:
             return plan
-        return make(schedule=plan.schedule or trainer._schedule, microbatches=microbatches)
+        return asked.make(profiled, plan.schedule or trainer._schedule, microbatches)
 
     def _schedule_of(self, plan: Plan) -> str:
         given: str = self._trainer._schedule

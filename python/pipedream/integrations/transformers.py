@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.trainer_run import Training
 from pipedream.integrations.training_arguments import check_training_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, shared_by_rank_0
@@ -46,9 +47,10 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
     It has the arguments of transformers.Trainer, and these:
 
-    plan: a pipedream.Plan, or the file of one. None: profiles the model, plans for the workers, and prints
-        the plan.
-    workers: number of workers. Under torchrun the ranks are the workers.
+    plan: a pipedream.Plan, the file of one, or the replicas of every stage, such as "1-1" for two stages.
+        None: the planner chooses the stages. If plan is not given whole, the model is profiled and the plan
+        printed.
+    workers: the most workers that the planner may use. Under torchrun the ranks are the workers.
     bandwidth: of the link between two workers, for the planning.
     schedule: of the run. "flush" gives the numbers of a Trainer on one device, "auto" uses the plan's choice.
 
@@ -79,15 +81,13 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
             _stand_alone(given)
         _ = given.device  # counts the GPUs; the Trainer would multiply batches by their number
         given._n_gpu = min(1, given._n_gpu)
-        self._plan = plan
-        self._num_workers = int(os.environ["WORLD_SIZE"]) if under_torchrun() else workers
-        self._bandwidth = bandwidth
+        self._asked_plan = AskedPlan.of(plan, workers, bandwidth)
         self._schedule = schedule
         self._in_run: Training | None = None
         super().__init__(*args, **kwargs)
         check_training_arguments(self.args)
         self._check_own_methods()
-        if plan is None and self._num_workers is None:
+        if plan is None and self._asked_plan.num_workers is None:
             raise ValueError("PipelineTrainer: give workers=, the number of worker processes, or plan=")
 
     def _check_own_methods(self) -> None:

@@ -387,8 +387,18 @@ def test_a_plan_whose_last_stage_has_replicas_is_refused() -> None:
             "stages": [{"first_layer": 0, "last_layer": NUM_LAYERS - 1, "num_replicas": 2}],
         }
     )
-    with pytest.raises(ValueError, match="the last stage of plan has replicas"):
-        front.fit(net(), *loaders(), plan=plan)
+    for given in (plan, "1-2"):
+        with pytest.raises(ValueError, match="the last stage of plan has replicas"):
+            front.fit(net(), *loaders(), plan=given)
+
+
+def trained_by(folder: Path, plan: str) -> int:
+    trainer = front.fit(net(), *loaders(), plan=plan, **arguments(folder, max_epochs=1))
+    return len(trainer.pipeline_result.worker_pids)
+
+
+def test_a_plan_may_be_the_replicas_of_every_stage(farm: Any, tmp_path: Path) -> None:
+    assert farm.results(trained_by, tmp_path, "1-1", num_ranks=2) == [2, 2]
 
 
 class Between(L.Callback):  # type: ignore[misc]

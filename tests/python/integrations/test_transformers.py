@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from farm import Farm
 from networks import make_torchvision_importable
 from pipedream import Plan
 
@@ -25,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from pipedream.integrations.transformers import PipelineTrainer  # noqa: E402
+from small_trainer import assert_same, train  # noqa: E402
 
 pytestmark = pytest.mark.slow  # where transformers is installed; make test installs none
 
@@ -172,6 +176,19 @@ def test_training_evaluations_and_weights_are_those_of_the_trainer(
     saved = type(found.model).from_pretrained(tmp_path / "saved", dtype=torch.float64)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def _trained_on_two_stages(folder: Path) -> tuple[Any, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        trained = train(folder, {}, is_pipeline=True, plan="1-1")
+    return trained, told.getvalue()
+
+
+def test_a_plan_may_be_the_replicas_of_every_stage(farm: Farm, tmp_path: Path) -> None:
+    expected = train(tmp_path / "trainer", {}, is_pipeline=False)
+    found, told = farm.results(_trained_on_two_stages, tmp_path / "pipeline", num_ranks=2)[0]
+    assert "2 stages on 2 workers" in told
+    assert_same(found, expected)
 
 
 def test_a_training_that_is_resumed_is_one_that_was_never_stopped(tmp_path: Path) -> None:

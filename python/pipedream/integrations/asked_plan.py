@@ -1,0 +1,86 @@
+"""AskedPlan: the plan that the user of a front end asked for, and how it is made where it is not given.
+
+Used by the caller, under torchrun by every rank. Needs neither transformers nor Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pipedream.common.own_rank import under_torchrun
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan, stage_counts
+
+__all__ = ["AskedPlan"]
+
+
+@dataclass(frozen=True)
+class AskedPlan:
+    """The arguments of a front end that say how a model is cut."""
+
+    given: Plan | None
+    """The plan itself; None if it is to be made from a profile."""
+    replicas: tuple[int, ...]
+    """The replicas of every stage of the plan to make; empty if the planner chooses them."""
+    num_workers: int | None
+    bandwidth: str | float
+
+    @classmethod
+    def of(
+        cls, plan: Plan | str | os.PathLike[str] | None, workers: int | None, bandwidth: str | float
+    ) -> AskedPlan:
+        """plan: a Plan, the file of one, or the replicas of every stage, such as "1-1". workers: how many
+        the planner may use. Under torchrun these are the ranks.
+
+        Raises ValueError for spare shards, and OSError for a file that cannot be read.
+        """
+        if under_torchrun():
+            workers = int(os.environ["WORLD_SIZE"])
+        if plan is None or isinstance(plan, Plan):
+            return cls(plan, (), workers, bandwidth)
+        counts = stage_counts(plan)
+        if counts is None:
+            return cls(Plan.load(plan), (), workers, bandwidth)
+        if any(num_spares for _, num_spares in counts):
+            raise ValueError(f"plan is {os.fspath(plan)!r}: give a pipedream.Plan, or leave out the spares")
+        replicas = tuple(num_replicas for num_replicas, _ in counts)
+        return cls(None, replicas, sum(replicas), bandwidth)
+
+    @property
+    def num_stages_max(self) -> int:
+        """The number of stages, or the most that the planner may make."""
+        if self.given is not None:
+            return self.given.num_stages
+        return len(self.replicas) or self.num_workers or 1
+
+    @property
+    def replicas_of_last_stage(self) -> int:
+        if self.given is not None:
+            return self.given.stages[-1].num_replicas
+        return self.replicas[-1] if self.replicas else 1
+
+    def make(self, profile: Profile, schedule: str, microbatches: int | str | None) -> Plan:
+        assert self.num_workers is not None
+        return partition(
+            profile,
+            self.num_workers,
+            self.bandwidth,
+            straight=not self.replicas,
+            replicas=self.replicas or None,
+            schedule=schedule,
+            microbatches=microbatches,
+        )
+
+    def describe(self, plan: Plan) -> str:
+        """Returns the text of a plan that was made, with the way to more workers if it leaves some out."""
+        workers, used = self.num_workers or 0, plan.workers_used
+        num_stages = min(workers, plan.num_layers)
+        if self.replicas or used >= num_stages:
+            return str(plan)
+        more = "-".join("1" * num_stages)
+        return (
+            f"{plan}\n{used} of {workers} workers train, because more are not predicted to be faster:"
+            f" plan={more!r} uses {num_stages}"
+        )
