@@ -1,14 +1,15 @@
-"""Finds the waits of the CUDA code that the tests miss: leaves out one at a time and runs them without a GPU.
+"""Finds waits in the CUDA code that no test checks: removes one at a time and runs the tests, without a GPU.
 
     tools/cuda_mutants.py [--list] [--only TEXT] [--tries N]
 
-A mutant is a source of csrc/device/cuda, codec/cuda or weights/cuda without one record, wait, query or
-synchronise, of a stream, an event or a block. It is compiled as the tests' stand-in for CUDA is
-(tests/cpp/cuda_stub), and linked with the objects of the last build in place of its original. Then the CUDA
-cases run: one that fails, aborts or hangs has caught it. The tree and the build are left as they are.
+A mutant is a source of csrc/device/cuda, codec/cuda or weights/cuda from which one record, wait, query or
+synchronise (of a stream, an event or a block) is removed. It is compiled with the same command as the
+original in the tests' stand-in for CUDA (tests/cpp/cuda_stub), and linked in its place with the objects of
+the last build. Then the CUDA cases run. A case that fails, aborts or hangs has caught the mutant. The tree
+and the build are left as they are.
 
-Build the C++ tests first (make build-cpp). Prints a line for each mutant, then the survivors; exits with 1
-where less than 90 % are caught.
+Build the C++ tests first (make build-cpp). Prints a line for each mutant, then the survivors. Exits with 1 if
+less than 90 % are caught.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SHARE_CAUGHT = 0.9
 _HANGS_AFTER_S = 150.0
 
-# Patterns of the waits that are left out, each with what takes its place.
+# Patterns of the calls that are removed, each with its replacement.
 _WAITS = (
     (
         re.compile(
@@ -55,11 +56,11 @@ _TESTS = {
 class Mutant:
     source: Path
     line: int
-    """Counted from 1."""
+    """The number of the changed line, counted from 1."""
     text: str
-    """The source."""
+    """The changed source."""
     was: str
-    """The line that was changed."""
+    """The line as it was before the change."""
 
     @property
     def folder(self) -> str:
@@ -70,7 +71,7 @@ class Mutant:
 
 
 def end_of_call(text: str, opening: int) -> int:
-    """Behind the parenthesis that closes the one at `opening`."""
+    """Returns the position behind the parenthesis that closes the one at `opening`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += {"(": 1, ")": -1}.get(text[index], 0)
@@ -112,7 +113,7 @@ class Build:
         self._ninja = str(beside) if beside.exists() else "ninja"
 
     def command_of(self, target: str) -> list[str]:
-        """The last command that makes the target."""
+        """Returns the last of the commands that make the target."""
         said = subprocess.run(
             [self._ninja, "-C", str(self.folder), "-t", "commands", "-s", target],
             check=True,
@@ -122,7 +123,7 @@ class Build:
         return shlex.split(said.strip().splitlines()[-1])
 
     def object_of(self, source: Path) -> str:
-        """The stand-in's, in its folder."""
+        """Returns the object of this source in the stand-in for CUDA, as a path in the build's folder."""
         return f"tests/cpp/CMakeFiles/pd_cuda_stub.dir/{os.path.relpath(source, ROOT)}.o".replace(
             "csrc/", "__/__/csrc/"
         )
@@ -150,7 +151,7 @@ class Build:
 
 
 def catches(program: Path, tests: str) -> str:
-    """The first case that failed, or in which the process died or hung; "" where none did."""
+    """Returns the first case that failed, or in which the process died or hung; "" if all passed."""
     command = [str(program), f"--gtest_filter={tests}", "--gtest_fail_fast"]
     try:
         done = subprocess.run(

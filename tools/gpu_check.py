@@ -1,24 +1,26 @@
-"""Builds, tests and measures on a GPU machine, offline: named groups, in the order of their worth.
+"""Builds, tests and measures on a GPU machine without a network, in named groups, the most useful first.
 
     tools/gpu_check.sh [GROUP ...] [--results FOLDER] [--limit SECONDS] [--list]
 
     core       the build with CUDA; C++ tests of device, weights, codec, transport, pool, channel and stage;
                compute-sanitizer memcheck on those that reach the GPU
     training   every pair of options against the reference, two and four workers on one GPU; the transports:
-               CUDA IPC, staged through shared memory and through tcp; what a user's mistakes on a device say
-    speed      device to device through the channel beside PCIe's copies; a worker beside the plain loop; the
-               timelines of copies and kernels
-    models     a Llama-like model in bfloat16 on two workers beside the plain loop; the examples, on the GPU
+               CUDA IPC, staged through shared memory and through tcp; the errors for a user's mistakes on a
+               device
+    speed      device to device through the channel, compared with PCIe's copies; a worker compared with the
+               plain loop; the timelines of copies and kernels
+    models     a Llama-like model in bfloat16, two workers compared with the plain loop; the examples, on the
+               GPU
 
-Without a name all of them run, one after the other. Each is usable alone on a bare machine, and is over
-within --limit seconds (540): what a step leaves no time for is reported as not run. Needs Python 3.10 with
-torch (CUDA), pybind11, cmake, ninja or make, pytest, hypothesis; nvcc; GoogleTest where the C++ tests are
-wanted. Wheels that the machine lacks (pyzmq, typer, rich, safetensors, scikit-learn, matplotlib) are taken
-from the folder .whl.
+Without a name all groups run, one after the other. Each group can run alone on a bare machine, and ends
+within --limit seconds (540). Steps for which no time is left are reported as not run. Needs Python 3.10 with
+torch (CUDA), pybind11, cmake, ninja or make, pytest, hypothesis; nvcc; and GoogleTest for the C++ tests.
+Wheels that the machine lacks (pyzmq, typer, rich, safetensors, scikit-learn, matplotlib) are taken from the
+folder .whl.
 
-FOLDER (bench/results/gpu) gets <group>.json, with the device, the commit, every step's outcome and the
-figures that it printed as JSON, and <group>.log, with all that was said; speed also timelines.zip. A step
-that fails stops none that does not need it; the exit status is 1 then.
+Each group writes into FOLDER (bench/results/gpu): <group>.json with the device, the commit, every step's
+outcome and the figures that it printed as JSON, and <group>.log with all output. The group speed also writes
+timelines.zip. If a step fails, the steps that do not need it still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SITE = BUILD / "site"
 CPP = BUILD / "cpp"
 _LIMIT_S = 540.0
 _TAIL_LINES = 25
-_NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # of the GPU that is here, and no other
+_NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # only that of this machine's GPU
 _CPP_SUITES = (
     "device",
     "weights",
@@ -52,12 +54,12 @@ _CPP_SUITES = (
     "pool",
     "channel",
     "stage",
-)  # the most telling first
+)  # the most useful first
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. It runs where all it `needs` have passed."""
+    """One command. It runs if all steps in `needs` have passed."""
 
     name: str
     command: Sequence[str]
@@ -75,7 +77,7 @@ class Outcome:
     figures: list[Any]
     """Every line of the output that is a JSON object."""
     tail: str
-    """The last lines of what a step said that did not pass, or why it did not run."""
+    """The last lines of the output if the step did not pass, or the reason why it did not run."""
 
 
 def python(*arguments: str) -> tuple[str, ...]:
@@ -86,13 +88,13 @@ _PIP = python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrad
 
 
 def wheel_steps() -> list[Step]:
-    """The wheels that were brought along, into SITE."""
+    """Returns the step that installs the wheels from the folder .whl into SITE."""
     wheels = sorted(str(wheel) for wheel in (ROOT / ".whl").glob("*.whl"))
     return [Step("wheels", (*_PIP, "--no-compile", *wheels))] if wheels else []
 
 
 def install_steps() -> list[Step]:
-    """And pipedream with CUDA."""
+    """Returns the steps that install the wheels, and pipedream with CUDA."""
     return [*wheel_steps(), Step("install", (*_PIP, "--no-build-isolation", "."))]
 
 
@@ -114,7 +116,7 @@ def core_steps() -> list[Step]:
     tests = CPP / "tests" / "cpp"
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
         steps.append(Step(f"test-{suite}", (str(tests / target), "--gtest_brief=1"), ("build",), limit_s=120))
-    # Stand-ins for a device and forks say nothing to the sanitizer.
+    # The sanitizer can find nothing in tests that use a stand-in for a device, or that fork.
     on_gpu = "--gtest_filter=*cuda*:*Cuda*"
     sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
     for suite, target in zip(_CPP_SUITES, targets, strict=True):
@@ -132,7 +134,8 @@ def training_steps() -> list[Step]:
         return Step(name, (*pytest, *arguments), ("install",), {**on_gpu, **environment})
 
     return [
-        # The number of stages stands second in a row's name; "auto" is CUDA IPC, "shm" and "tcp" are staged.
+        # The name of a case has the number of stages in second place. "auto" is CUDA IPC; "shm" and "tcp" are
+        # staged.
         step("pairs-two-workers", schedules, "-k", "every_pair and -2-"),
         step("pairs-four-workers", schedules, "-k", "every_pair and -4-"),
         step("transports", transports, "-k", "not codec and not round"),
@@ -144,7 +147,8 @@ def training_steps() -> list[Step]:
             "gpu or cuda",
         ),
         step("codecs", transports, "-k", "codec or round"),
-        # What is off unless asked for: torch's tensors in the planned memory, and offloading to the host.
+        # Two features that are off by default: torch's tensors in the planned memory, and offloading to the
+        # host.
         step("torch-pool", schedules, "-k", "every_pair and -2- and cnn", PIPEDREAM_TORCH_POOL="1"),
         step("offload", "tests/equivalence/test_offloaded_runs.py"),
         step("quirks", "tests/equivalence/test_quirks.py"),
@@ -203,7 +207,7 @@ def models_steps() -> list[Step]:
 
 
 GROUPS: dict[str, tuple[bool, Callable[[], list[Step]]]] = {
-    # Whether it imports pipedream, and so needs it installed.
+    # (whether the group imports pipedream and so needs it installed, its steps).
     "core": (False, core_steps),
     "training": (True, training_steps),
     "speed": (True, speed_steps),
@@ -253,7 +257,7 @@ class Group:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> tuple[str, str]:
-    """(status, all output). The command and its children end with the limit."""
+    """Returns (status, all output). Kills the command and its children at the limit."""
     try:
         process = subprocess.Popen(
             command,
@@ -278,7 +282,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float)
 
 
 def _settings() -> dict[str, str]:
-    """The environment of all steps: where pipedream is installed, and the libzmq that came with pyzmq."""
+    """Returns the environment of all steps. It names the place where pipedream is installed, and pyzmq's
+    libzmq."""
     libraries = sorted(SITE.glob("pyzmq.libs/libzmq*")) or sorted(
         library for path in sys.path for library in Path(path).glob("pyzmq.libs/libzmq*")
     )
@@ -292,7 +297,7 @@ def _settings() -> dict[str, str]:
 
 
 def figures_in(output: str) -> list[Any]:
-    """The JSON documents, an object or a list a line, in a program's output."""
+    """Returns the JSON documents in a program's output. Each is an object or a list, on a line of its own."""
     found = []
     for line in output.splitlines():
         if line.startswith(("{", "[")):
@@ -304,7 +309,7 @@ def figures_in(output: str) -> list[Any]:
 
 
 def machine() -> dict[str, str]:
-    """The machine and the commit to which the figures belong."""
+    """Returns the machine and the commit to which the figures belong."""
     said = {
         "commit": ("git", "rev-parse", "--short", "HEAD"),
         "device": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
@@ -320,7 +325,7 @@ def machine() -> dict[str, str]:
 
 
 def run_group(name: str, results: Path, limit_s: float) -> bool:
-    """Whether every step passed. Writes <name>.json and <name>.log."""
+    """Runs the group, and writes <name>.json and <name>.log. Returns whether every step passed."""
     print(f"==> {name}", flush=True)
     log = results / f"{name}.log"
     log.unlink(missing_ok=True)

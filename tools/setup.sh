@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Prepares a bare Debian or Ubuntu for `make test` and `make demo`: compiler, Python headers, GoogleTest,
 # virtual environment, Python packages, pipedream itself. Skips whatever is there, so running it again is
-# quick. As root, or with sudo, it installs what the system lacks; otherwise it says what to install.
+# quick. As root, or with sudo, it installs missing system packages. Otherwise it names them.
 #
 #   PIPEDREAM_PYTHON  the Python to use (3.10 or later); default: python3, else the newest python3.x
 #   PIPEDREAM_TORCH   what pip installs as torch; default "torch==2.13.0". May carry pip options, e.g.
 #                     "torch==2.13.0 --index-url URL". On a GPU machine any torch >= 2.6 that fits the
 #                     driver is fine.
 #   PIPEDREAM_CUDA    auto (default), on, off: whether the core is built with CUDA
-#   PIPEDREAM_CUDA_ARCHS  the GPUs that it is built for, such as "80 90" or native; default: 75 to 90, and later ones
+#   PIPEDREAM_CUDA_ARCHS  the GPUs that the core is built for, such as "80 90" or native; default: 75 to 90, and later ones
 #   PIPEDREAM_APT     no: install no system packages, only say which are missing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# What is imported is compiled once, whatever the environment says.
+# Python writes the bytecode of imported modules, even if the environment forbids it: so each is compiled once.
 unset PYTHONDONTWRITEBYTECODE
 
 torch_requirement=${PIPEDREAM_TORCH:-torch==2.13.0}
@@ -30,17 +30,17 @@ mkdir -p build
 exec 9>build/.setup.lock
 if command -v flock >/dev/null; then flock 9; fi
 
-# A half-made .venv must not be the Python that remakes it, even where it is activated.
+# A broken .venv is removed, because it must not be the Python that makes the new one, even if it is activated.
 venv_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
 if ! venv_works; then rm -rf .venv; fi
 
 # --- Python ------------------------------------------------------------------------------------------
 python_is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
-# Of two executables of one installation the same; a virtual environment has that of its base.
+# Prints the same for two executables of one installation. A virtual environment has the identity of its base.
 python_identity() { "$1" -c 'import sys; print(sys.base_prefix, *sys.version_info[:3])'; }
 
-# The existing .venv's, unless PIPEDREAM_PYTHON names another; nothing when there is none.
+# Prints PIPEDREAM_PYTHON if it is set, else the existing .venv's Python, else the system's; nothing if there is none.
 find_python() {
   local candidate
   if [[ -n ${PIPEDREAM_PYTHON:-} ]]; then
@@ -122,7 +122,7 @@ if ! venv_works || [[ $(python_identity "$python") != "$(python_identity .venv/b
 fi
 mkdir -p "$stamps"
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
-# Of ten thousand modules two thousand are ever imported, and compiled then.
+# --no-compile: of ten thousand modules two thousand are ever imported, and these are compiled then.
 pip_install() { pip install -q --no-compile "$@"; }
 
 # up_to_date NAME DIGEST: was this step done with exactly these inputs?
@@ -135,7 +135,7 @@ if ! up_to_date requirements "$requirements_digest"; then
 fi
 
 # --- pipedream itself --------------------------------------------------------------------------------
-# Contents, not times: a fresh checkout of the same tree is up to date.
+# The digest is over contents, not times, so a fresh checkout of the same tree is up to date.
 package_digest=$({
   echo "$requirements_digest ${PIPEDREAM_CUDA:-auto} ${PIPEDREAM_CUDA_ARCHS:-} ${CMAKE_ARGS:-} ${CXX:-}"
   find csrc python cmake third_party CMakeLists.txt setup.py pyproject.toml -type f \
@@ -144,8 +144,8 @@ package_digest=$({
     sort -z | xargs -0 sha256sum
 } | sha256sum)
 
-# The core needs nothing but the tools: it is compiled while pip, on one core, unpacks all the rest. A process
-# group of its own, so that no compiler outlives a failure here.
+# The core needs only the tools, so it is compiled while pip unpacks all other packages on one core. The build has a
+# process group of its own, so that no compiler keeps running if this script fails.
 if ! up_to_date package "$package_digest"; then
   say "building pipedream (C++ core in build/python)"
   rm -rf "$stamps/package" build/wheel
@@ -167,11 +167,13 @@ print(*project["dependencies"], *extras["dev"], *extras["demo"], *extras["docs"]
 EOF
 }
 if ! up_to_date requirements "$requirements_digest"; then
-  # Before the rest, so that torch>=2.6 does not pick another build. Unquoted: it may carry options.
+  # torch comes before the rest, so that the requirement torch>=2.6 does not pick another build. Not quoted, because
+  # the variable may have options.
   # shellcheck disable=SC2086
   pip_install $torch_requirement
   pip_install -r <(declared_requirements)
-  # What trainings import: here, once, not by all workers of the first.
+  # Imports the modules that trainings import, so that they are compiled once here and not by all workers of the
+  # first training.
   .venv/bin/python -c 'import matplotlib.pyplot, numpy.random, sklearn.datasets, torch._dynamo, torch.distributed.run, zmq'
   echo "$requirements_digest" >"$stamps/requirements"
 fi

@@ -1,8 +1,9 @@
-"""Memory and bytes of stage 0 of two: all weights trained, adapters in all blocks, adapters in stage 1 alone.
+"""Shows what adapters save at stage 0 of two: its memory, and the gradients that it is sent.
 
     python bench/system/adapters.py
 
-Prints the table of docs/models.md, from `RunResult.memory` and `RunResult.channels`. The adapters are LoRA's
+Prints the table of docs/models.md, from `RunResult.memory` and `RunResult.channels`, for three cases: all
+weights are trained, all blocks have adapters, only the blocks of stage 1 have them. The adapters are LoRA's
 (Hu et al., ICLR'22). Takes half a minute.
 """
 
@@ -53,7 +54,7 @@ class Model(nn.Module):
 
 
 def train(first_adapted: int | None) -> list[int]:
-    """Returns the bytes of each term at stage 0, and those that it is sent as gradients per minibatch."""
+    """Returns the bytes of each term at stage 0, and of the gradients that it is sent per minibatch."""
     torch.manual_seed(0)
     data = [(torch.randn(8, 16, WIDTH), torch.randn(8, 16, WIDTH)) for _ in range(NUM_MINIBATCHES)]
     result = pipedream.run(

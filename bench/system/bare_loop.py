@@ -1,13 +1,15 @@
-"""Measures a work item that nothing manages: two_stages.py's models as a hand-written loop.
+"""Measures what the runtime adds to a work item: two_stages.py's models, also as a hand-written loop.
 
     python bench/system/bare_loop.py [--rounds 3] [--minibatches 700] [--model small] [--json FILE]
 
-The loop of two processes has what no pipeline in Python can do without: the next pair of the data, one copy
-of the boundary's tensor into memory that both map, a byte through a pipe to wake the other side, a leaf for
-what came, torch's calls. It has no weight versions, checks, fingerprints, figures, credits, tensors of other
-shapes, nor ways to notice that the other side died. Each round runs it and `pipedream` in turn, and both are
-timed alike: overhead is the time of an item in which a worker neither runs user code nor waits for data. So
-the loop's figure is this machine's floor, and the difference is what the runtime costs.
+The loop runs in two processes and has only what every pipeline in Python needs: the next pair of the data,
+one copy of the boundary's tensor into shared memory, a byte through a pipe to wake the other side, a leaf for
+the received tensor, and torch's calls. It has no weight versions, checks, fingerprints, figures, credits or
+tensors of other shapes, and does not notice that the other side died.
+
+Each round runs the loop and `pipedream` in turn, and both are timed alike: overhead is the time of an item in
+which a worker neither runs user code nor waits for data. So the loop's overhead is the least that this
+machine allows, and the difference is what the runtime costs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Row = tuple[int, str, float]  # stage, kind, microseconds
 
 
 class Item:
-    """Times one work item: overhead is what is neither `user` nor `waited`."""
+    """Times one work item. Its overhead is the time that is not in other_ns: neither user code nor
+    waiting."""
 
     def __init__(self, stage: int, kind: str, rows: list[Row]) -> None:
         self._name = (stage, kind)
@@ -71,7 +74,7 @@ class Side:
     def _update(self) -> None:
         item = self._item("UPDATE")
         began_ns = time.perf_counter_ns()
-        # As schedule="naive": the backward in flight reads the new weights, which autograd would refuse.
+        # The backward in flight reads the new weights, as with schedule="naive". Autograd would refuse that.
         with torch.autograd._unsafe_preserve_version_counter(self._parameters):
             self._optimizer.step()
         item.other_ns += time.perf_counter_ns() - began_ns
@@ -148,7 +151,7 @@ def run_side(
 
 
 def bare(name: str, num_minibatches: int) -> list[Row]:
-    """The rows of both stages, without the first tenth."""
+    """Runs the loop. Returns the rows of both stages, without the first tenth."""
     width, batch = two_stages.MODELS[name]
     context = multiprocessing.get_context("spawn")
     shared = torch.zeros(2, NUM_SLOTS, batch, width).share_memory_()

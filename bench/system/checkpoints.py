@@ -1,9 +1,9 @@
-"""The time for which checkpoints make a training wait.
+"""Measures the time for which checkpoints make a training wait.
 
     python bench/system/checkpoints.py [--every 50] [--minibatches 200] [--rounds 5] [--width 1024]
 
-A pipeline of fully connected layers on two workers with Adam, with a checkpoint every so many minibatches and
-without, in turn. Prints the stall that the workers counted, as a share of their time, and the time per
+Trains fully connected layers on two workers with Adam, in turn with a checkpoint every so many minibatches
+and without any. Prints the stall that the workers counted, as a share of their time, and the time per
 minibatch of both.
 """
 

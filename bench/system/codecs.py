@@ -2,10 +2,11 @@
 
     sudo .venv/bin/python bench/system/codecs.py [--bandwidth 50Mbit/s] [--seeds 2] [--minibatches 300]
 
-A small character model (Python's own source) in two stages on two hosts, joined by a shaped link (links.py),
-once with each codec, the same seeds, in turn. Judged by the time until the training loss, smoothed over 20
-minibatches, is what the exact run has after two thirds of its minibatches, and by the loss on held-out text.
-The plan keeps four minibatches in flight at the first stage, so that what is left is the link's rate.
+A small character model learns Python's own source, in two stages on two hosts that a shaped link joins
+(links.py). It is trained once with each codec, from the same seeds, in turn. Two figures judge a codec: the
+loss on held-out text, and the time to a goal. The goal is the training loss, smoothed over 20 minibatches,
+that the exact run has after two thirds of its minibatches. The plan keeps four minibatches in flight at the
+first stage, so that only the link's rate limits the run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Task(Characters):
 
 
 def train(codec: str, seed: int, num_minibatches: int, path: str) -> None:
-    """One rank."""
+    """Trains, as one rank."""
     torch.set_num_threads(1)
     task = Task()
     task.num_minibatches = num_minibatches

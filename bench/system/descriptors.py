@@ -1,10 +1,11 @@
-"""How many files rank 0 has open when all its links are: the links of runs of several sizes, really opened.
+"""Counts the files that rank 0 has open when all its links are open, for runs of several sizes.
 
     python bench/system/descriptors.py [--workers 16 256 1024]
 
-This process holds rank 0's ends, a second one all the others, over tcp and shared memory on one machine. As
-they are: along the tree of rank_tree.py. Beside it: two links between rank 0 and every other rank, as it was
-before; their items are small here, so that their memory fits. Prints a Markdown table.
+The links are really opened, over tcp and shared memory on one machine. This process holds rank 0's ends, a
+second process holds the other ends. Two ways are compared: links along the tree of rank_tree.py, as pipedream
+has them, and two links between rank 0 and every other rank, as it once had. The latter have small items here,
+so that their memory fits. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SMALL = [("uint8", 1, 64)]
 
 
 def links_of_run(num_workers: int) -> list[RunChannel]:
-    """Rank 0's links to its neighbouring stage, with items of 64 KiB."""
+    """Returns rank 0's links in a run. Items between stages have 64 KiB."""
     plan = Plan.straight(num_workers, num_workers)
     schedule = _core.ScheduleOptions(
         schedule="gpipe",
@@ -54,7 +55,7 @@ def links_of_a_star(num_workers: int) -> list[RunChannel]:
 
 
 def hold_ends(channels: list[RunChannel], at_rank_0: bool, other: Connection) -> int:
-    """Opens one side's ends of all channels; the descriptors that they take here."""
+    """Opens one side's ends of all channels. Returns the file descriptors that they take in this process."""
     core = _core.Worker(**LinkOptions(peer_timeout_s=120.0).core_arguments(), run_id=RUN_ID, plan_hash=1)
     core.pulse()
     before = len(os.listdir("/proc/self/fd"))
@@ -74,7 +75,7 @@ def hold_ends(channels: list[RunChannel], at_rank_0: bool, other: Connection) ->
     while not core.wait_open(0.2):
         core.pulse()
     num_open = len(os.listdir("/proc/self/fd")) - before
-    other.send(None)  # open at this side
+    other.send(None)  # says that all ends of this side are open
     other.recv()
     core.close(1.0)
     return num_open

@@ -1,22 +1,33 @@
-"""A run on GPUs whose timeline shows copies beside computing: what every stream of two workers did.
+"""Records what every stream of two workers on GPUs did, to show that copies run while kernels compute.
 
     torchrun --nproc-per-node 2 bench/system/device_timeline.py --folder FOLDER [--transport tcp]
              [--width 4096] [--batch 4096] [--minibatches 30]
 
-Both workers compute on GPUs of this machine, on one if it has no more. Each is watched by torch's profiler,
-which sees the copies and the kernels of all streams, pipedream's own among them. In FOLDER:
+Both workers compute on GPUs of this machine, or on one GPU if it has no more. Torch's profiler watches each.
+It sees the copies and kernels of all streams, including pipedream's own. Files in FOLDER:
 
-    worker-<rank>.json.gz    kernels and copies, as ui.perfetto.dev opens them
+    worker-<rank>.json.gz    kernels and copies, for ui.perfetto.dev
     run.json.gz              the work of both workers' compute threads, and when each item was queued, copied
                              and on the wire between them (RunResult.save_trace)
 
-Prints JSON objects. Per rank, from the profiler: the milliseconds in which copies of 64 KiB and more ran,
-those of them in which kernels ran, too, and their share. Per channel, from RunResult.transfers: how it
-travelled; the milliseconds in which its sender copied items (to staging buffers or into the receiver's
-memory), and those in which some were on the wire (from the first chunk's frame until the receiver had the
-last); of both, those in which the compute thread of the sender (copies) or of the receiver (wire) was at
-work; and overlap_share of RunResult.channels. On a GPU a compute thread launches kernels, which run on: what
-the profiler saw says when. Without a GPU only the channels' figures are printed.
+Prints JSON objects. For each rank, from the profiler:
+
+    copy_ms                  time in which copies of 64 KiB or more ran
+    copy_beside_kernels_ms   the part of it in which kernels ran, too, and its share
+    kernel_ms                time in which kernels ran
+
+For each channel, from RunResult.transfers, its transport, overlap_share of RunResult.channels, and:
+
+    copy_ms                  time in which the sender copied items to staging buffers or into the receiver's
+                             memory
+    copy_beside_work_ms      the part of it in which the sender's compute thread was at work
+    wire_ms                  time in which items were on the wire, from the frame of the first chunk until the
+                             receiver had the last
+    wire_beside_work_ms      the part of it in which the receiver's compute thread was at work
+    wire_beside_copies_ms    the part of it in which the sender copied items
+
+On a GPU a compute thread only launches kernels, which may run later; the profiler shows when they ran.
+Without a GPU only the channels' figures are printed.
 """
 
 from __future__ import annotations
@@ -50,7 +61,7 @@ def make_model(width: int) -> nn.Sequential:
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times, as intervals that do not overlap, in order."""
+    """Returns the same times as intervals that do not overlap, in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -65,7 +76,7 @@ def length_of(intervals: list[Interval]) -> float:
 
 
 def common_length(one: list[Interval], other: list[Interval]) -> float:
-    """How long intervals of both lists go on at once; joined() made the lists."""
+    """Returns for how long intervals of both lists last at the same time. The lists come from joined()."""
     length, index = 0.0, 0
     for begin, end in one:
         while index < len(other) and other[index][1] <= begin:
@@ -78,7 +89,7 @@ def common_length(one: list[Interval], other: list[Interval]) -> float:
 
 
 def overlap_of(events: list[dict[str, Any]]) -> dict[str, float | None]:
-    """The overlap by a profiler's trace events, whose times are microseconds."""
+    """Returns a rank's figures from the events of the profiler's trace, whose times are microseconds."""
 
     def intervals(category: str) -> list[Interval]:
         return joined(
@@ -101,7 +112,7 @@ def overlap_of(events: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def channel_times(transfers: ChannelTransfers, result: pipedream.RunResult) -> dict[str, float]:
-    """In milliseconds: see the top of this file."""
+    """Returns a channel's figures in milliseconds, which the top of this file explains."""
 
     def computing(rank: int) -> list[Interval]:
         return joined((span.ready_ns, span.completed_ns) for span in result.spans[rank])
@@ -124,7 +135,7 @@ def channel_times(transfers: ChannelTransfers, result: pipedream.RunResult) -> d
 
 def watched_run(arguments: argparse.Namespace, rank: int) -> pipedream.RunResult:
     model = make_model(arguments.width)
-    data = torch.randn(arguments.batch, arguments.width)  # the same at both: the model's seed is set
+    data = torch.randn(arguments.batch, arguments.width)  # equal at both ranks: make_model() sets the seed
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CUDA] if has_gpu else []
     train = functools.partial(

@@ -1,8 +1,8 @@
-"""How much others take of the cores that this process may use while something is measured: other users'
-processes, and other machines on the same host (steal). Linux.
+"""Measures how much CPU time others take while a benchmark runs: other processes, and other machines on the
+same host (steal). It counts the cores that this process may use. Linux.
 
     with ForeignLoad() as load: ...
-    load.share      of these cores' time, 0 to 1
+    load.share      the share of these cores' time, 0 to 1
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ForeignLoad:
-    """From entering to leaving; this process and all that came from it are not foreign."""
+    """Measures inside the block. This process and its descendants do not count."""
 
     share = 0.0
 
@@ -35,7 +35,7 @@ class ForeignLoad:
 
 
 def _busy_s() -> float:
-    """Seconds in which these cores were not idle, summed."""
+    """Returns the seconds in which these cores were not idle, summed over the cores."""
     names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
     with open("/proc/stat", encoding="ascii") as file:
         rows = [row[1:9] for line in file if (row := line.split())[0] in names]
@@ -45,7 +45,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Seconds of CPU time of this process and its descendants, ended ones included."""
+    """Returns the CPU seconds of this process and its descendants, including those that have ended."""
     parents, times = {}, {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -53,7 +53,7 @@ def _own_s() -> float:
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                     fields = file.read().rpartition(")")[2].split()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             parents[int(name)], times[int(name)] = int(fields[1]), sum(map(int, fields[11:15]))
     own = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in own} - own:

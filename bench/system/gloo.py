@@ -1,4 +1,4 @@
-"""The ranks that links.run_ranks() has started, as a process group of torch over gloo and the link."""
+"""Joins the ranks that links.run_ranks() has started to a process group of torch, over gloo and the link."""
 
 from __future__ import annotations
 

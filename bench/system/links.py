@@ -1,10 +1,11 @@
-"""Hosts on one machine: network namespaces, two joined by a veth pair and more by a bridge in one of its own;
-both directions of each host are shaped with tbf.
+"""Makes several hosts on one machine, joined by links of a chosen bandwidth.
 
     with Link("1Gbit/s") as link:
         subprocess.run([*link.hosts[0].prefix, "python", "script.py"])
 
-Needs root, `ip` and `tc` (Debian: iproute2). What is made goes away with the context, also when it fails.
+Each host is a network namespace. A veth pair joins two hosts; a bridge in a namespace of its own joins more.
+tbf shapes both directions of each host. Needs root, `ip` and `tc` (Debian: iproute2). The namespaces are
+removed at the end of the context, also if it fails.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from typing import Any
 
 from pipedream.common.units import parse_bandwidth
 
-# The bucket holds what the link carries in so long, two segments of the offload at least: what timers that
-# are late leave out. A link has none, so what is in it leaves little faster than all else, not at once as
-# 16 KiB after a pause would: in 0.1 ms instead of 0.7 at 200 Mbit/s.
+# tbf's bucket holds as many bytes as the link carries in this time, and at least two segments of the offload.
+# It makes up for timers that are late. A real link has no bucket, so PEAK lets the bucket's bytes leave only
+# a little faster than the rate. Otherwise they would leave at once after a pause: 16 KiB in 0.1 ms instead of
+# 0.7 ms at 200 Mbit/s.
 BURST_SECONDS = 0.0005
 PEAK = 1.05  # times the rate
 SEGMENT_HEADERS_BYTES = 200  # at most
 QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
 STORE_PORT = 29511
-SEND_BUFFER_BYTES = 65536  # of a connection of a host that is slowed down; the system's would be 4 MiB
-SEGMENT_BYTES_MAX = 65536  # of the offload
+SEND_BUFFER_BYTES = 65536  # of each connection of a slowed-down host; the system's default is 4 MiB
+SEGMENT_BYTES_MAX = 65536  # largest segment that the segmentation offload makes
 CONGESTION_CONTROL = "reno"  # any host has it, and may use it in a namespace
-# What the ranks give to pipedream.run().
+# Arguments of pipedream.run() at the ranks.
 RUN_OPTIONS: dict[str, Any] = {
     "gather": "none",
     "progress": False,
@@ -53,7 +55,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """Runs a command on this host."""
+        """The words to put before a command so that it runs on this host."""
         return ["ip", "netns", "exec", self.namespace]
 
 
@@ -66,8 +68,8 @@ def can_make_links() -> str | None:
 
 
 class Link:
-    """Joins the hosts; bandwidth is of each direction of each host, "1Gbit/s" for example, or None for all
-    that the machine gives."""
+    """Joins the hosts. bandwidth: of each direction of each host, for example "1Gbit/s"; None: as fast as the
+    machine."""
 
     def __init__(self, bandwidth: str | None, *, name: str = "pd", num_hosts: int = 2) -> None:
         self.bandwidth = bandwidth
@@ -77,13 +79,13 @@ class Link:
             Host(f"{tag}{side}", f"{tag}{side}", f"10.203.0.{number}")
             for number, side in enumerate("abcdefgh"[:num_hosts], start=1)
         )
-        self._switch = f"{tag}s"  # of more than two
+        self._switch = f"{tag}s"  # the bridge's namespace, if there are more than two hosts
 
     def __enter__(self) -> Link:
         missing = can_make_links()
         if missing is not None:
             raise RuntimeError(missing)
-        # As an interrupt does, so that the namespaces go.
+        # SIGTERM ends the process like an interrupt, so that the namespaces are removed.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             self._make()
@@ -100,7 +102,7 @@ class Link:
         for namespace in [*namespaces, self._switch] if len(self.hosts) > 2 else namespaces:
             with contextlib.suppress(
                 subprocess.CalledProcessError
-            ):  # with a namespace go its ends, and theirs
+            ):  # its ends of links go with the namespace, and so do the other ends
                 _run("ip", "netns", "delete", namespace)
 
     def _make(self) -> None:
@@ -139,14 +141,14 @@ class Link:
         _run(*f"ip link add {end} type veth peer name {other_end}".split())
 
     def slow_down(self, host: Host, bandwidth: str) -> None:
-        """Limits what this host sends on a link that is not shaped; it receives as fast as before. Bytes that
-        wait stay where they were made, because the system's buffers hold few of them."""
+        """Limits the rate at which this host sends, on a link that is not shaped. It receives as fast as
+        before. The system's send buffers are made small, so that waiting bytes stay in the process."""
         _run(*host.prefix, "sysctl", "-w", f"net.ipv4.tcp_wmem=4096 16384 {SEND_BUFFER_BYTES}")
         self._shape(host.namespace, host.interface, parse_bandwidth(bandwidth))
 
     @staticmethod
     def _shape(namespace: str, interface: str, bytes_per_s: float | None) -> None:
-        """Limits what leaves by the interface."""
+        """Limits the rate at which bytes leave through the interface."""
         if bytes_per_s is None:
             return
         burst = max(2 * MTU_BYTES, int(bytes_per_s * BURST_SECONDS))
@@ -161,8 +163,8 @@ class Link:
 
 
 def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
-    """Starts `script --rank-of [*arguments, PATH]` on all hosts, as torchrun would on as many machines;
-    returns the JSON object that rank 0 wrote to PATH."""
+    """Starts `script --rank-of [*arguments, PATH]` on all hosts, as torchrun would on as many machines.
+    Returns the JSON object that rank 0 wrote to PATH."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         rank_of = json.dumps([*arguments, str(path)])
@@ -178,7 +180,7 @@ def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
         ]
         try:
             codes = [rank.wait() for rank in ranks]
-        finally:  # also of a run that is ended meanwhile
+        finally:  # also if this process is ended meanwhile
             for process in ranks:
                 process.kill()
         if any(codes):

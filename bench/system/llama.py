@@ -1,12 +1,12 @@
-"""A Llama-like model in bfloat16: two workers beside the plain loop, on this machine's device.
+"""Compares two workers with a plain loop, on a Llama-like model in bfloat16 and this machine's device.
 
     python bench/system/llama.py [--width 2048] [--layers 8] [--length 512] [--batch 8] [--minibatches 40]
 
-Both train the same weights with the same minibatches, under autocast to bfloat16, with AdamW: the plain loop
-in this process, then a pipeline of two stages, cut in the middle, with `--microbatches` each. Where there are
-two GPUs each stage has one; on a single one they share it, and the pipeline's best is the plain loop's time.
-Prints one JSON object: tokens per second of both without their beginnings, the share that the pipeline has,
-and the last losses.
+Both train the same weights with the same minibatches, under autocast to bfloat16, with AdamW. First the plain
+loop runs in this process. Then a pipeline of two stages runs, cut in the middle, with `--microbatches` per
+minibatch. With two GPUs each stage has one. On a single GPU they share it, and the pipeline can at best be as
+fast as the plain loop. Prints one JSON object: tokens per second of both without their first minibatches,
+their ratio, and the last losses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Queries or keys, (batch, heads, length, width of a head), turned by their positions."""
+    """Returns queries or keys, of shape (batch, heads, length, width of a head), rotated by their
+    positions."""
     half = x.shape[-1] // 2
     rates = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * rates
@@ -95,7 +96,7 @@ def make_data(options: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
 def plain_loop(
     model: nn.Module, data: list[tuple[Tensor, Tensor]], device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of a minibatch, and the last loss."""
+    """Returns (seconds per minibatch, the last loss)."""
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ends = []
@@ -105,13 +106,14 @@ def plain_loop(
             loss = loss_of(model(inputs.to(device)), targets.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        last = loss.item()  # as the pipeline, which gives every minibatch's
+        last = loss.item()  # every minibatch, because the pipeline reads each loss, too
         ends.append(time.perf_counter())
     return seconds_of(ends), last
 
 
 def seconds_of(ends: list[float]) -> float:
-    """Seconds per minibatch, from the times at which each was over; the first quarter warms up."""
+    """Returns seconds per minibatch. ends: the time at which each was over. The first quarter does not
+    count."""
     steady = ends[len(ends) // 4 :]
     return statistics.median(b - a for a, b in itertools.pairwise(steady))
 

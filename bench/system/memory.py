@@ -1,12 +1,14 @@
-"""Predicted against measured peak memory, per term: plans and schedules, straight and replicated.
+"""Compares predicted with measured peak memory, per term, for several models, plans and schedules.
 
     python bench/system/memory.py [--only TEXT] [--terms] [--json FILE] [--slow-gradients BANDWIDTH]
 
-Of each worker, in bytes: what partition() has planned for its stage, what its run predicts, and the most that
-was there. The core's own terms (weights, slots, staging) stand apart from torch's (activations, gradients,
-what a step makes). --terms prints every term. With --slow-gradients each worker is a host of its own (a
-namespace), and those of the last stage send at that bandwidth: what waits for their links is there then, as
-the workers' lists allow it. That needs root. Nothing is timed; any machine will do.
+Prints bytes of each worker: as partition() has planned for its stage, as its run predicts, and the measured
+peak. The core's terms (weights, slots, staging) are listed apart from torch's (activations, gradients,
+temporary tensors of a step). --terms prints every term.
+
+With --slow-gradients each worker is a host of its own (a namespace), and the hosts of the last stage send at
+that bandwidth. Then as many tensors wait for their links as the workers' lists allow. That needs root.
+Nothing is timed, so any machine will do.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ OF_TORCH = (MODEL, STASH, GRADIENTS, TRANSIENT, TORCH_OPTIMIZER_STATE)
 
 
 def make_wide() -> tuple[nn.Sequential, Batches]:
-    """Activations of 48 to 768 KiB, weights of 4 or 64 KiB."""
+    """Makes a model with activations of 48 to 768 KiB and weights of 4 or 64 KiB."""
     widths = (16, 64, 256, 64, 16, 64, 256, 64, 16)
     layers = (layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh()))
     return nn.Sequential(*layers), [(torch.randn(768, 16), torch.randn(768, 16)) for _ in range(4)]
 
 
 def make_heavy() -> tuple[nn.Sequential, Batches]:
-    """Weights of 1 MiB, activations of 16 KiB."""
+    """Makes a model with weights of 1 MiB and activations of 16 KiB."""
     layers = (layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU()))
     return nn.Sequential(*layers), [(torch.randn(8, 512), torch.randn(8, 512)) for _ in range(4)]
 
@@ -148,7 +150,7 @@ def sums(terms: Terms, kind: str, *, of_core: bool) -> int:
 
 
 def rows_over(combination: Combination, bandwidth: str) -> list[dict[str, Any]]:
-    """The same, where the last stage sends at that bandwidth."""
+    """Returns the rows of a run in which the last stage sends at this bandwidth."""
     plan = plan_of(combination)
     with Link(None, num_hosts=sum(combination.replicas)) as link:
         for host in link.hosts[-combination.replicas[-1] :]:
@@ -168,13 +170,13 @@ def rank(arguments: str) -> None:
 
 
 def rows_of(combination: Combination, plan: Plan, result: RunResult) -> list[dict[str, Any]]:
-    """One for each worker."""
+    """Returns one row per worker."""
     planned = [
         num_bytes
         for stage, num_bytes in zip(plan.stages, plan.predicted["stage_memory_bytes"], strict=True)
         for _ in range(stage.num_replicas)
     ]
-    follows = combination.schedule == "pipedream" and not combination.recompute  # what was planned for
+    follows = combination.schedule == "pipedream" and not combination.recompute  # the plan's assumption
     return [
         {
             "combination": str(combination),

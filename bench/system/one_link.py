@@ -2,11 +2,17 @@
 
     python bench/system/one_link.py
 
-A prototype in pyzmq: PAIR sockets with a monitor each, as csrc/transport/zmq has them. Opens the channels of
-a worker of replicated plans, one connection per channel and one per peer, and measures descriptors and the
-time to open; then how long a message of 4 KiB takes by itself, and behind a push of 64 chunks of 1 MiB that
-waits for the line: on a connection of its own and on the push's. Both ends are processes of this machine;
-each figure is the least of the rounds, which take turns. Prints a Markdown table.
+This is a prototype in pyzmq with PAIR sockets and a monitor for each, as csrc/transport/zmq has them. It
+opens the connections of one worker of a replicated plan, in one way per channel, in the other per peer. It
+measures:
+
+- the file descriptors, and the time to open all connections
+- the time of a message of 4 KiB and its answer, alone
+- the same behind a push of 64 chunks of 1 MiB. The push has another connection if there is one per channel,
+  and the same connection if there is one per peer.
+
+Both ends are processes of this machine. The two ways take turns, and each figure is the least of all rounds.
+Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ PLANS = {"1-1": (1, 1), "2-2": (2, 2), "4-4": (4, 4), "8": (8,)}
 
 
 def channel_ends(replicas: tuple[int, ...]) -> tuple[int, int]:
-    """(channels, peers) of the worker that has most."""
+    """Returns (channels, peers) of the worker with the most channels."""
     plan = Plan.replicated(len(replicas), replicas)
     schedule = _core.ScheduleOptions(
         schedule="pipedream",
@@ -57,7 +63,7 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def answer(there: Connection) -> None:
-    """The other end: binds as many sockets as it is told, answers small messages and swallows chunks."""
+    """Runs the other end: binds as many sockets as it is told, answers small messages and drops chunks."""
     while True:
         context = zmq.Context()
         num_sockets = there.recv()
@@ -78,7 +84,7 @@ def answer(there: Connection) -> None:
 
 
 class Ends:
-    """This process's ends of so many connections, all open."""
+    """This process's ends of num_sockets open connections."""
 
     def __init__(self, other: Connection, num_sockets: int) -> None:
         before, began = len(os.listdir("/proc/self/fd")), time.perf_counter()
@@ -95,14 +101,15 @@ class Ends:
         self.num_files = len(os.listdir("/proc/self/fd")) - before
 
     def small_us(self) -> float:
-        """There and back on the first connection."""
+        """Returns the time of a small message and its answer, on the first connection."""
         small, began = bytes(SMALL_BYTES), time.perf_counter()
         self.sockets[0].send(small)
         self.sockets[0].recv()
         return (time.perf_counter() - began) * 1e6
 
     def small_behind_a_push_us(self, *, shares: bool) -> float:
-        """On the first connection, of a push there or on the last."""
+        """Returns the time of a small message and its answer on the first connection, after a push. shares:
+        whether the push is on that connection, too; otherwise it is on the last one."""
         chunk = bytes(CHUNK_BYTES)
         for _ in range(NUM_CHUNKS):
             self.sockets[0 if shares else -1].send(chunk, copy=False)

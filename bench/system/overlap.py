@@ -1,13 +1,14 @@
-"""How much of a slow link hides behind compute: two workers on two hosts, joined by a shaped link.
+"""Measures how much of a slow link's time hides behind computing, with two workers on two hosts.
 
     sudo .venv/bin/python bench/system/overlap.py [--bandwidth 1Gbit/s] [--minibatches 120] [--rounds 3]
 
-Each stage computes for longer than its tensors travel, and the plan keeps as many minibatches in flight as
-hide the link's one-way time (design.md, section 4). Target: in the steady phase the workers wait for data for
-at most 2 % of the time. Beside it: the same run with the minibatches in flight of a fast link, where part of
-the way shows, and the share of the time in which tensors were under way that nobody waited for.
+Each stage computes for longer than its tensors travel, and the plan keeps so many minibatches in flight that
+the link's one-way time is hidden. The target: in the steady phase the workers wait for tensors for 2 % of
+the time at most. For comparison it also runs with as few minibatches in flight as a fast link needs; then
+part of the link's time shows. Prints, too, the share of the time under way for which nobody waited.
 
-The hosts are network namespaces (links.py): the workers find each other and speak over the link only.
+The hosts are network namespaces, joined by a shaped link (links.py). The workers find each other and
+communicate over the link only.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from links import Link, run_ranks
 from torch import nn
 
 BATCH = 64
-# One boundary tensor: 2 MiB forward and 2 MiB back, 17 ms each way at 1 Gbit/s.
+# The boundary is one tensor: 2 MiB forward and 2 MiB back, 17 ms each way at 1 Gbit/s.
 WIDTH = 8192
 INNER = 1024
 WARM_UP = 10
 
 
 class Block(nn.Module):
-    """Wide at the boundary, with enough arithmetic inside to be the bottleneck."""
+    """A block that is wide at the boundary, and has enough arithmetic inside to be the bottleneck."""
 
     def __init__(self, repeats: int) -> None:
         super().__init__()
@@ -42,13 +43,13 @@ class Block(nn.Module):
         self.leave = nn.Linear(INNER, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not inputs.requires_grad:  # the first stage has its inputs' gradient too: as much to do
+        if not inputs.requires_grad:  # so that the first stage computes this gradient, too
             inputs = inputs.detach().requires_grad_()
         return self.leave(torch.relu(self.inside(self.enter(inputs))))  # type: ignore[no-any-return]
 
 
 def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -> None:
-    """One rank."""
+    """Trains, as one rank."""
     import pipedream
 
     torch.set_num_threads(1)
@@ -79,7 +80,7 @@ def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -
 
 
 def figures(result: Any) -> dict[str, Any]:
-    """Figures of the steady phase, per worker, without the first minibatches and the last."""
+    """Returns the figures of the steady phase, per worker, without the first and the last minibatches."""
     last = len(result.losses) - WARM_UP
     waited, elapsed = [], []
     for spans in result.spans:
@@ -101,8 +102,8 @@ def figures(result: Any) -> dict[str, Any]:
 
 
 def compute_ms(repeats: int) -> float:
-    """Milliseconds of one block, forward and backward, on one core, while both stages compute at once as in
-    the run."""
+    """Returns the milliseconds of one block, forward and backward, on one core. Both stages compute at the
+    same time, as in the run."""
     torch.set_num_threads(1)
     block, inputs = Block(repeats), torch.randn(BATCH, WIDTH, requires_grad=True)
     times = []

@@ -1,13 +1,16 @@
-"""How long it takes to plan and to simulate, up to 400 layers and 1,024 workers.
+"""Measures how long it takes to plan and to simulate, up to 400 layers and 1,024 workers.
 
     python bench/system/planning.py [--rounds 3] [--json FILE]
 
-Profiles are made at random, always the same ones. `solve` is pipedream.partition with the paper's cost
-model, `by factors` the search alone for replicas that push factors of a sixteenth of every weight, `within
-memory` the first with a limit for each worker, `for flush` the search over simulated plans for that
-schedule, of which m is chosen, too, `simulate` the workers' lists of the plan found (made,
-then replayed) with the profile's times; of long plans only as many minibatches as make some hundred
-thousand instructions. CPU seconds, the least of the rounds.
+Profiles are random, but the same in each run. Prints CPU seconds, the least of the rounds:
+
+    solve           pipedream.partition with the paper's cost model
+    by factors      its search alone, for replicas that push factors of a sixteenth of every weight's size
+    within memory   partition with a memory limit for each worker
+    for flush       the search over simulated plans for that schedule, which also chooses m
+    simulate        making the workers' lists for the plan that `solve` found, and replaying them with the
+                    profile's times; for long plans only so many minibatches that there are some hundred
+                    thousand instructions
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from pipedream.planning.prediction import steady_minibatches
 from pipedream.planning.simulator import StageTimes, simulate
 
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
-LIMITED_WORKERS_MAX = 64  # the search within limits grows with the square of the workers
-SEARCHED_WORKERS_MAX = 64  # so that it takes seconds
+LIMITED_WORKERS_MAX = 64  # the time of the search within limits grows with the square of the workers
+SEARCHED_WORKERS_MAX = 64  # so that the search takes seconds
 SIMULATED_ITEMS_MAX = 20_000  # minibatches times stages
 BANDWIDTH = "10Gbit/s"
 
@@ -68,7 +71,7 @@ def solve_by_factors(profile: Profile, num_workers: int) -> None:
 
 
 def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of the fastest round, and what it gave."""
+    """Returns (CPU seconds of the fastest round, the result of the work)."""
     fastest, result = float("inf"), None
     for _ in range(rounds):
         began_s = time.process_time()
@@ -78,7 +81,7 @@ def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def simulate_plan(profile: Profile, plan: Plan) -> int:
-    """How many instructions were replayed."""
+    """Returns how many instructions were replayed."""
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
     count = min(steady_minibatches(plan, options, 16), SIMULATED_ITEMS_MAX // plan.num_stages)
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]

@@ -1,20 +1,29 @@
-"""Predicted against measured time per minibatch: models, plans, schedules and links on this machine.
+"""Compares predicted with measured times per minibatch, for models, plans, schedules and links.
 
     python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--own-runs]
 
 Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as its combinations
-have; then each combination is predicted by the calibrated cost model before it is run. A prediction assumes
-a core for each worker: combinations with more workers than this machine has cores are left out. Prints
-both, the error of the prediction, its mean and the worst; beside it by how much the two halves of the same
-run differ, which no prediction can beat, and what others took of the cores meanwhile (of shaped links what
-the other ranks did, too). A run that others disturbed is done again, at most --tries times, and the least
-disturbed counts.
---rounds calibrates and runs all that so often, and takes the median of each combination's figures; it then
-tells, too, by how much runs of one combination differ between rounds, which no prediction of a single run can
-beat. --links adds workers on hosts of their own (namespaces) with shaped links, which needs root; what these
-carry pipedream.profile_links measures before each run. --only bit/s leaves out all others. --own-runs
-predicts instead the runs that a calibration itself is made of: what is wrong then is the model, as no time
-passes between. A quiet machine is needed: what other processes take of the cores nobody predicts.
+have. Then the calibrated cost model predicts each combination before it is run. A prediction assumes a core
+for each worker, so combinations with more workers than this machine has cores are left out. Prints per
+combination:
+
+    predicted, measured   milliseconds per minibatch
+    error                 of the prediction; the mean and the worst follow below the table
+    halves                by how much the two halves of the run differ, which no prediction can beat
+    others                the share of the cores' time that other processes took; with shaped links the other
+                          ranks count, too
+
+A run that others disturbed is done again, at most --tries times, and the least disturbed one counts. Use a
+quiet machine, because nobody can predict what other processes take of the cores.
+
+    --rounds     calibrates and runs everything so often, and takes the median of each combination's figures;
+                 also prints by how much runs of one combination differ between rounds, which no prediction of
+                 a single run can beat
+    --links      adds workers on hosts of their own (namespaces) with shaped links, which needs root;
+                 pipedream.profile_links measures these links before each run, and with --only bit/s nothing
+                 else runs
+    --own-runs   predicts the runs from which a calibration is made; no time passes between calibration and
+                 run, so the errors are the model's own
 """
 
 from __future__ import annotations
@@ -42,11 +51,11 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.prediction import predict_ms
 from torch import nn
 
-FOREIGN_SHARE_MAX = 0.03  # of the cores' time, that others may take of a run
-WARM_UP_SHARE = 0.2  # of a run's updates
+FOREIGN_SHARE_MAX = 0.03  # share of the cores' time that others may take in an undisturbed run
+WARM_UP_SHARE = 0.2  # share of a run's updates that do not count
 
-LOCAL_BYTES_PER_S = 1e15  # between workers of one machine: what is sent costs the sender, and no link's time
-LINK_SECONDS = 0.3  # of each figure of a pair of hosts at most
+LOCAL_BYTES_PER_S = 1e15  # between workers of one machine: sending costs the sender time, but no link any
+LINK_SECONDS = 0.3  # at most, for each figure of a pair of hosts
 PROFILE_SECONDS = 5.0
 MINIBATCHES_MIN, MINIBATCHES_MAX = 60, 2000
 
@@ -61,7 +70,7 @@ def make_mlp(width: int) -> nn.Sequential:
 
 
 def make_cnn() -> nn.Sequential:
-    """The digits classifier's shape: images (batch, 1, 8, 8)."""
+    """Makes a model like the digits classifier, for images (batch, 1, 8, 8)."""
     layers: list[nn.Module] = []
     channels = 1
     for number, wider in enumerate((32, 32, 64, 64)):
@@ -97,7 +106,7 @@ class Combination:
     schedule: str
     microbatches: int = 1
     bandwidth: str | None = None
-    """Of the shaped link of each worker, which is a host of its own; None: workers of this host."""
+    """Bandwidth of each worker's link, if each is a host of its own. None: all are workers of this host."""
 
     def __str__(self) -> str:
         name = f"{self.model}, {'-'.join(map(str, self.replicas))}, {self.schedule}"
@@ -123,8 +132,8 @@ LOCAL = [
 SHAPED = [
     Combination("mlp-256", (1, 1), "pipedream", bandwidth="200Mbit/s"),
     Combination("mlp-256", (1, 1), "flush", 4, bandwidth="1Gbit/s"),
-    # Replicas, whose gradients and versions these links carry. At 1 Gbit/s the kernel's network takes 20 to
-    # 45 % of 2 cores, as all these hosts are on them.
+    # With replicas, the links also carry gradients and versions. All these hosts share the machine's cores:
+    # at 1 Gbit/s the kernel's network code takes 20 to 45 % of 2 cores.
     *(
         Combination("mlp-256", replicas, schedule, bandwidth=bandwidth)
         for bandwidth in ("1Gbit/s", "200Mbit/s")
@@ -136,7 +145,7 @@ SHAPED = [
 
 
 def stages_of(profile: Profile, combination: Combination) -> tuple[Stage, ...]:
-    """Stages with as many layers each as balance them, and the combination's replicas."""
+    """Returns balanced stages with the combination's replicas."""
     counts = combination.replicas
     if len(counts) == 1:
         return (Stage(0, profile.num_layers - 1, counts[0]),)
@@ -156,7 +165,7 @@ def plan_of(
         num_workers,
         bandwidth,
         cost_model="calibrated",
-        workers_per_host=num_workers,  # hosts of their own share this one's cores, too
+        workers_per_host=num_workers,  # namespaces share this machine's cores, too
         boundaries=[stage.last_layer for stage in stages[:-1]],
         replicas=combination.replicas,
         hides_links=False,
@@ -171,7 +180,7 @@ def schedule_of(plan: Plan, combination: Combination) -> _core.ScheduleOptions:
 
 
 def half_times_ms(result: pipedream.RunResult) -> tuple[float, float]:
-    """Per minibatch, of the first and the second half of a run's updates."""
+    """Returns milliseconds per minibatch in the first and in the second half of a run's updates."""
     updates = [span for span in result.spans[-1] if span.kind == "UPDATE"]
     steady = updates[int(len(updates) * WARM_UP_SHARE) :]
     ends = steady[0], steady[len(steady) // 2], steady[-1]
@@ -183,14 +192,15 @@ def half_times_ms(result: pipedream.RunResult) -> tuple[float, float]:
 
 
 def run_plan(combination: Combination, plan: Plan, seconds: float) -> dict[str, float]:
-    """Predicted and measured milliseconds per minibatch, and how sure they are."""
+    """Returns predicted and measured milliseconds per minibatch, and figures that show how reliable they
+    are."""
     task = make_task(combination.model)
     predicted_ms = predict_ms(plan, schedule_of(plan, combination))
     assert predicted_ms is not None
     count = min(max(int(seconds * 1e3 / predicted_ms), MINIBATCHES_MIN), MINIBATCHES_MAX)
     with ForeignLoad() as others:
         result = run_once(combination, plan, task, count)
-    halves_ms = half_times_ms(result) if result.spans else (1.0, 1.0)  # which rank 0 has
+    halves_ms = half_times_ms(result) if result.spans else (1.0, 1.0)  # only rank 0 has spans
     return {
         "predicted_ms": predicted_ms,
         "measured_ms": result.measured_ms,
@@ -215,7 +225,7 @@ def run_once(combination: Combination, plan: Plan, task: Task, count: int) -> pi
 
 
 def run_undisturbed(combination: Combination, plan: Plan, seconds: float, tries: int) -> dict[str, float]:
-    """The least disturbed of so many, up to the first that nobody disturbed."""
+    """Runs the plan up to `tries` times, until a run is undisturbed. Returns the least disturbed run."""
     rows: list[dict[str, float]] = []
     while len(rows) < tries and not any(row["foreign_share"] <= FOREIGN_SHARE_MAX for row in rows):
         rows.append(run_plan(combination, plan, seconds))
@@ -239,7 +249,7 @@ def calibrated(model: str, workers: int, transport: str = "auto") -> tuple[Profi
 
 
 def predict_own_runs(model: str) -> list[float]:
-    """Errors of the runs of a calibration, predicted by what it made of them."""
+    """Calibrates, and predicts the runs of that calibration. Returns the errors."""
     profile, runs = calibrated(model, 2)
     errors = []
     for combination, results in (
@@ -261,7 +271,7 @@ def predict_own_runs(model: str) -> list[float]:
 
 
 def workers_by_model(combinations: Sequence[Combination]) -> dict[str, int]:
-    """The most of its combinations, and at least the two that a calibration takes."""
+    """Returns, by model, the most workers of its combinations; at least two, which a calibration needs."""
     counts: dict[str, int] = {}
     for combination in combinations:
         counts[combination.model] = max(counts.get(combination.model, 2), sum(combination.replicas))
@@ -309,7 +319,8 @@ def error_of(row: dict[str, float]) -> float:
 
 
 def repeats_differ(rounds: Sequence[dict[str, dict[str, float]]]) -> float:
-    """The mean, over combinations and neighbouring rounds, of by how much what was measured differs."""
+    """Returns by how much the measured times differ between neighbouring rounds, as a mean over
+    combinations."""
     return statistics.fmean(
         abs(later[name]["measured_ms"] / earlier[name]["measured_ms"] - 1)
         for earlier, later in itertools.pairwise(rounds)

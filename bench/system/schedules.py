@@ -1,4 +1,4 @@
-"""Every schedule by its numbers: equality with the oracle, versions kept, memory and bubbles, predicted and
+"""Measures every schedule: equality with the reference, versions kept, memory and bubbles, predicted and
 measured. Writes the table in docs/schedules.md between its two marks.
 
     python bench/system/schedules.py [--stages 4] [--write docs/schedules.md] [--json results.json]
@@ -7,11 +7,12 @@ Two runs per schedule, by `pipedream.run` with local workers:
 
     numbers   a float64 network with convolutions, batch norm, dropout and an embedding tied across stages:
               losses and weights against `pipedream.reference`, weight versions and memory terms
-    time      layers that sleep instead of computing, so that a schedule of four workers can be timed on a
-              machine with two cores: bubbles against the simulator's, by one definition
+    time      layers that sleep instead of computing, so that a machine with two cores can time a schedule of
+              four workers: bubbles against the simulator's, both by the same definition
 
-Bubbles are of the steady window that `pipedream.simulator.Simulation` defines: after the warm-up and before
-the cool-down of the run, which for schedules that drain every minibatch contains those of each minibatch.
+Bubbles are those in the steady window that `pipedream.simulator.Simulation` defines: after the run's warm-up
+and before its cool-down. For a schedule that drains every minibatch, the window includes the warm-up and
+cool-down of each minibatch.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SCHEDULES = {
     "interleaved": (2,),
     "model_parallel": (0,),
 }
-"""With so many microbatches per stage; 0: one in all."""
-FORWARD_S = 0.040  # of a whole minibatch, per stage: long beside what the machine adds to a microbatch
+"""The numbers of microbatches to measure, as multiples of the number of stages; 0: one microbatch."""
+FORWARD_S = 0.040  # of a whole minibatch at one stage; long compared with the overhead per microbatch
 BACKWARD_S = 0.080
 BEGIN_MARK = "<!-- begin: bench/system/schedules.py -->"
 END_MARK = "<!-- end: bench/system/schedules.py -->"
@@ -54,7 +55,7 @@ _WORDS, _WIDTH = 32, 16
 
 
 class TiedHead(nn.Module):
-    """Logits by the transposed weight of an embedding, which it shares."""
+    """A head that computes logits with the weight of an embedding, which it shares."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class TiedHead(nn.Module):
 
 
 class Channels(nn.Module):
-    """(batch, words, width) -> (batch, width, words), as convolutions want it."""
+    """Turns (batch, words, width) into (batch, width, words), as convolutions need it."""
 
     def forward(self, value: Tensor) -> Tensor:
         return value.transpose(1, 2)
@@ -96,7 +97,7 @@ def make_data(num_minibatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes the time of a device that computes, without a core of this machine."""
+    """Takes as long as a device that computes, without using a core of this machine."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, share: float) -> Tensor:
@@ -111,7 +112,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """share: of a stage's time, for a whole minibatch of 16 samples."""
+    """A layer that sleeps. share: its share of a stage's time, for a whole minibatch of 16 samples."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ def options_of(schedule: str, plan: Plan, microbatches: int) -> _core.ScheduleOp
 
 
 def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Equality with the oracle, versions and memory."""
+    """Measures equality with the reference, versions and memory."""
     model, expected_model = make_model(), make_model()
     plan = plan_of(schedule, len(model), num_stages)
     arguments: dict[str, Any] = {
@@ -194,11 +195,12 @@ def measure_numbers(schedule: str, num_stages: int, microbatches: int) -> dict[s
 
 
 def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str, Any]:
-    """Bubbles and time per minibatch, predicted by the simulator and measured."""
+    """Returns bubbles and time per minibatch, as the simulator predicts them and as measured."""
     num_minibatches = 24
     layers_per_stage = 1
     num_workers = num_stages // 2 if schedule == "interleaved" else num_stages
-    # A worker's time for a minibatch is the same in all schedules: two chunks take half of it each.
+    # A worker's time for a minibatch is the same in all schedules. With interleaving it has two stages, each
+    # with half of the time.
     share = num_workers / num_stages
     plan = plan_of(schedule, num_stages * layers_per_stage, num_stages)
     model = nn.Sequential(*[SleepingLayer(share) for _ in range(num_stages)])
@@ -230,7 +232,8 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
 
 
 def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[TimedInstruction]:
-    """A worker's instructions with their times: each from having its input to having computed."""
+    """Returns a worker's instructions with their times, from when the input was there until it was
+    computed."""
     timeline = []
     for instruction, span in zip(program, spans, strict=True):
         done = (span.kind, span.stage, span.minibatch, span.microbatch)
@@ -256,7 +259,7 @@ def measure(schedule: str, num_stages: int, microbatches: int) -> Row:
 
 
 def format_rows(rows: list[Row]) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
     lines = [
         "| schedule | workers | microbatches | equality error: losses, weights | versions kept, by stage |"
         " peak memory of the largest worker: predicted, measured | bubble: predicted, measured |"

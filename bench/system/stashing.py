@@ -1,10 +1,11 @@
-"""Weight stashing against no stashing: time per minibatch, the same model, plan and order of work.
+"""Measures what weight stashing costs: time per minibatch with and without it.
 
     python bench/system/stashing.py [--rounds 7] [--minibatches 150] [--json]
 
-`pipedream` keeps n_s weight versions and writes each into a slot of its own; `naive` keeps one and writes it
-in place. All else is the same, so the ratio is what stashing costs. Each round runs both, in turn, so that
-a drift of the machine's speed meets both. Target (design.md, section 8): a ratio of at most 1.02.
+`pipedream` keeps n_s weight versions and writes each into a slot of its own. `naive` keeps one and writes it
+in place. Model, plan and order of work are the same, so the ratio of the times is the cost of stashing. Each
+round runs both, in turn, so that a drift of the machine's speed affects both. The target is a ratio of at
+most 1.02.
 """
 
 from __future__ import annotations

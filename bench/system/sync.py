@@ -1,17 +1,23 @@
-"""The synchronisation of m replicas beside its limit, gloo's all-reduce and DistributedDataParallel.
+"""Compares the synchronisation of m replicas with its limit, gloo's all-reduce and DistributedDataParallel.
 
     sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--replicas 2] [--spares 0]
         [--mebibytes 64,256,512] [--rounds 3]
 
-As many hosts (network namespaces, shaped with tbf; without --bandwidth as fast as the machine) train a model
-of that many MiB of parameters whose compute is small beside them. In turn, round after round: pipedream's
-plan with m replicas (bsp), DistributedDataParallel over gloo, one bare gloo all-reduce of as many bytes, and
-the model alone without any exchange, on all hosts at once. Medians over the rounds, in ms per update, with
-the least and the most; "beyond" is what is more than the model alone takes. The limit is what each direction
-of a host's link must carry, 2 (m - 1) / m of the parameters.
+m hosts train a model of --mebibytes of parameters, whose computing takes little time. The hosts are network
+namespaces, shaped with tbf; without --bandwidth they are as fast as the machine. Each round
+measures, in turn:
 
-With k spares there are as many hosts more, whose part in all else is to wait, and pipedream's plan is
-measured without and with them, each beside its own limit (planning/synced_bytes.py).
+    pipedream     a plan with m replicas (bsp)
+    ddp           DistributedDataParallel over gloo
+    all-reduce    one bare gloo all-reduce of as many bytes
+    alone         the model without any exchange, on all hosts at once
+
+Prints ms per update: the median over the rounds, the least and the most. "beyond" is the time beyond that of
+the model alone. The limit is the time that the link of a host needs for the bytes of each direction:
+2 (m - 1) / m of the parameters.
+
+With k spares there are k more hosts. Pipedream's plan is measured without and with them, each compared with
+its own limit (planning/synced_bytes.py). In all other measurements these hosts wait.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from pipedream.planning.plan import Stage
 from pipedream.planning.synced_bytes import round_ms
 from torch import nn
 
-_WIDTH = 1024  # of layers of 4 MiB
+_WIDTH = 1024  # a layer has 4 MiB
 _NUM_UPDATES, _NUM_WARM_UP = 8, 2
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
 _WITH_SPARES = "with spares"
@@ -43,8 +49,9 @@ _OTHERS = ("ddp", "all-reduce", "alone")
 
 
 def _model(mebibytes: int) -> nn.Sequential:
-    """Its layers keep the scale of what goes through. Torch's own weights shrink it by sqrt(3) at each: deep
-    in 512 MiB of them a processor would compute with denormal numbers, several times as slowly."""
+    """Makes a model whose layers keep the scale of the activations. With torch's own initial weights each
+    layer would shrink them by sqrt(3). With 512 MiB of layers they would become denormal numbers, with which
+    a processor computes several times as slowly."""
     torch.manual_seed(0)
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(mebibytes // 4)]
     for layer in layers:
@@ -57,7 +64,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loop_ms(step: Callable[[], Any]) -> float:
-    """Per step, without the first ones."""
+    """Returns milliseconds per step, without the first steps."""
     for _ in range(_NUM_WARM_UP):
         step()
     dist.barrier()
@@ -91,7 +98,7 @@ def _pipedream_ms(mebibytes: int, num_replicas: int, num_spares: int) -> float:
         optimizer=_OPTIMIZER,
         **RUN_OPTIONS,
     )
-    if not result.spans:  # which rank 0 has
+    if not result.spans:  # only rank 0 has spans
         return 0.0
     ended_ns = [span.completed_ns for span in result.spans[0] if span.kind == "UPDATE"]
     steady = ended_ns[_NUM_WARM_UP - 1 :]
@@ -123,7 +130,7 @@ def _rank(mebibytes: int, num_rounds: int, num_spares: int, path: str) -> None:
 
 
 def _step_of(name: str, mebibytes: int, flat: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """group: the ranks that train."""
+    """Returns the step to measure. group: the ranks that train."""
     if name == "all-reduce":
         return lambda: dist.all_reduce(flat, group=group)
     model = _model(mebibytes)

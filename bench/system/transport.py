@@ -1,9 +1,9 @@
-"""pd_transport_bench on the loopback interface and over shaped links between two network namespaces.
+"""Runs pd_transport_bench on the loopback interface, and over shaped links between two network namespaces.
 
     make bench-build; sudo .venv/bin/python bench/system/transport.py [--links 10Gbit/s 1Gbit/s]
 
-Prints a Markdown table: the channel and shared memory beside bare ZeroMQ, raw TCP, a ring in memory and one
-memcpy, measured in the same run; ratios are medians over the rounds. Links need root, see links.py.
+Prints a Markdown table. It compares the channel and shared memory with bare ZeroMQ, raw TCP, a ring in memory
+and one memcpy, measured in the same run. Ratios are medians over the rounds. Links need root, see links.py.
 """
 
 from __future__ import annotations

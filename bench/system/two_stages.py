@@ -1,14 +1,17 @@
-"""Steady throughput of a balanced 2-stage pipeline on 2 cores against one process on one core.
+"""Compares the throughput of a balanced 2-stage pipeline on 2 cores with one process on one core.
 
     python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--kinds] [--device cuda] [--json FILE]
 
-Each round runs both sides, one after the other, so that a drift of the machine's speed meets both. A side
-is warmed up before it is timed. Ideal ratio: 2.0; what the two cores give to two independent processes at
-once, which share caches and memory, is measured beside it as `limit`. Also prints, for the same runs, how
-close the pipeline comes to its slowest stage's own rate (ideal 1.0), and the runtime's overhead per work
-item: time in which a worker neither runs user code nor waits for data (ideal 0), from the moment it asks for
-the item to the moment it asks for the next. --kinds measures that alone: by stage, kind of work item and
-part.
+Each round runs both sides, one after the other, so that a drift of the machine's speed affects both. Each
+side is warmed up before it is timed. The ideal ratio is 2.0. Two cores share caches and memory, so the
+benchmark also measures two independent processes at once and prints their ratio as `limit`. For the same runs
+it prints:
+
+- how close the pipeline comes to the rate of its slowest stage (ideal 1.0)
+- the runtime's overhead per work item (ideal 0): the time from asking for the item to asking for the next, in
+  which a worker neither runs user code nor waits for data
+
+--kinds measures the overhead alone: by stage, kind of work item and part.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from pipedream import _core
 from pipedream.report.result import WorkSpan
 from torch import nn
 
-# width, batch: large has stages of some 10 ms on a slow core; small has stages of well under 1 ms, where
-# the runtime's own time shows.
+# (width, batch). A stage of "large" takes some 10 ms on a slow core. A stage of "small" takes far less than
+# 1 ms, so that the runtime's own time shows.
 MODELS = {"large": (768, 128), "small": (64, 8)}
 LAYERS_PER_STAGE = 3
 
@@ -111,9 +114,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 
 
 def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
-    """Overheads of one worker's work items but the last: (kind, then microseconds outside user code and
-    waiting: from asking to having the item, from there to completing it, from there to asking for the
-    next)."""
+    """Returns the overheads of one worker's work items, without the last: (kind, three parts in
+    microseconds). The parts lie between asking for the item, having it, completing it, and asking for the
+    next one. User code and waiting do not count."""
     return [
         (
             span.kind,
@@ -126,12 +129,12 @@ def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]
 
 
 def overhead_us(result: pipedream.RunResult) -> list[float]:
-    """Per stage, the median over work items."""
+    """Returns the overhead per stage: the median over its work items."""
     return [statistics.median(sum(parts) for _, *parts in overheads_us(spans)) for spans in result.spans]
 
 
 def print_kinds(name: str, rounds: int, num_minibatches: int) -> None:
-    """The medians over the work items of all rounds, without the first tenth of each."""
+    """Prints medians over the work items of all rounds, without the first tenth of each round."""
     rows: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     for _ in range(rounds):
         result = pipeline(*MODELS[name], num_minibatches)
@@ -197,7 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=str, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
-    _core.keep_freed_memory()  # as in the workers: both sides keep their memory
+    _core.keep_freed_memory()  # the workers do so, too
     machine = (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     )

@@ -24,7 +24,8 @@ That shows which values cross the cuts (Boundary), and which memory the stages n
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
 ValueError, which names the stage and the place in the value. If the loss, the last stage or a backward fails,
 the rehearsal raises nothing: minibatch 0 fails in the same way, and its error says where. Owned by the
-worker's compute thread."""
+worker's compute thread.
+"""
 
 from __future__ import annotations
 
