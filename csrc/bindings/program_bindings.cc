@@ -179,6 +179,8 @@ void bind_listed_program(py::module_& module) {
           },
           py::arg("options"), "What the schedule of the options computes.")
       .def_property_readonly("text", &ListedProgram::to_text)
+      .def_property_readonly("note_on_unstashed", &ListedProgram::note_on_unstashed,
+                             "The first backward that reads another version than its forward, or empty.")
       .def_property_readonly("placement", &ListedProgram::placement)
       .def_property_readonly("num_stages", &ListedProgram::num_stages)
       .def_property_readonly("num_microbatches", &ListedProgram::num_microbatches, "Of every minibatch.")

@@ -26,8 +26,11 @@ void ListedProgram::count_facts() {
     facts.forwards = reads_of(stage, Stash::kKept);
     facts.backwards = reads_of(stage, Stash::kReleased);
     const std::int64_t end = std::max(facts.forwards.end(), facts.backwards.end());
-    for (std::int64_t number = 0; number < end + facts.forwards.numbers_per_body(); ++number) {
-      if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) facts.stashes = false;
+    for (std::int64_t number = 0; number < end + facts.forwards.numbers_per_body() && !facts.first_unstashed;
+         ++number) {
+      if (facts.forwards.version_of(number) != facts.backwards.version_of(number)) {
+        facts.first_unstashed = number;
+      }
     }
     for (const Place& place : placement_.places()) {
       if (place.stage == stage) count_at(place, facts);
@@ -132,7 +135,7 @@ void ListedProgram::count_at(const Place& place, Facts& facts) const {
     std::int64_t newest = 0;
     if (writes_version(instruction.opcode)) {
       newest = instruction.version.value();
-    } else if (rounds.num_replicas > 1 && facts.stashes) {  // it may have come from another replica
+    } else if (rounds.num_replicas > 1 && !facts.first_unstashed) {  // it may have come from another replica
       newest = num_backwarded / rounds.own_per_round();
     }
     std::int64_t& num_kept = facts.forwards.num_versions_kept;

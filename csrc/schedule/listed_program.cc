@@ -393,14 +393,20 @@ void ListedProgram::refuse_run(const std::string& error) const {
 
 // Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
+  // The rounds, which later bodies need, may not be known yet.
+  const bool is_listed = num_bodies_before(rank, position) == 0;
+  const Instruction instruction = is_listed ? list_of(rank).instructions[position] : at(rank, position);
+  throw UserError(place_of(rank, position) + ": " + to_string(instruction) + ": " + why);
+}
+
+// "line 13, time 2 of the body"
+std::string ListedProgram::place_of(Rank rank, std::int64_t position) const {
   const List& list = list_of(rank);
   const std::int64_t bodies = num_bodies_before(rank, position);
   const auto listed = static_cast<std::size_t>(position - bodies * list.body_length());
   const std::string place =
       list.lines.empty() ? name_of(rank) : "line " + std::to_string(list.lines.at(listed));
-  const Instruction instruction = bodies == 0 ? list.instructions[listed] : at(rank, position);
-  throw UserError(place + (bodies == 0 ? "" : ", time " + std::to_string(bodies + 1) + " of the body") +
-                  ": " + to_string(instruction) + ": " + why);
+  return place + (bodies == 0 ? "" : ", time " + std::to_string(bodies + 1) + " of the body");
 }
 
 }  // namespace pipedream

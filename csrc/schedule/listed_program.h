@@ -80,8 +80,12 @@ class ListedProgram {
   // Lists a named schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
 
-  // The text of the lists. Its comments say how many versions a stage keeps, and show the cool-down.
+  // The text of the lists. Its comments say how many versions a stage keeps and which backward does not read
+  // its forward's version, and show the cool-down.
   [[nodiscard]] std::string to_text() const;
+  // The first backward that reads another version than its forward, by its line, and what to write so that
+  // none does. Empty where all read their forwards'.
+  [[nodiscard]] std::string note_on_unstashed() const;
 
   [[nodiscard]] const Placement& placement() const { return placement_; }
   [[nodiscard]] std::int64_t num_stages() const { return placement_.num_stages(); }
@@ -111,7 +115,7 @@ class ListedProgram {
   // The same numbers for all stages.
   [[nodiscard]] std::vector<std::int64_t> in_flight() const;
   [[nodiscard]] std::vector<std::int64_t> versions_kept() const;
-  [[nodiscard]] bool stashes(StageIndex stage) const { return facts_of(stage).stashes; }
+  [[nodiscard]] bool stashes(StageIndex stage) const { return !facts_of(stage).first_unstashed; }
   [[nodiscard]] const ListedReads& forward_reads(StageIndex stage) const { return facts_of(stage).forwards; }
   [[nodiscard]] const ListedReads& backward_reads(StageIndex stage) const {
     return facts_of(stage).backwards;
@@ -126,7 +130,7 @@ class ListedProgram {
  private:
   struct Facts {
     std::int64_t num_in_flight = 1;
-    bool stashes = true;
+    std::optional<std::int64_t> first_unstashed;  // number of the first microbatch that reads two versions
     ListedReads forwards;
     ListedReads backwards;
     ListedReads tied;
@@ -143,6 +147,11 @@ class ListedProgram {
   void check_whole_body(const Place& place, std::int64_t num_updates) const;
   [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
   [[noreturn]] void refuse_run(const std::string& error) const;
+  [[nodiscard]] std::int64_t position_of(Stash stash, StageIndex stage, std::int64_t number) const;
+  [[nodiscard]] std::string place_of(Rank rank, std::int64_t position) const;
+  [[nodiscard]] std::string describe_unstashed(StageIndex stage, bool names_lines) const;
+  [[nodiscard]] std::string how_to_stash(StageIndex stage, std::int64_t number) const;
+  [[nodiscard]] std::int64_t last_to_warm_up(StageIndex stage, std::int64_t number) const;
   [[nodiscard]] std::int64_t count_in_body(const Place& place, const OpcodeTraits& traits) const;
   [[nodiscard]] ListedReads reads_of(StageIndex stage, Stash stash) const;
   [[nodiscard]] ListedReads tied_reads_of(StageIndex owner) const;

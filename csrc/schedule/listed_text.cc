@@ -1,4 +1,5 @@
 // A written program as text, and back. See listed_program.h.
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -30,13 +31,8 @@ class Parser {
 
   [[nodiscard]] ListedProgram made() const {
     std::vector<ListedProgram::List> lists;
-    for (const Worker& worker : workers_) {
-      if (worker.section < Section::kBody) {
-        throw UserError("worker " + std::to_string(lists.size()) +
-                        " has no body; write \"body every 1 minibatch\" above the part that repeats");
-      }
-      lists.push_back(worker.list);
-    }
+    check_last_has_body();
+    for (const Worker& worker : workers_) lists.push_back(worker.list);
     return {std::move(lists), minibatches_per_body_.value_or(1)};
   }
   // The worker's cool-down as the text has it; empty if the text has none.
@@ -56,7 +52,14 @@ class Parser {
   void begin_worker(std::string_view line) {
     const std::string due = "worker " + std::to_string(workers_.size());
     if (line != due) throw UserError("\"" + std::string(line) + "\" where \"" + due + "\" is due");
+    check_last_has_body();
     workers_.emplace_back();
+  }
+
+  void check_last_has_body() const {
+    if (workers_.empty() || workers_.back().section >= Section::kBody) return;
+    throw UserError("worker " + std::to_string(workers_.size() - 1) +
+                    " has no body; write \"body every 1 minibatch\" above the part that repeats");
   }
 
   void begin(Section section, std::string_view line) {
@@ -126,6 +129,9 @@ std::string ListedProgram::to_text() const {
   for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) {
     const List& list = list_of(rank);
     text << "worker " << rank.value() << "  # " << comment_on(rank) << '\n';
+    for (const StageIndex stage : placement_.stages_at(rank)) {
+      if (!stashes(stage)) text << "# " << describe_unstashed(stage, false) << '\n';
+    }
     if (list.num_warm_up > 0) text << "warm-up\n";
     for (std::size_t position = 0; position < list.instructions.size(); ++position) {
       if (position == list.num_warm_up) text << body_title(minibatches_per_body_) << '\n';
@@ -150,6 +156,82 @@ std::string ListedProgram::comment_on(Rank rank) const {
                (stashes(stage) ? "what their forwards have read" : "the newest");
   }
   return comment;
+}
+
+std::string ListedProgram::note_on_unstashed() const {
+  for (StageIndex stage; stage.value() < num_stages(); stage = stage.next()) {
+    if (!stashes(stage)) return describe_unstashed(stage, true);
+  }
+  return {};
+}
+
+// "line 6, time 2 of the body: BACKWARD stage 0 ... reads version 1, and its forward (line 8) version 0; "
+// and what to write.
+std::string ListedProgram::describe_unstashed(StageIndex stage, bool names_lines) const {
+  const std::int64_t number = *facts_of(stage).first_unstashed;
+  const Rank rank = placement_.rank_of(stage, rounds_of_stage(stage).replica_of(number));
+  const std::int64_t forward = position_of(Stash::kKept, stage, number);
+  const std::int64_t backward = position_of(Stash::kReleased, stage, number);
+  return (names_lines ? place_of(rank, backward) + ": " : "") + to_string(at(rank, backward)) +
+         ", and its forward" + (names_lines ? " (" + place_of(rank, forward) + ")" : "") + " version " +
+         std::to_string(at(rank, forward).version.value()) +
+         ", as under unstashed; if both are to read one version, " + how_to_stash(stage, number);
+}
+
+// Says what to write so that the microbatch's backward reads what its forward reads.
+std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) const {
+  const Rounds& rounds = rounds_of_stage(stage);
+  const Rank rank = placement_.rank_of(stage, rounds.replica_of(number));
+  const std::int64_t forward = position_of(Stash::kKept, stage, number);
+  const std::int64_t backward = position_of(Stash::kReleased, stage, number);
+  const std::int64_t forward_reads_version = at(rank, forward).version.value();
+  const std::int64_t backward_reads_version = at(rank, backward).version.value();
+  if (num_bodies_before(rank, backward) == 0) {
+    return "let the backward read version " + std::to_string(forward_reads_version);
+  }
+  std::int64_t newest = 0;  // at the forward
+  for (std::int64_t position = 0; position < forward; ++position) {
+    const Instruction instruction = at(rank, position);
+    if (instruction.stage == stage && writes_version(instruction.opcode)) ++newest;
+  }
+  if (num_bodies_before(rank, forward) == 0 && newest >= backward_reads_version) {
+    return "let the forward read version " + std::to_string(backward_reads_version);
+  }
+  const std::int64_t last = last_to_warm_up(stage, number);
+  return "put all of minibatch " + std::to_string(last) +
+         (last == 0 ? ", with its update," : " and those before it, with their updates,") +
+         " into the warm-up";
+}
+
+// The last minibatch to move from the body into the warm-up so that the microbatch's backward, which stands
+// in the body, may read what its forward reads. To do so now, its line would have to name an older version
+// the first time than there is. So the body begins later, by as many bodies as the line's version is too new
+// where the reads repeat.
+std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
+  const ListedReads& forwards = forward_reads(stage);
+  const std::int64_t per_body = forwards.numbers_per_body();
+  const std::int64_t steady = number + (forwards.end() / per_body + 1) * per_body;
+  const std::int64_t num_too_new = backward_reads(stage).version_of(steady) - forwards.version_of(steady);
+  const std::int64_t versions = versions_per_body(stage);
+  const std::int64_t num_bodies = std::max<std::int64_t>(1, (num_too_new + versions - 1) / versions);
+  std::int64_t last = 0;
+  for (const Instruction& instruction : list_of(placement_.rank_of(stage)).body()) {
+    if (releases_stash(instruction.opcode)) last = std::max(last, instruction.minibatch.value());
+  }
+  return last + (num_bodies - 1) * minibatches_per_body_;
+}
+
+// The stage's instruction that does this to the stash of the microbatch with this number.
+std::int64_t ListedProgram::position_of(Stash stash, StageIndex stage, std::int64_t number) const {
+  const Rounds& rounds = rounds_of_stage(stage);
+  const Rank rank = placement_.rank_of(stage, rounds.replica_of(number));
+  for (std::int64_t position = 0;; ++position) {  // bounded: every microbatch has one
+    const Instruction instruction = at(rank, position);
+    if (instruction.stage == stage && traits_of(instruction.opcode).stash == stash &&
+        rounds.number_of(instruction.minibatch, instruction.microbatch) == number) {
+      return position;
+    }
+  }
 }
 
 std::vector<Instruction> ListedProgram::cool_down(Rank rank) const {

@@ -381,9 +381,9 @@ def trace_command(
         shown = draw_text(simulation, traced.title(), describe_bubble(simulation), show_versions=versions)
     else:
         shown = f"{traced.title()}\n{describe_bubble(simulation)}\npicture saved in {output}"
-    print_result(
-        shown.removesuffix("\n"), trace_fields(traced, simulation, given_times, transfer, output), as_json
-    )
+    notes = traced.notes() if program_file is not None else []
+    fields = trace_fields(traced, simulation, given_times, transfer, output) | {"notes": notes}
+    print_result(with_notes(shown.removesuffix("\n"), notes), fields, as_json)
 
 
 def _draw(

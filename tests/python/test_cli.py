@@ -952,7 +952,7 @@ def test_trace_text_of_a_straight_schedule_is_a_program_that_runs(call: Caller, 
     assert again.partition("\n")[2] == outcome.stdout.partition("\n")[2]
     fields = json.loads(call("trace", "--program", "mine.txt", "--minibatches", "5", "--json").stdout)
     of_name = json.loads(call("trace", *chosen, "--minibatches", "5", "--json").stdout)
-    named = ("schedule", "in_flight")  # a program's in_flight is what the lists come to
+    named = ("schedule", "in_flight", "notes")  # a program's in_flight is what the lists come to
     assert {name: value for name, value in fields.items() if name not in named} == {
         name: value for name, value in of_name.items() if name not in named
     }
@@ -968,6 +968,38 @@ def test_trace_names_what_is_wrong_with_a_program(call: Caller) -> None:
     outcome = call("trace", "--program", "mine.txt", "--stages", "3")
     assert outcome.status == 2
     assert outcome.error() == "--program has a program, which says it all: leave --stages out"
+
+
+_HALF_A_MINIBATCH_AHEAD = """
+worker 0
+warm-up
+FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+body every 1 minibatch
+FORWARD stage 0 minibatch 0 microbatch 1 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 1 reads version 0
+UPDATE stage 0 minibatch 0 writes version 1
+"""
+
+
+def test_trace_notes_a_backward_that_reads_another_version_than_its_forward(call: Caller) -> None:
+    Path("mine.txt").write_text(_HALF_A_MINIBATCH_AHEAD)
+    note = call("trace", "--program", "mine.txt").stdout.splitlines()[-1]
+    assert note == (
+        "line 7, time 2 of the body: BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1, and its"
+        " forward (line 8) version 0, as under unstashed; if both are to read one version, put all of"
+        " minibatch 0, with its update, into the warm-up"
+    )
+    assert json.loads(call("trace", "--program", "mine.txt", "--json").stdout)["notes"] == [note]
+    named = call("trace", "--schedule", "unstashed", "--stages", "2", "--json")  # where it is meant so
+    assert json.loads(named.stdout)["notes"] == []
+
+
+def test_trace_names_the_worker_whose_body_is_missing(call: Caller) -> None:
+    Path("mine.txt").write_text(_HALF_A_MINIBATCH_AHEAD.replace("body every 1 minibatch\n", ""))
+    outcome = call("trace", "--program", "mine.txt")
+    assert outcome.error().startswith("mine.txt: worker 0 has no body; write")
 
 
 def test_a_program_is_drawn_with_recomputing_and_shown_as_lists_then(call: Caller) -> None:
@@ -1081,6 +1113,7 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
             {"kind": "gradient", "from_stage": 1, "to_stage": 0} | first_replicas | {"queued_max": 2},
         ],
         "output": None,
+        "notes": [],
     }
     assert [len(program) for program in programs] == [26, 26]
     assert programs[0][1] == {

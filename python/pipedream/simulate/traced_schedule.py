@@ -111,6 +111,11 @@ class TracedSchedule(NamedTuple):
             return f"# {of_whom}\n{_core.ListedProgram.of(self.options).text}"
         return f"# {self.title()}\n{print_programs(self.programs, self.options.placement)}"
 
+    def notes(self) -> list[str]:
+        """Returns what a program does that its author may not have meant."""
+        note = "" if self.options.program is None else self.options.program.note_on_unstashed
+        return [note] if note else []
+
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
     """Returns the schedule's own lists, or those of the file, which then also supply missing options."""
@@ -170,9 +175,9 @@ def _options_of_program(request: TraceRequest, program: Program) -> _core.Schedu
 
 
 def _read_programs(path: Path) -> Program | list[list[_core.Instruction]]:
-    """Reads a program if the text has a body, else the lists of a run."""
+    """Reads a program if the text has sections, else the lists of a run."""
     text = path.read_text(encoding="utf-8-sig")
-    if re.search(r"^\s*body\b", text, re.MULTILINE):
+    if re.search(r"^\s*(warm-up|body|cool-down)\b", text, re.MULTILINE):
         return Program.load(path)
     try:
         programs = parse_programs(text)

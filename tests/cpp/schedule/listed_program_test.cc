@@ -293,6 +293,8 @@ TEST(ListedProgram, NamesTheLineThatIsNone) {
   EXPECT_EQ(refusal(""), "the program is empty; it begins with \"worker 0\"");
   EXPECT_EQ(refusal("worker 0\nwarm-up\n"),
             "worker 0 has no body; write \"body every 1 minibatch\" above the part that repeats");
+  EXPECT_EQ(refusal(replaced(kByPairs, "body every 2 minibatches", "warm-up")),
+            "line 10: worker 0 has no body; write \"body every 1 minibatch\" above the part that repeats");
   EXPECT_EQ(refusal(replaced(kByPairs, "worker 1\nbody every 2", "worker 1\nbody every 3")),
             "line 11: \"body every 3 minibatches\" where other workers have 2; all bodies are of as many "
             "minibatches");
@@ -372,6 +374,83 @@ TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
       refusal(text),
       "line 9, time 2 of the body: BACKWARD stage 0 minibatch 2 microbatch 0 reads version 1: its forward "
       "has read version 0, and the stage keeps 2: where several are kept a backward reads its forward's");
+}
+
+// The warm-up of a stage with two microbatches a minibatch has half of minibatch 0 alone, so that the reads
+// of version 0 in the body are of version 1 the second time.
+constexpr const char* kHalfAMinibatchAhead = R"(
+worker 0
+warm-up
+FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+body every 1 minibatch
+FORWARD stage 0 minibatch 0 microbatch 1 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 1 reads version 0
+UPDATE stage 0 minibatch 0 writes version 1
+)";
+
+std::string note_on(const std::string& text) { return ListedProgram::parse(text).note_on_unstashed(); }
+
+TEST(ListedProgram, NotesTheFirstBackwardThatReadsAnotherVersionThanItsForward) {
+  EXPECT_EQ(note_on(kHalfAMinibatchAhead),
+            "line 7, time 2 of the body: BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1, and its "
+            "forward (line 8) version 0, as under unstashed; if both are to read one version, put all of "
+            "minibatch 0, with its update, into the warm-up");
+  EXPECT_NE(
+      ListedProgram::parse(kHalfAMinibatchAhead)
+          .to_text()
+          .find("\n# BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1, and its forward version 0"),
+      std::string::npos);
+  // The program that the note asks for.
+  EXPECT_EQ(note_on(R"(
+worker 0
+warm-up
+FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 0 microbatch 1 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+BACKWARD stage 0 minibatch 0 microbatch 1 reads version 0
+UPDATE stage 0 minibatch 0 writes version 1
+body every 1 minibatch
+FORWARD stage 0 minibatch 1 microbatch 1 reads version 1
+BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 2 microbatch 0 reads version 1
+BACKWARD stage 0 minibatch 1 microbatch 1 reads version 1
+UPDATE stage 0 minibatch 1 writes version 2
+)"),
+            "");
+  EXPECT_EQ(note_on(kByPairs), "");
+}
+
+// Three forwards stand in the warm-up, and the body's reads repeat two updates too new.
+TEST(ListedProgram, NotesHowManyMinibatchesBelongIntoTheWarmUp) {
+  EXPECT_NE(note_on(R"(
+worker 0
+warm-up
+FORWARD stage 0 minibatch 0 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 1 microbatch 0 reads version 0
+FORWARD stage 0 minibatch 2 microbatch 0 reads version 0
+body every 1 minibatch
+BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0
+UPDATE stage 0 minibatch 0 writes version 1
+FORWARD stage 0 minibatch 3 microbatch 0 reads version 1
+)")
+                .find("put all of minibatch 1 and those before it, with their updates, into the warm-up"),
+            std::string::npos);
+}
+
+TEST(ListedProgram, NotesTheVersionToReadWhereALineNamesAnother) {
+  for (const ScheduleOptions& options : named_schedules()) {
+    const ListedProgram program = ListedProgram::of(options);
+    const std::string note = program.note_on_unstashed();
+    bool stashes = true;
+    for (StageIndex stage; stage.value() < program.num_stages(); stage = stage.next()) {
+      stashes = stashes && program.stashes(stage);
+    }
+    EXPECT_EQ(note.empty(), stashes) << describe(options);
+    EXPECT_EQ(note.ends_with("let the backward read version 0"), !stashes) << describe(options) << note;
+  }
 }
 
 // A second microbatch in flight at each replica, of a round of two minibatches.
