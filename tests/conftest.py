@@ -14,7 +14,7 @@ from launches import note_launches
 from pipedream import _core
 from pipedream.stage.job import JobOptions
 
-# A GPU that this build of the core cannot use, which run() would refuse.
+# run() would refuse a GPU that this build of the core cannot use.
 if torch.cuda.is_available() and not _core.cuda_available():
     os.environ.setdefault("PIPEDREAM_DEVICE", "host")
 
@@ -27,15 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "faults" in item.path.relative_to(Path(__file__).parent).parts:
             item.add_marker(pytest.mark.faults)
-    # First what takes long by itself or waits for failures, so that it is not alone at the end. The first
-    # worker of pytest-xdist has the first part, of which others take what it has not come to.
+    # Tests that take long or wait for failures come first, so that none of them runs alone at the end.
+    # pytest-xdist gives them to its first worker, from which idle workers take some.
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "faults")))
 
 
 @pytest.fixture(scope="session")
 def farm() -> Iterator[Farm]:
-    """Processes that stand in for the ranks of torchrun. They compute on one thread, and bits depend on that,
-    so from its first use on this process does so too: it has the plain loop that they are compared with."""
+    """Processes that stand in for the ranks of torchrun. They compute on one thread. The bits of results
+    depend on the number of threads, so this process, which runs the plain loop for comparison, uses one
+    thread too."""
     torch.set_num_threads(1)
     farm = Farm()
     yield farm
@@ -44,13 +45,14 @@ def farm() -> Iterator[Farm]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
-    """The options of each call of run(), which raises Launched instead of launching workers."""
+    """Lets run() raise Launched instead of launching workers. Returns the list of the options of each
+    call."""
     return note_launches(monkeypatch)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes on one thread in a test without ranks: bits depend on it."""
+    """Lets torch compute on one thread in a test without ranks, because the bits of results depend on it."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

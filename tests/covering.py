@@ -1,6 +1,7 @@
-"""A covering array: few rows in which every pair of values of two factors stands together at least once.
+"""A covering array: few rows of options in which every pair of values of two options occurs at least once.
 
-Most faults need two options that meet, not seven; a full matrix repeats each pair hundreds of times.
+Most faults need two options together, not seven. A matrix of all combinations has each pair hundreds of
+times.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ _Pair = frozenset[tuple[str, int]]
 def covering_rows(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], given: Iterable[Row] = ()
 ) -> list[Row]:
-    """Rows that hold every pair of values that any allowed row holds, the same rows at every call.
+    """Returns rows with every pair of values that can occur in an allowed row. The same rows at every call.
 
-    given: partial rows, each of which becomes a row of its own; what they leave open is chosen for the
-    pairs. allowed: of a row that may be partial; a row that is not allowed may not become so by more values.
-    Greedy: each choice is the value that brings most new pairs, the least used of those that bring as many.
+    factors: {option: its values}.
+    allowed: whether a row, which may be partial, is allowed. If a partial row is not, no row with more values
+        may be.
+    given: partial rows. Each becomes one row; its other values are chosen for new pairs.
+
+    The choice is greedy: it takes the value with most new pairs, and among equal ones the least used.
     """
     chooser = _Chooser(factors, allowed)
     rows = [chooser.complete(dict(row)) for row in given]
@@ -38,15 +42,14 @@ def covering_rows(
 
 
 def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by few rows that hold every pair of the factors' values, instead of every
-    combination."""
+    """Parametrizes a test by few rows with every pair of the factors' values, instead of all combinations."""
     rows = [tuple(row.values()) for row in covering_rows(factors, lambda row: True)]
     ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in rows]
     return pytest.mark.parametrize(tuple(factors), rows, ids=ids)
 
 
 def pairs_of(factors: Mapping[str, Sequence[Any]], row: Row) -> set[_Pair]:
-    """The pairs that a row holds, as positions among the factors' values."""
+    """Returns the pairs of a row. A value is named by its position among its factor's values."""
     places = [(name, factors[name].index(value)) for name, value in row.items()]
     return {frozenset(pair) for pair in itertools.combinations(places, 2)}
 
@@ -63,7 +66,7 @@ class _Chooser:
         }
 
     def complete(self, row: Row) -> Row:
-        """The row with a value of every factor. Its pairs are open no longer."""
+        """Completes the row with a value for every factor, and removes its pairs from the open ones."""
         row = self._filled(row)
         for name, values in self._factors.items():
             self._uses[name, values.index(row[name])] += 1
@@ -74,7 +77,7 @@ class _Chooser:
         left = [name for name in self._factors if name not in row]
         if not left:
             return row
-        # The factor with most values first: its pairs are the most.
+        # Begins with the factor that has most values, because it has most pairs.
         name = max(left, key=lambda each: len(self._factors[each]))
         for value in sorted(self._factors[name], key=lambda value: self._worth(row, name, value)):
             longer = row | {name: value}

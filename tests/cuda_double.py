@@ -1,7 +1,8 @@
-"""A stand-in for the functions of torch.cuda that pipedream calls, on a torch without CUDA.
+"""A stand-in for the functions of torch.cuda that pipedream calls, for tests on a torch without CUDA.
 
-Streams are lists of what they were given; an event knows what its stream had then. So a test can ask what an
-operation came after, whatever the host did first. Tensors stay in host memory, and nothing is late.
+A stream records the operations that it is given, and an event the operations that its stream had before. So a
+test can ask which operations come before another one in stream order. Tensors stay in host memory, and every
+operation is done at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["CudaDouble", "Event", "Stream"]
 
 
 class Stream:
-    """Records what it was given, and what that came after."""
+    """A stream that records its operations, and those of other streams that it waits for."""
 
     _numbers = itertools.count(1)
 
@@ -29,7 +30,7 @@ class Stream:
         self.device = device
         self.cuda_stream = next(Stream._numbers)
         self.done: set[Any] = set()
-        """Everything that comes before the next operation here."""
+        """All operations that come before this stream's next one."""
 
     def give(self, operation: Any) -> None:
         self.done.add(operation)
@@ -76,7 +77,7 @@ class CudaDouble:
     """Stands in for one test at a time."""
 
     host: set[Any] = set()
-    """What the host has waited for."""
+    """The operations that the host has waited for."""
     num_spins = 0
     """Events for which a thread waited without sleeping."""
     compute = Stream()
@@ -92,9 +93,9 @@ class CudaDouble:
         CudaDouble.compute = Stream()
         CudaDouble._thread = threading.local()
         self.calls: list[tuple[Any, ...]] = []
-        """Of set_device, synchronize, empty_cache and use_mem_pool, in their order."""
+        """The calls of set_device, synchronize, empty_cache and use_mem_pool, in order."""
         self.copies: list[tuple[Stream, set[Any]]] = []
-        """Of every copy_: on which stream, and what came before it."""
+        """For every copy_: its stream, and the operations before it."""
         self.allocated_bytes = self.peak_bytes = 0
         self.free_bytes = 1 << 30
         self.generators = [torch.Generator() for _ in range(num_devices)]

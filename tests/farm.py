@@ -1,8 +1,8 @@
-"""A farm of processes that stand in for the ranks of torchrun: started once, they run case after case.
+"""A farm of processes that stand in for the ranks of torchrun. They start once and run case after case.
 
-The fork server makes them, as it makes local workers: importing torch takes seconds, a fork or a case
-milliseconds. Each is a real process; together they see the environment and the store that torchrun offers.
-One that dies or outlives the deadline is replaced, so that a case may kill its ranks. Owned by the thread
+A process of its own would import torch for seconds; the fork server makes a rank in milliseconds, and a case
+takes milliseconds. Each rank is a real process, with the environment variables and the store that torchrun
+gives. A rank that dies or exceeds the deadline is replaced, so a case may kill its ranks. Owned by the thread
 that runs the tests.
 """
 
@@ -31,29 +31,29 @@ from pipedream.links.rendezvous import host_store
 __all__ = ["Farm", "Outcome"]
 
 _NUM_RANKS_MAX = 6
-_DEADLINE_S = 120.0  # far beyond any case: only a hang gets here
+_DEADLINE_S = 120.0  # far longer than any case: only a hang exceeds it
 _LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended at one rank."""
+    """The outcome of a case at one rank."""
 
     value: Any = None
-    """What the function returned."""
+    """The function's result."""
     error: BaseException | None = None
-    """What it raised."""
+    """The error that the function raised."""
     trace: str = ""
-    """Of the error, as the rank saw it."""
+    """The rank's traceback of that error."""
     exit_code: int | None = None
-    """Of a process that died; -9 also for one that was given up at the deadline."""
+    """The exit code if the process died; also -9 if it was killed at the deadline."""
 
 
 class Farm:
     """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
 
     def __init__(self) -> None:
-        start_server(compiler="before forks")  # or the first optimizer of each rank imports it, for 2 s
+        start_server(compiler="before forks")  # otherwise each rank's first optimizer imports it, for 2 s
         self._store, self._port = host_store()
         self._ranks: list[tuple[Process, Connection]] = []
         self._case_indices = itertools.count()
@@ -72,10 +72,13 @@ class Farm:
     ) -> list[Outcome]:
         """Calls function(*args, **kwargs) at ranks 0 .. num_ranks - 1 and waits for all of them.
 
-        The function is sent by name, the arguments by value. torchrun_id: two cases with the same one are
-        two parts of one script; without it, every case is a script of its own. attempt: how often torchrun
-        has begun that script anew. ranks_per_machine: what each rank is told; None puts all on one machine.
-        rank_0_hosts_store: as under a launcher that has none.
+        The function is sent by name, the arguments by value.
+
+        torchrun_id: cases with the same id look like calls of one script; "" makes each case a script of its
+            own.
+        attempt: how often torchrun has restarted that script.
+        ranks_per_machine: the number that ranks are told; None puts all on one machine.
+        rank_0_hosts_store: stands in for a launcher that has no store.
         """
         assert num_ranks <= _NUM_RANKS_MAX
         while len(self._ranks) < num_ranks:
@@ -95,7 +98,7 @@ class Farm:
         return self._collect(num_ranks, time.monotonic() + deadline_s)
 
     def results(self, function: Callable[..., Any], *args: Any, num_ranks: int, **kwargs: Any) -> list[Any]:
-        """The values that the function returned, by rank, for a case that fails at no rank."""
+        """Runs a case that must succeed at all ranks. Returns the function's results by rank."""
         outcomes = self.run(function, *args, num_ranks=num_ranks, **kwargs)
         for rank, outcome in enumerate(outcomes):
             assert outcome.exit_code is None, f"rank {rank} ended with {outcome.exit_code}: {outcomes}"
@@ -136,7 +139,7 @@ class Farm:
 
     def _give_up(self, rank: int) -> Outcome:
         process, _ = self._ranks[rank]
-        os.kill(process.pid, signal.SIGUSR1)  # shows on stderr where it hangs
+        os.kill(process.pid, signal.SIGUSR1)  # the rank prints on stderr where it hangs
         process.join(_LAST_WORDS_S)
         process.kill()
         return self._replace(rank)
@@ -155,7 +158,7 @@ def _free_port() -> int:
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """A rank: performs one task after the other until the farm closes."""
+    """Performs one task after the other, as a rank, until the farm closes."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
@@ -170,7 +173,7 @@ def _perform(rank: int, task: bytes) -> bytes:
         local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         os.environ.update(environment)
-        # As in a script of its own, no rank starts from the generators of another or of the last case.
+        # Each case begins with fresh generators, different at each rank, as a new script would.
         torch.manual_seed(rank)
         random.seed(rank)
         try:

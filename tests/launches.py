@@ -1,4 +1,4 @@
-"""A run that ends where its processes would start."""
+"""Lets run() end before it starts workers, for tests of its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedream.stage.job import JobOptions
 
 
 class Launched(Exception):  # noqa: N818 (no error)
-    """Is raised in place of a launch."""
+    """Raised instead of launching workers."""
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:

@@ -1,4 +1,4 @@
-"""A rehearsal of a whole model in this process, as of one worker that has all stages."""
+"""Rehearses a whole model in this process, as if one worker had all stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rehearse(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[list[Boundary], list[Footprint]]:
-    """(boundary after each stage but the last, footprint of each stage)."""
+    """Returns (the boundary after each stage but the last, the footprint of each stage)."""
     handover = Handover(None, _core.Placement.at_ranks([0] * len(stages)))
     rehearsal = Rehearsal(handover, torch.device("cpu"), loss_fn=loss_fn, **options)
     rehearsal.run(stages, inputs, targets)

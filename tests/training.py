@@ -1,6 +1,7 @@
-"""One training run of the zoo, done in three ways: as a pipeline, by the oracle, and by a plain loop.
+"""Trains a model of models.py in three ways: as a pipeline, by pipedream.reference, and in a plain loop.
 
-Importable by worker processes: what a rank or a worker must find is a module-level name.
+Worker processes import this module, so everything that they need is a module-level name. Comments call
+pipedream.reference the oracle: it computes the expected numbers without workers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class Training:
-    """A small training that is equal wherever it is built."""
+    """The description of a small training: model, data and options. Equal in every process."""
 
     case_name: str
     num_stages: int
@@ -63,7 +64,7 @@ class Training:
     seed: int | None = 1
     in_flight: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
-    """Of each stage; () is one of each."""
+    """Replicas of each stage; () is one replica of each."""
     spares: tuple[int, ...] = ()
     """Spare shards of each stage; () is none."""
     schedule: str | pipedream.Program = "pipedream"
@@ -104,11 +105,12 @@ class Training:
 
     def data(self) -> Iterable[Batch]:
         batches = self.case.data(self.num_minibatches, self.dtype, short_last=self.short_last)
-        # A list has what a DataLoader needs of a dataset.
+        # A list has the methods that a DataLoader needs of a dataset.
         return DataLoader(batches, batch_size=None, shuffle=True) if self.shuffled else batches  # type: ignore[arg-type]
 
     def options(self) -> dict[str, Any]:
-        """The arguments that pipedream.run and reference.run share; of some only what is not the default."""
+        """Returns arguments for both pipedream.run and reference.run. Some are left out if they have the
+        default."""
         always = {
             "data": self.data(),
             "loss_fn": self.case.loss_fn,
@@ -125,7 +127,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Overflowing(Training):
-    """Its loss is so large that its first minibatches overflow float16 at the initial loss scale."""
+    """A training with so large a loss that its first minibatches overflow float16 at the initial loss
+    scale."""
 
     loss_factor: float = 30.0
 
@@ -139,7 +142,7 @@ def _large_loss(factor: float, outputs: torch.Tensor, targets: torch.Tensor) -> 
 
 class CountingSGD(torch.optim.SGD):
     num_steps = 0
-    """Steps that this process has taken: updates that were not skipped."""
+    """Steps in this process. Skipped updates do not count."""
 
     def step(self, closure: Any = None) -> Any:
         CountingSGD.num_steps += 1
@@ -147,7 +150,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 def train_in_pipeline(training: Training, **options: Any) -> tuple[RunResult, State]:
-    """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
+    """Runs a rank's part, or a whole local run. Only rank 0 gives the right initial weights."""
     model = training.model()
     if not is_rank_0():
         with torch.no_grad():
@@ -163,19 +166,19 @@ def is_rank_0() -> bool:
 
 
 def is_on_cuda() -> bool:
-    """Whether workers compute on a GPU here; those of these tests share it."""
+    """Whether workers compute on a GPU here. All workers of a test share it."""
     wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
     return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available() and _core.cuda_available())
 
 
 def state_of(model: nn.Module) -> State:
-    """In host memory, as a pipeline gives it."""
+    """Returns the model's state_dict in host memory, as a pipeline run returns it."""
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @functools.cache
 def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, State]:
-    """The oracle's numbers. The result is shared: do not change it."""
+    """Trains by the oracle. The result is cached and shared: do not change it."""
     model = model_of_oracle(training)
     with torch.random.fork_rng():
         result = reference.run(model, training.plan, **training.options())
@@ -183,13 +186,13 @@ def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, S
 
 
 def model_of_oracle(training: Training) -> nn.Module:
-    """The model on the device where the workers compute, so that its numbers are drawn and rounded alike."""
+    """Returns the model on the workers' kind of device, so that random numbers and rounding are the same."""
     return training.model().to("cuda" if is_on_cuda() else "cpu")
 
 
 def train_plainly(training: Training) -> tuple[list[float], State]:
-    """The loop that any PyTorch user would write, without a pipeline: gradient accumulation, clipping by the
-    norm of all gradients, and a scheduler that follows the optimizer. Without autocast."""
+    """Trains in a loop as any PyTorch user would write it: gradient accumulation, clipping by the norm of all
+    gradients, and a scheduler step after each optimizer step. No autocast."""
     assert training.autocast is None
     model = training.model()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -211,7 +214,7 @@ def train_plainly(training: Training) -> tuple[list[float], State]:
 
 
 def accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) -> float:
-    """Adds a minibatch's gradients, microbatch by microbatch; its loss."""
+    """Adds up a minibatch's gradients, microbatch by microbatch. Returns the minibatch's loss."""
     if training.microbatches == 1:
         loss = training.case.loss_fn(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -227,7 +230,7 @@ def accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) 
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative, of losses and weights, between two orders of the same arithmetic."""
+    """Returns the relative difference that losses and weights may have if sums are added in another order."""
     return 1e-9 if dtype == torch.float64 else 1e-5
 
 
@@ -238,7 +241,8 @@ def assert_close_losses(losses: list[float], expected: list[float], relative: fl
 
 
 def assert_close_state(state: State, expected: State, relative: float) -> None:
-    """Equal up to `relative` of each tensor's largest element; exactly equal where they are integers."""
+    """Asserts that states are equal: integers exactly, floats up to `relative` of the tensor's largest
+    element."""
     assert state.keys() == expected.keys()
     for name, wanted in expected.items():
         if not wanted.is_floating_point():
@@ -250,7 +254,7 @@ def assert_close_state(state: State, expected: State, relative: float) -> None:
 
 
 def assert_equal_state(state: State, expected: State) -> None:
-    """Bit for bit."""
+    """Asserts that states are equal bit for bit."""
     assert state.keys() == expected.keys()
     for name, wanted in expected.items():
         assert torch.equal(state[name], wanted), name
@@ -264,7 +268,8 @@ def expected_versions(
     staleness: int = 0,
     microbatches: int = 1,
 ) -> list[list[tuple[int, int]]]:
-    """versions[stage][minibatch] = (forward of its first microbatch, backward of its last one)."""
+    """Returns [stage][minibatch]: the weight versions that (the forward of the minibatch's first microbatch,
+    the backward of its last one) must read."""
     how: dict[str, Any] = {"schedule": schedule, "staleness": staleness, "microbatches": microbatches}
     return [
         [(read[0][0], read[-1][1]) for read in of_stage]
@@ -275,7 +280,7 @@ def expected_versions(
 def expected_microbatch_versions(
     plan: Plan, num_minibatches: int, *, schedule: str, staleness: int, microbatches: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """[stage][minibatch][microbatch] = (forward, backward): the table of design.md, section 4."""
+    """Returns [stage][minibatch][microbatch]: the weight versions that (forward, backward) must read."""
     m, replicas = microbatches, [stage.num_replicas for stage in plan.stages]
     drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
     rounds = [math.lcm(m, *(replicas if drains else [count])) // m for count in replicas]

@@ -1,4 +1,4 @@
-"""Checkpoints for tests, written as the workers of a run write them."""
+"""Writes checkpoints for tests, as the workers of a run write them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def write_checkpoint(
     stages: Sequence[int] | None = None,
     run: str = "first",
 ) -> Path:
-    """A checkpoint of what the model is now, with an older version of zeros at each stage. stages: whose
-    parts are written; None: all, and so the manifest."""
+    """Writes a checkpoint of the model. Each stage also gets an older version, all zeros.
+
+    stages: the stages of which parts are written; None writes all, and then the manifest follows too."""
     folder = folder_of(path, minibatch)
     folder.mkdir(parents=True, exist_ok=True)
     split_model = split(model, plan)
@@ -77,7 +78,7 @@ def _weights(stage: StageModule, ties: Sequence[Tie]) -> list[Content]:
     for version, scale in ((5, 0.0), (6, 1.0)):
         contents.append(Content("version", {name: scale * value for name, value in own.items()}, version))
         for owner, values in by_owner.items():
-            # Users may have a version that is older than the owner's.
+            # A stage that only uses a tied parameter may have an older version than its owner.
             of_user = scale if owner == stage.stage_index else 0.5
             tensors = {name: of_user * value for name, value in values.items()}
             contents.append(Content("tied", tensors, version, owner))

@@ -1,12 +1,16 @@
-# The C++ core (csrc/bindings). Capsules are DLPack capsules; times are on the monotonic clock, in ns.
+# The types of the C++ core (csrc/bindings). Capsules are DLPack capsules. Times are in nanoseconds on the
+# monotonic clock.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 class RunFailure(RuntimeError):  # noqa: N818
-    """The world's failure: args are (kind, message), kind "PeerLost", "Timeout", "CorruptFrame", ..."""
+    """A failure outside this program, such as a lost peer. args are (kind, message); kind is "PeerLost",
+    "Timeout", "CorruptFrame", ..."""
 
 class Edge:
-    """kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
+    """A way along which a schedule sends items: from one replica of a stage to another replica or stage.
+
+    kind: activation, gradient, tied_gradient, tied_version, norm, push, pull or evaluation."""
     def __init__(
         self, kind: str, from_stage: int, to_stage: int, from_replica: int = 0, to_replica: int = 0
     ) -> None: ...
@@ -22,33 +26,34 @@ class Edge:
     def to_replica(self) -> int: ...
 
 class OpcodeTraits:
-    """An opcode's row of csrc/schedule/opcode.h."""
+    """The facts about an opcode, from csrc/schedule/opcode.h."""
     @property
     def name(self) -> str: ...
     @property
     def meaning(self) -> str:
-        """In a sentence."""
+        """The meaning in one sentence."""
     @property
     def letter(self) -> str:
-        """In pictures and traces."""
+        """The letter for pictures and traces."""
     @property
     def travels(self) -> bool: ...
     @property
     def writes_version(self) -> bool: ...
     @property
     def scope(self) -> str:
-        """The number that names it: "microbatch", "round" or "boundary"."""
+        """The number that an instruction has: "microbatch", "round" or "boundary"."""
     @property
     def stash(self) -> str:
-        """The effect on its microbatch's stash: "none", "kept", "restored" or "released"."""
+        """The effect on the microbatch's stash: "none", "kept", "restored" or "released"."""
     @property
     def duration(self) -> str:
-        """The measured time that it takes: "none", "forward", "recompute", "backward" or "update"."""
+        """The measured time that gives its duration: "none", "forward", "recompute", "backward" or
+        "update"."""
 
 OPCODES: dict[str, OpcodeTraits]
 
 class Instruction:
-    """One step of a worker's program; str() is its text."""
+    """One step of a worker's program. str() gives its text."""
     @property
     def opcode(self) -> str: ...
     @property
@@ -67,7 +72,7 @@ class Instruction:
     def edge(self) -> Edge | None: ...
 
 class Placement:
-    """Who is where."""
+    """The rank of every replica and spare of every stage."""
     @staticmethod
     def at_ranks(rank_of_stage: Sequence[int]) -> Placement: ...
     @staticmethod
@@ -86,8 +91,10 @@ class Placement:
     def stages_at(self, rank: int) -> list[int]: ...
 
 class Rounds:
-    """How microbatches fall on the replicas of a stage and on its updates. num_minibatches: None while it is
-    not known, and a round has all that it may have."""
+    """The rounds of a stage: a round is the minibatches of one update. Tells which microbatches each replica
+    has.
+
+    num_minibatches: the length of the run; None while it is not known, and then every round is full."""
     def __init__(
         self,
         *,
@@ -193,7 +200,7 @@ class ScheduleOptions:
     def num_workers(self) -> int: ...
 
 class ScheduleRules:
-    """A schedule's row of csrc/schedule/schedule_rules.h."""
+    """The facts about a schedule, from csrc/schedule/schedule_rules.h."""
 
     @property
     def name(self) -> str: ...
@@ -461,10 +468,10 @@ def deal_shards(
     num_spares: int = 0,
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]: ...
 
-SHARD_CHUNK_BYTES_MIN: int  # the largest chunk of the smallest shards, and where there are spares
-EVALUATED_MINIBATCHES_MAX: int  # validation minibatches of one evaluation
-NUM_EVALUATION_SLOTS: int  # validation minibatches that an edge holds
-NUM_SPARE_SLOTS: int  # of chunks that one replica pushes to a spare
+SHARD_CHUNK_BYTES_MIN: int  # the largest chunk's bytes in the smallest shards, and in all shards with spares
+EVALUATED_MINIBATCHES_MAX: int  # the most validation minibatches of one evaluation
+NUM_EVALUATION_SLOTS: int  # the validation minibatches that a receiver of an edge has room for
+NUM_SPARE_SLOTS: int  # a spare's slots for the chunks of one replica
 
 def shard_chunk_bytes_max(shard_bytes: int) -> int: ...
 def shard_shares(num_replicas: int, num_spares: int) -> list[int]: ...
@@ -508,17 +515,17 @@ def poisons_released_slots() -> bool: ...
 def open_segment_arena(address: int, num_bytes: int, device: str = "host") -> bool: ...
 def segment_arena_bytes() -> tuple[int, int]: ...
 
-DTYPES: list[str]  # of the wire, by torch's names
-SHARED_MEMORY: str  # how a channel's tensors travel where both ends map the receiver's memory
-CUDA_IPC: str  # of memory of a device
-STAGING_TERM: str  # before a channel's name, of the pool's terms
+DTYPES: list[str]  # the dtypes that channels can send, by torch's names
+SHARED_MEMORY: str  # the transport of a channel if both ends map the receiver's host memory
+CUDA_IPC: str  # the transport of a channel if the sender maps the receiver's device memory
+STAGING_TERM: str  # this prefix and a channel's name are the name of its memory term; so are the next two
 RESIDUAL_TERM: str
 ENCODED_TERM: str
 
 def slot_stride_bytes(slot_bytes: int) -> int: ...
 
-NUM_TENSORS_MAX: int  # of an item of a channel
-NUM_DIMS_MAX: int  # of each of them
+NUM_TENSORS_MAX: int  # tensors of a channel's item
+NUM_DIMS_MAX: int  # dimensions of such a tensor
 COMPUTED_LATER: int
 
 def channel_bytes(tensors: Sequence[tuple[str, int, int]], codec: str) -> tuple[int, int, int, bool]: ...

@@ -1,7 +1,8 @@
-"""A small zoo of deterministic models with data and loss, for tests that compare two ways of training.
+"""Small deterministic models with data and loss, for tests that compare two ways of training.
 
-Importable by worker processes: every class and loss here is a module-level name. Each model has at least
-four layers and says where it may be cut into 1 to 4 stages.
+All are lists of layers; twins.py has modules with a forward of their own. Worker processes import this
+module, so every class and loss is a module-level name. Each case says where its model is cut into 1 to 4
+stages.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Logits by the transposed weight of an embedding, which it shares."""
+    """An output layer that shares its weight with an embedding."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class TokenConv(nn.Module):
 
 
 class Pack(nn.Module):
-    """(outputs, (h, c)) of an LSTM -> a nested dict with a tensor that occurs twice and a constant."""
+    """Packs an LSTM's (outputs, (h, c)) into a nested dict with one tensor twice and a number."""
 
     def forward(self, value: Any) -> dict[str, Any]:
         outputs, (hidden, cell) = value
@@ -139,7 +140,7 @@ def _connected() -> nn.Sequential:
 
 
 class UsedTwice(nn.Module):
-    """A fully connected layer after itself."""
+    """Calls one fully connected layer twice."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torc
 
 @dataclass(frozen=True)
 class Case:
-    """One model of the zoo. `cuts[S]` are the first layers of stages 1 .. S-1."""
+    """One model with its data and loss. `cuts[S]` are the first layers of stages 1 .. S-1 of S stages."""
 
     name: str
     make_model: Callable[[], nn.Sequential]
@@ -251,16 +252,17 @@ class Case:
     """Whether the forward draws random numbers."""
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-        """The same weights at every call; leaves the global generator as it is."""
+        """Makes the model, with the same weights at every call. Leaves the global generator as it is."""
         with torch.random.fork_rng(devices=[]):
-            # As torch.manual_seed, which takes longer than to make a model to ask for devices.
+            # Does what torch.manual_seed does on the CPU. That also asks for devices, which takes longer than
+            # making the model.
             torch.default_generator.manual_seed(2024)
             return self.make_model().to(dtype)
 
     def data(
         self, num_minibatches: int, dtype: torch.dtype = torch.float64, *, short_last: bool = False
     ) -> list[Batch]:
-        """The same minibatches at every call; `short_last` halves the last one."""
+        """Returns the same minibatches at every call. short_last: halves the last one."""
         generator = torch.Generator().manual_seed(7)
         sizes = [BATCH] * num_minibatches
         if short_last:
@@ -276,7 +278,7 @@ class Case:
 
 
 def straight_plan(num_layers: int, cuts: tuple[int, ...]) -> Plan:
-    """An unreplicated plan whose stages start at layer 0 and at the cuts."""
+    """Returns a plan without replicas. Its stages start at layer 0 and at the cuts."""
     starts = (0, *cuts)
     ends = (*cuts, num_layers)
     stages = tuple(Stage(start, end - 1) for start, end in zip(starts, ends, strict=True))
@@ -292,7 +294,7 @@ CASES = {
         Case("transformer", _transformer, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
         # The embedding and its head stay in one stage.
         Case("tied", _tied, _texts, cross_entropy, {1: (), 2: (3,), 3: (3, 4), 4: (3, 4, 5)}),
-        # The embedding is in the first stage and its head in the last, which at 4 stages has nothing else.
+        # The embedding is in the first stage, its head in the last. With 4 stages the last has only the head.
         Case("tied_apart", _tied_apart, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 4)}),
         Case("lstm", _lstm, _next_words, cross_entropy, {1: (), 2: (3,), 3: (2, 3), 4: (1, 2, 3)}),
         Case("dropout", _dropout, _vectors, squared_error, {1: (), 2: (3,), 3: (2, 4), 4: (1, 2, 4)}, True),
@@ -304,9 +306,9 @@ CASES = {
 LARGE_CASES = {
     case.name: case
     for case in (
-        # Few parameters, and much that crosses: 98,304 elements, enough for shared memory with every codec.
+        # Few parameters and large activations: 98,304 elements, enough to use shared memory with every codec.
         Case("wide", _wide, _images, cross_entropy, {1: (), 2: (4,), 3: (2, 4)}),
-        # Large fully connected layers, and a last one of which factors are larger than the gradient.
+        # Large fully connected layers. In the last layer the factors are larger than the gradient.
         Case("connected", _connected, _images, cross_entropy, {1: (), 2: (4,)}),
         Case("words", _words, _texts, cross_entropy, {1: (), 2: (2,)}),
     )

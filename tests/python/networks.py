@@ -1,5 +1,6 @@
-"""Networks of transformers, torchvision, timm and peft, small and made from configurations with random
-weights, and a UNet. Importable by worker processes; the libraries are imported when a network is made.
+"""Small networks of transformers, torchvision, timm and peft with random weights, and a UNet.
+
+Worker processes import this module. The libraries are imported only when a network is made.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CODERS = {
 
 @dataclass(frozen=True)
 class Made:
-    """A model, a minibatch of its own kind, and its loss."""
+    """A model, a minibatch for it, and its loss."""
 
     model: nn.Module
     batch: Any
@@ -43,9 +44,9 @@ class Made:
 @dataclass(frozen=True)
 class Network:
     library: str
-    """Without which it cannot be made; empty: none."""
+    """The library that the network needs; empty if none."""
     make: Callable[[bool], Made]
-    """draws: whether it has its dropout."""
+    """Makes the network. Its argument says whether the network has dropout."""
 
     def seeded(self, *, draws: bool) -> Made:
         with torch.random.fork_rng(devices=[]):
@@ -54,7 +55,7 @@ class Network:
 
 
 def needed(name: str) -> Network:
-    """Skips the test where the library is not installed."""
+    """Returns the network. Skips the test if its library is not installed."""
     network = NETWORKS[name]
     if network.library and importlib.util.find_spec(network.library) is None:
         pytest.skip(f"{network.library} is not installed")
@@ -62,8 +63,9 @@ def needed(name: str) -> Network:
 
 
 def make_torchvision_importable() -> bool:
-    """Libraries import torchvision where there is one, also one that was compiled for another torch. Returns
-    whether it imports as it is, and so in workers that import no test, too."""
+    """Makes sure that libraries can import torchvision, even one that was compiled for another torch.
+
+    Returns whether it can be imported without help. Only then can workers import it that import no test."""
     examples = str(Path(__file__).resolve().parents[2] / "examples")
     if examples not in sys.path:
         sys.path.append(examples)
@@ -75,7 +77,7 @@ def _library(name: str) -> Any:
     return importlib.import_module(name)
 
 
-# Of transformers.
+# Networks of transformers.
 
 
 def _without_draws(config: Any) -> None:
@@ -126,7 +128,7 @@ def _language_model(kind: str, config: str, **options: Any) -> Network:
 
 
 def _adapted(*, tied: bool = False, **how: Any) -> Network:
-    """A llama of which peft's adapters alone are trained."""
+    """A llama whose only trained parameters are peft's adapters."""
     options = _TOKENS | _GROUPED | {"tie_word_embeddings": tied}
 
     def make(draws: bool) -> Made:
@@ -135,7 +137,7 @@ def _adapted(*, tied: bool = False, **how: Any) -> Network:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=2,
-            init_lora_weights=False,  # or the first gradients of half of the weights are zero
+            init_lora_weights=False,  # otherwise half of the weights have zero gradients at first
             lora_dropout=0.1 * draws,
             **{"target_modules": ["q_proj", "v_proj", "down_proj"]} | how,
         )
@@ -145,7 +147,8 @@ def _adapted(*, tied: bool = False, **how: Any) -> Network:
 
 
 def bart_with_layer_drop() -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """The model, and minibatches that each leave out layers of their own in any process."""
+    """Returns a model with LayerDrop, and minibatches. Each minibatch leaves out the same layers in every
+    process, because the forward seeds the generator by its inputs."""
     library = _library("transformers")
     depth = {"encoder_layers": 3, "decoder_layers": 3, "encoder_layerdrop": 0.3, "decoder_layerdrop": 0.3}
     config = library.BartConfig(**_TOKENS | _CODERS | depth)
@@ -164,11 +167,11 @@ def _seed_by_inputs(module: nn.Module, args: Any, keywords: dict[str, Any]) -> N
     torch.manual_seed(int(keywords["input_ids"].sum()))
 
 
-# Of torchvision.
+# Networks of torchvision.
 
 
 def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """With the auxiliary scores that some return in training."""
+    """The loss of the scores, and of auxiliary scores, which some models return in training."""
     if isinstance(outputs, tuple):
         parts = [_cross_entropy(scores, targets) for scores in outputs if scores is not None]
         return parts[0] + 0.4 * sum(parts[1:], torch.zeros(()))
@@ -207,7 +210,7 @@ def _convnext(models: Any) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Every level is read again on the way up: cuts carry all that are open."""
+    """A UNet: the way up reads each level again, so a cut carries all levels that are still to be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +314,7 @@ NETWORKS: dict[str, Network] = {
     "vision_transformer": _vision(lambda m: m.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=4), 16),
     "vgg": _named("vgg11_bn"),
     "unet": Network("", _unet),
-    # Of other families than those that the method was tried on.
+    # Networks of families that were not looked at when cutting was developed.
     "gpt_neox": _language_model("GPTNeoXForCausalLM", "GPTNeoXConfig", max_position_embeddings=16, **_SMALL),
     "mixer": Network("timm", _mixer),
 }

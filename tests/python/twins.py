@@ -1,6 +1,8 @@
-"""Small twins of the models that people bring: modules with a forward of their own, not lists of layers.
+"""Small imitations (twins) of models that users bring: modules with a forward of their own, not lists of
+layers.
 
-Importable by worker processes: every class is a module-level name. Each says what it is a twin of.
+Worker processes import this module, so every class is a module-level name. Docstrings name the model that is
+imitated, or the habit of users' code that makes a model hard to cut.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Batch = tuple[Any, Any]
 
 
 class ResidualBlock(nn.Module):
-    """Adds its input to its output in place, as torchvision's."""
+    """A block of ResNet. It adds its input to its output in place, as torchvision's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class ResidualBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet: skips within blocks, batch norm, functions between modules, one in place."""
+    """ResNet: skips inside blocks, batch norm, and functions between modules, one of them in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips from every level of the way down to the same level of the way up."""
+    """UNet: every level of the way down has a skip to the same level of the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class UNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Takes a mask and returns (output, weights), as Hugging Face's do."""
+    """Attention that takes a mask and returns (output, weights), as Hugging Face's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +109,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2: positions and a mask made in the forward from the shape of the input, a head tied to the
-    embedding, and blocks that return tuples."""
+    """GPT-2: the forward makes positions and a mask from the shape of its input. The head is tied to the
+    embedding, and blocks return tuples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class Output:
 
 
 class MaskedTransformer(Transformer):
-    """A Hugging Face model: called by name, padding masked, the loss and more in what it returns."""
+    """A Hugging Face model: called with keyword arguments, masks padding, returns an object with the loss."""
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
@@ -158,7 +160,7 @@ class MaskedTransformer(Transformer):
 
 
 class Pair(nn.Module):
-    """Returns a tuple with a dict in it, of tensors, a number and a text."""
+    """A layer that returns a tuple with a dict, which has a tensor, a number and a text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class Pair(nn.Module):
 
 
 class Tuples(nn.Module):
-    """Modules that return several values, one of them used much later, and a number that code goes by."""
+    """Modules that return several values. One is used much later, and one is a number that code reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +190,8 @@ class Tuples(nn.Module):
 
 
 class HandingOn(nn.Module):
-    """Modules that return what they were given, which code outside reads too, and a parameter of its own."""
+    """A model with nn.Identity modules, whose input code outside reads too, and with a parameter of its
+    own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +209,7 @@ class HandingOn(nn.Module):
 
 
 class Noting(nn.Module):
-    """Leaves a value in an attribute beside what it returns."""
+    """A layer that also leaves a value in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +222,7 @@ class Noting(nn.Module):
 
 
 class SideValue(nn.Module):
-    """Reads at its end what one of its first modules has left in an attribute."""
+    """A model that at its end reads the attribute which one of its first modules has set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +239,7 @@ class SideValue(nn.Module):
 
 
 class Gate(nn.Linear):
-    """Scores that decide on the way, which its own block alone gets from it."""
+    """A gate: returns the scores of two experts, which only its own block reads."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 2)
@@ -268,8 +271,8 @@ def _note_scores(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) ->
 
 
 class Routed(nn.Module):
-    """Mixtral: the scores of its gates leave the blocks by hooks, which the first forward installs, and are a
-    part of what it returns."""
+    """Mixtral: hooks, which the first forward installs, take the gates' scores out of the blocks. The scores
+    are a part of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +296,7 @@ class Routed(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Dropout as modules, and as a function between them."""
+    """A model with dropout, as a module and as a function between modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +314,8 @@ class Dropping(nn.Module):
 
 
 class Deciding(nn.Module):
-    """Several tasks: goes by the type of a layer, and by whole numbers of the batch as Python has them."""
+    """A model for several tasks: its code asks for the type of a layer, and for Python integers of the
+    batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +333,7 @@ class Deciding(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Leaves a layer out, in all forwards or in one of them."""
+    """A model that leaves out one layer, in all forwards or in one of them."""
 
     def __init__(self, left_out: int = -1, in_forward: int | None = None) -> None:
         super().__init__()
@@ -350,7 +354,7 @@ class Skipping(nn.Module):
 
 
 class Viewing(nn.Module):
-    """FNet with learnt filters: code between modules views parameters of its own in other shapes."""
+    """FNet with learnt filters: code between modules views the model's own parameters in other shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +372,7 @@ class Viewing(nn.Module):
 
 
 class Sharing(nn.Module):
-    """ALBERT: the same layer again and again."""
+    """ALBERT: calls the same layer several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,14 +389,14 @@ class Sharing(nn.Module):
 
 
 class LastChannels(nn.Conv2d):
-    """Its output has the channels last in memory."""
+    """A convolution whose output has the channels last in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).contiguous(memory_format=torch.channels_last)
 
 
 class Strided(nn.Module):
-    """A vision model in channels_last: what it does with a tensor depends on its strides."""
+    """A vision model in channels_last: its result depends on the strides of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +412,7 @@ class Strided(nn.Module):
 
 
 class Padded(nn.Module):
-    """Takes a mask where something is padded, and no mask elsewhere."""
+    """A model that gets a mask with padded minibatches, and None with others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +427,7 @@ class Padded(nn.Module):
 
 
 class Truncated(nn.Module):
-    """Truncated backpropagation through time: the model itself keeps the hidden states, beside its cells."""
+    """Truncated backpropagation through time: the model itself keeps the hidden states of its cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +452,7 @@ class Truncated(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Llama: positions and norms in float32, whatever the rest computes in; a weight that is used often."""
+    """Llama: positions and norms in float32, with any dtype elsewhere, and a weight that is used often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +470,7 @@ class Rotary(nn.Module):
 
 
 class RandomlyDropped(nn.Module):
-    """Its own code drops layers at random, and draws dropout between them."""
+    """A model whose own code drops layers at random, and draws dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,7 +491,7 @@ class RandomlyDropped(nn.Module):
 
 
 class LongOnes(nn.Module):
-    """Has a skip where a text is longer than two."""
+    """A model that has a skip only if a text is longer than two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -503,7 +507,7 @@ class LongOnes(nn.Module):
 
 
 class SparseExperts(nn.Module):
-    """Sends every sample to one of a dozen experts; those that none is sent to are not called."""
+    """A layer that sends each sample to one of 12 experts. It does not call an expert without samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +525,7 @@ class SparseExperts(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Switch: the first minibatch does not call every expert."""
+    """Switch transformer: the first minibatch does not call every expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -538,10 +542,10 @@ class Sparse(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """Stochastic depth: leaves itself out where its input says so."""
+    """A residual layer with stochastic depth: for some inputs it returns its input."""
 
     def __init__(self, skipped_sign: int = 0) -> None:
-        """skipped_sign: of the sum of its inputs; 0: it never leaves itself out."""
+        """skipped_sign: the layer is left out if the sum of its inputs has this sign; 0 means never."""
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
         self.skipped_sign = skipped_sign
@@ -553,7 +557,7 @@ class ResidualLayer(nn.Module):
 
 
 class DroppedLayers(nn.Module):
-    """A part of BART with LayerDrop; which layers a minibatch leaves out is told to it."""
+    """The encoder or the decoder of LayerDropped. Its caller says which layers a minibatch leaves out."""
 
     def __init__(self, is_residual: bool) -> None:
         super().__init__()
@@ -570,10 +574,10 @@ class DroppedLayers(nn.Module):
 
 
 class LayerDropped(nn.Module):
-    """BART: some layers are left out in the first minibatch, others in later ones."""
+    """BART with LayerDrop: the first minibatch leaves out some layers, later ones leave out others."""
 
     def __init__(self, is_residual: bool = False) -> None:
-        """is_residual: code outside of the layers adds what a layer returns to what it is given."""
+        """is_residual: code outside a layer adds the layer's input to its output."""
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.encoder, self.decoder = DroppedLayers(is_residual), DroppedLayers(is_residual)
@@ -635,7 +639,7 @@ def _vectors_of_tasks(generator: torch.Generator, dtype: torch.dtype, size: int)
 
 
 def padded_vectors(padded: Sequence[bool]) -> list[Batch]:
-    """One minibatch each, with a mask where it is padded."""
+    """Returns one minibatch for each value: with a mask for True, without for False."""
     generator = torch.Generator().manual_seed(7)
     batches = [_vectors(generator, torch.float64, 4) for _ in padded]
     masks = [
@@ -661,19 +665,19 @@ class Twin:
     loss_fn: Callable[[Any, Any], Tensor] = cross_entropy
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """The same weights at every call; leaves the global generator as it is."""
+        """Makes the model, with the same weights at every call. Leaves the global generator as it is."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2024)
             return self.make().to(dtype)
 
     def data(self, num_minibatches: int, dtype: torch.dtype = torch.float64) -> list[Any]:
-        """The same minibatches at every call, the last one of half the size."""
+        """Returns the same minibatches at every call. The last one has half the size."""
         generator = torch.Generator().manual_seed(7)
         sizes = [6] * (num_minibatches - 1) + [3]
         return [self.make_batch(generator, dtype, size) for size in sizes]
 
 
-# Their minibatches do not make the same calls.
+# Twins that call other layers for other minibatches.
 CHANGING = {
     twin.name: twin
     for twin in (
