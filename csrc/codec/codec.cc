@@ -114,7 +114,7 @@ void decode_elements(const CodecWork& work) {
   PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
 }
 
-// The first entry that does not follow from the one before it; it exists.
+// Names the first index that does not ascend. There must be one.
 std::string order_violation(std::span<const std::uint32_t> indices) {
   std::size_t entry = 1;
   while (indices[entry] > indices[entry - 1]) ++entry;
@@ -213,7 +213,7 @@ std::optional<std::string> encoding_violation(const Codec& codec, DType dtype, s
   if (codec.kind != CodecKind::kTopK || num_elements == 0) return std::nullopt;
   const std::span<const std::uint32_t> indices(reinterpret_cast<const std::uint32_t*>(encoded.data()),
                                                topk_num_chosen(codec, num_elements));
-  std::uint32_t num_wrong = 0;  // counted, not looked for: so the loop vectorises
+  std::uint32_t num_wrong = 0;  // counts all instead of ending at the first, so that the loop vectorises
   for (std::size_t i = 1; i < indices.size(); ++i) num_wrong += indices[i] > indices[i - 1] ? 0U : 1U;
   if (num_wrong != 0) return order_violation(indices);
   if (indices.back() < num_elements) return std::nullopt;

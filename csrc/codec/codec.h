@@ -1,17 +1,18 @@
-// A codec sends a tensor over a slow link in fewer bytes, with the loss described here. These functions work
-// on bytes in host memory; stream_codec.h runs codecs on a device's stream. Pure functions; any thread.
+// A codec sends a tensor over a slow link in fewer bytes, and loses precision as described here. These
+// functions work on bytes in host memory; stream_codec.h runs codecs on a device's stream. Pure functions;
+// any thread.
 //
 //   none   the bytes as they are
 //   bf16   each element rounded to bfloat16, to nearest even
-//   fp16   each element rounded to float16; what is too large becomes infinite
+//   fp16   each element rounded to float16; an element that is too large becomes infinite
 //   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then elements / scale
 //          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
-//   topk   the `share` of the elements that are largest in magnitude: their number is fixed by share and the
-//          size, their indices (uint32) ascend, values (float32, or the tensor's own 16 bits) follow. What is
-//          left out, and what rounding these values loses, is added to the next item's tensor (error
-//          feedback: Seide et al. 2014; Stich et al. 2018), in `residual`. Where the sum of both is an
-//          infinity or a NaN nothing is kept, whether it was chosen or not; chosen, it is sent as it is. A
-//          sum that its value cannot hold is sent as an infinity
+//   topk   the elements that are largest in magnitude, a `share` of all. First come their indices (uint32,
+//          ascending), then their values (float32, or the tensor's own 16 bits). Their number follows from
+//          share and the tensor's size. `residual` keeps the elements that are not sent, and the rounding
+//          errors of those that are, and adds them to the next item's tensor (error feedback: Seide et al.
+//          2014; Stich et al. 2018). It keeps nothing of a sum that is an infinity or a NaN. Such a sum is
+//          sent as it is if it is chosen. A sum that is too large for its sent type becomes infinite
 //
 // All codecs apply to float32 and float64 tensors. int8 and topk also apply to bfloat16 and float16; bf16 and
 // fp16 would not make those smaller. Every other dtype travels as it is. The number of encoded bytes depends
@@ -31,7 +32,7 @@ namespace pipedream {
 
 struct Codec {
   CodecKind kind = CodecKind::kNone;
-  double share = 0.01;  // kTopK: of the elements, above 0, at most 1; at least one element travels
+  double share = 0.01;  // kTopK: share of the elements, above 0, at most 1; at least one element is sent
 
   friend bool operator==(const Codec&, const Codec&) = default;
 };
@@ -42,19 +43,20 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 [[nodiscard]] Codec codec_from_name(std::string_view name);
 [[nodiscard]] std::string codec_name(const Codec& codec);
 
-// The codec that tensors of this dtype travel by: the given one, or none where it does not apply.
+// The codec for tensors of this dtype: the given one, or none if that does not apply to the dtype.
 [[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
 
-// Bytes of topk's residual: float64 elements for float64 tensors, else float32. The codec must apply to
-// dtype. 0 for all other codecs.
+// Bytes of topk's residual: float64 elements for float64 tensors, float32 for all others. The codec must
+// apply to dtype. 0 for all other codecs.
 [[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
-inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an entry says which by 32 bits
+inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an index has 32 bits
 
 // The number of elements that topk sends. At most kTopKElementsMax elements (checked).
 [[nodiscard]] std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements);
 
-// Exact. codec applies to dtype. At most 2^32 - 1 elements for topk (checked).
+// The exact number of encoded bytes. The codec must apply to dtype. topk: at most kTopKElementsMax elements
+// (checked).
 [[nodiscard]] std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
 struct CodecWork {
@@ -63,12 +65,12 @@ struct CodecWork {
   std::size_t num_elements = 0;
   std::byte* values = nullptr;    // read by encode, written by decode
   std::byte* encoded = nullptr;   // encoded_bytes(); written by encode, read by decode
-  std::byte* residual = nullptr;  // topk, encode: residual_bytes(), zero at first; else null
+  std::byte* residual = nullptr;  // topk, encode: residual_bytes(), zero at first; otherwise null
 };
 
-// Among the values of topk a NaN is as large as infinity. Vectorised; allocates nothing.
+// Encodes the values. topk treats a NaN as large as infinity. Vectorised; allocates nothing.
 void encode_host(const CodecWork& work);
-// The bytes passed encoding_violation().
+// Decodes bytes that encoding_violation() has accepted.
 void decode_host(const CodecWork& work);
 
 // Checks bytes from the wire before they are decoded: topk's indices must ascend and lie within the tensor.

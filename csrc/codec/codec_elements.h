@@ -1,4 +1,4 @@
-// From a dtype to the type of its elements, for the two backends of the codecs. Internal to csrc/codec; pure,
+// Maps a dtype to the type of its elements, for both backends of the codecs. Internal to csrc/codec; pure,
 // any thread.
 #pragma once
 
@@ -13,7 +13,7 @@ struct ElementType {
   using Type = T;
 };
 
-// body(ElementType<T>) for the elements of a dtype that codecs apply to.
+// Calls body(ElementType<T>) with the element type T of a dtype that codecs apply to.
 template <class Body>
 auto with_element_type(DType dtype, const Body& body) {
   switch (dtype) {

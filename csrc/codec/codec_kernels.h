@@ -22,10 +22,11 @@ struct TopKEncode {
   const T* values;
   NumberOf<T>* residual;
   std::uint32_t* indices;
-  SentOf<T>* chosen_values;  // right behind the indices: until it is written, there is room for more of them
+  SentOf<T>* chosen_values;  // right behind the indices; until it is written, more indices fit there
 };
 
-// Nothing overlaps. What is encoded is 4-byte aligned. The first four are null for BFloat16 and Float16.
+// The arguments' memory does not overlap, and encoded bytes are 4-byte aligned. The first four functions are
+// null for BFloat16 and Float16.
 template <class T>
 struct CodecKernels {
   void (*encode_bfloat16)(std::size_t num_elements, const T* values, std::uint16_t* encoded);
@@ -37,7 +38,7 @@ struct CodecKernels {
   void (*encode_topk)(const TopKEncode<T>& work);
 };
 
-// One per instruction set; null where this build has none such.
+// The kernels of one instruction set; null pointers if this build does not have them.
 struct CodecKernelSet {
   const char* name;
   const CodecKernels<float>* for_float32;

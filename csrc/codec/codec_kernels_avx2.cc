@@ -1,6 +1,7 @@
 // The codecs' loops with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
 //
-// CMakeLists.txt adds -mavx2 where the compiler takes it. Nothing but codec_kernels_impl.h may be included.
+// CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include nothing but
+// codec_kernels_impl.h.
 #if defined(__AVX2__)
 #include "codec/codec_kernels_impl.h"
 

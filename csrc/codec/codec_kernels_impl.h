@@ -1,6 +1,6 @@
-// The text of the codecs' loops. Included by one source per instruction set, each compiled with its own flags
-// (see CMakeLists.txt); everything here is of internal linkage, and only headers that are free of shared
-// inline functions may be included, for the reason in codec_math.h. Pure; any thread.
+// The text of the codecs' loops. One source per instruction set includes it, and is compiled with its own
+// flags (see CMakeLists.txt). So everything here has internal linkage, and only headers without shared inline
+// functions may be included, for the reason in base/element.h. Pure; any thread.
 #pragma once
 
 #include <cstddef>
@@ -55,12 +55,12 @@ void encode_int8_block(std::size_t count, const float* __restrict values, std::b
 
 template <class T>
 void encode_int8_block(std::size_t count, const T* __restrict values, std::byte* __restrict encoded) {
-  float numbers[kInt8Block];  // float64's rounding is nothing beside int8's
+  float numbers[kInt8Block];  // rounding float64 to float32 loses nothing that int8 would keep
   for (std::size_t i = 0; i < count; ++i) numbers[i] = static_cast<float>(number_of(values[i]));
   encode_int8_block(count, static_cast<const float*>(numbers), encoded);
 }
 
-// body(first element, how many, first encoded byte) for every block.
+// Calls body(first element, number of elements, first encoded byte) for every block.
 template <class Body>
 void for_each_int8_block(std::size_t num_elements, const Body& body) {
   std::size_t block_at = 0;
@@ -97,44 +97,48 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 
 // ---- topk: one pass that adds and lists what may be chosen, then a radix select over the list ----
 //
-//   1 a sample of the sums says above which magnitude lie about as many as are sent, and some more: the bound
-//   2 residual += values, and what is above the bound is listed. A list that is full keeps the num_chosen
-//     largest, and the bound rises to the least of them: what equals it comes later, and is not chosen
-//   3 when the bound of the sample was too high, fewer are listed than are sent: listed again, without one
-//   4 the list keeps the num_chosen largest, and becomes their indices; values follow
-//   5 the residual loses what was sent, and what is not finite
+//   1 A sample of the sums (residual + values) gives a bound: a magnitude above which there are about as many
+//     elements as are sent, and some more.
+//   2 residual += values, and every element above the bound is listed. If the list gets full, it keeps the
+//     num_chosen largest, and the bound rises to the smallest of these. Later elements that equal the bound
+//     are not chosen, because among equal ones the first are.
+//   3 If the sample's bound was too high, fewer elements are listed than must be sent. Then all elements are
+//     listed again, without a bound.
+//   4 The list keeps the num_chosen largest. Its entries become their indices, and the values are written.
+//   5 The residual drops the values that are sent, and those that are not finite.
 //
-// What is chosen does not depend on the sample. The tensor is read once, and once more after 3; in the worst
-// order, ascending, the list fills up again and again. An entry of the list says where its element is, and
-// about how large: few elements are looked at again before they are sent.
+// The sample does not change which elements are chosen. The tensor is read once, and once more in step 3. In
+// the worst order, ascending, the list fills up again and again. A list entry has the position of its element
+// and its rough magnitude, so few elements are read again before they are sent.
 
-constexpr std::size_t kChunkElements = 1024;  // at a time: added, then listed out of the nearest cache
-constexpr std::size_t kGroupElements = 8;     // listed at once; places behind the list's end are written to
-constexpr std::size_t kListEntries = 4096;    // of a list that does not fit into what is encoded
+constexpr std::size_t kChunkElements = 1024;  // added, and then listed while they are in the nearest cache
+constexpr std::size_t kGroupElements = 8;     // listed at once; may write behind the list's end
+constexpr std::size_t kListEntries = 4096;    // of a list that does not fit into the encoded bytes
 constexpr std::size_t kFreeEntriesMin = kChunkElements + kGroupElements;
 constexpr int kEntryBits = 32;
 constexpr int kPositionBitsMin = 16;
 constexpr std::size_t kListPartsMax = 1024;
 
-// Signed, as processors compare integers in vectors; -1 is below every key.
+// Signed integers, because vector instructions compare those. kNoBound is below every key.
 template <class Number>
 using KeyBound = std::make_signed_t<typename FloatLayout<Number>::Bits>;
 template <class Number>
 constexpr KeyBound<Number> kNoBound = -1;
 
-// An entry, from the top: a code, (key - code_low) >> code_shift or the largest one that there is; and the
-// position within its part of the tensor.
+// The listed elements. An entry has a code in its upper bits and the element's position within its part of
+// the tensor in its lower bits. The code is (key - code_low) >> code_shift, or the largest code if that is
+// larger.
 template <class Number>
 struct List {
   std::uint32_t* entries;  // in the order of the elements
   std::size_t num_entries_max;
   std::size_t num_entries;
-  KeyBound<Number> bound;  // keys up to it are not listed
+  KeyBound<Number> bound;  // only keys above it are listed
   typename FloatLayout<Number>::Bits code_low;
   int code_shift;
   int position_bits;
   std::size_t num_parts;
-  std::uint32_t part_ends[kListPartsMax];  // the entry behind each part's last
+  std::uint32_t part_ends[kListPartsMax];  // one behind each part's last entry
 
   [[nodiscard]] std::uint32_t code_of(std::uint32_t entry) const { return entry >> position_bits; }
   [[nodiscard]] std::size_t index_of(std::size_t part, std::uint32_t entry) const {
@@ -142,7 +146,8 @@ struct List {
   }
 };
 
-// Empty. Where there is a bound most keys are near it: they have fine codes, and few are beyond the largest.
+// Empties the list. With a bound most keys are near the bound. So codes are fine there, and few keys get the
+// largest code.
 template <class Number>
 void start_list(std::size_t num_elements, KeyBound<Number> bound, List<Number>& list) {
   using Layout = FloatLayout<Number>;
@@ -157,7 +162,7 @@ void start_list(std::size_t num_elements, KeyBound<Number> bound, List<Number>& 
   list.num_parts = 0;
 }
 
-// visit(part, entry, its place) for all.
+// Calls visit(part, entry, place of the entry) for all entries.
 template <class Number, class Visit>
 void for_each_entry(const List<Number>& list, const Visit& visit) {
   std::size_t place = 0;
@@ -166,7 +171,7 @@ void for_each_entry(const List<Number>& list, const Visit& visit) {
   }
 }
 
-// The places of the ones in a byte, in order.
+// For each byte, the places of its one bits, in order.
 struct OnesOfBytes {
   std::uint8_t places[256][kGroupElements] = {};
 
@@ -181,8 +186,9 @@ struct OnesOfBytes {
 };
 alignas(64) constexpr OnesOfBytes kOnesOfBytes;
 
-// Appends the positions that are flagged, without a branch for each, which the processor could not predict.
-// flags: of `count` positions from `first` on, a byte each, 0 or 1; 0 beyond.
+// Appends the positions that are flagged, and returns the new number of entries. There is no branch per
+// position, because the processor could not predict it. flags: one byte, 0 or 1, for each of `count`
+// positions from `first` on; then zeros up to a whole group.
 std::size_t append_flagged(std::size_t first, std::size_t count, const std::uint8_t* flags,
                            std::uint32_t* __restrict entries, std::size_t num_entries) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
@@ -200,7 +206,7 @@ std::size_t append_flagged(std::size_t first, std::size_t count, const std::uint
   return num_entries;
 }
 
-// Elements of one part.
+// Lists the elements of a chunk that are above the bound. The chunk lies within one part of the tensor.
 template <class Number>
 void list_chunk(const Number* residual, std::size_t first, std::size_t count, List<Number>& list) {
   alignas(64) std::uint8_t flags[kChunkElements];
@@ -226,7 +232,8 @@ void list_chunk(const Number* residual, std::size_t first, std::size_t count, Li
   list.part_ends[part] = static_cast<std::uint32_t>(end);
 }
 
-// Counters of neighbours are apart: equal ones do not wait for each other.
+// Counts keys per bucket. Keys in a row count in different counters, so that equal keys do not wait for each
+// other's addition.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
   std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};  // the last one: of keys in no bucket
@@ -240,8 +247,8 @@ struct Histogram {
   }
 };
 
-// All keys above `key` are chosen, and of those equal to it the first num_equal. is_whole: the search ended
-// as soon as all keys from `key` on were as many as wanted.
+// All keys above `key` are chosen, and the first num_equal of those that equal it. is_whole: the search ended
+// early, because the keys from `key` on are as many as wanted; then all of these are chosen.
 template <class Bits>
 struct Threshold {
   Bits key;
@@ -249,7 +256,8 @@ struct Threshold {
   bool is_whole;
 };
 
-// The threshold of the num_chosen largest. for_each_key(visit) calls visit(key) for all: below 1 << key_bits.
+// Finds the threshold of the num_chosen largest keys. for_each_key(visit) calls visit(key) for every key,
+// which is below 1 << key_bits.
 template <class Bits, class ForEachKey>
 Threshold<Bits> threshold_of(int key_bits, std::size_t num_chosen, const ForEachKey& for_each_key) {
   Threshold<Bits> found = {0, num_chosen, false};
@@ -270,7 +278,8 @@ Threshold<Bits> threshold_of(int key_bits, std::size_t num_chosen, const ForEach
   return found;
 }
 
-// Selects from the list by codes; among entries whose code is the threshold's, by their keys.
+// Finds the threshold of the num_chosen largest in the list: by codes, and among entries with the threshold's
+// code by their keys. code: gets the threshold's code.
 template <class Number>
 Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Number>& list,
                                                                 std::size_t num_chosen,
@@ -291,7 +300,8 @@ Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Numbe
   });
 }
 
-// There are at least num_chosen entries. Afterwards all keys up to the bound come too late.
+// Reduces the list, which has at least num_chosen entries, to the num_chosen largest. Raises the bound to the
+// smallest of them, because later keys that equal it are not chosen.
 template <class Number>
 void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& list) {
   if (list.num_entries == num_chosen) return;
@@ -318,8 +328,8 @@ void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& 
   list.bound = static_cast<KeyBound<Number>>(threshold.key);
 }
 
-// Afterwards the num_chosen largest are listed, or fewer than that. is_added: the residual has the values
-// already.
+// Lists all elements above the list's bound: among them are the num_chosen largest, or there are fewer than
+// num_chosen. is_added: the values are already added to the residual.
 template <class T>
 void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list) {
   for (std::size_t first = 0; first < work.num_elements; first += kChunkElements) {
@@ -336,8 +346,8 @@ void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list)
   }
 }
 
-// A bound that almost surely has num_chosen above it, and not many more: of a sample in which so many are
-// above it that their number would have to be off by four times its deviation.
+// Returns a bound with almost surely num_chosen elements above it, and not many more. In the sample, four
+// standard deviations more elements are above it than are expected for num_chosen.
 template <class T>
 KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   using Layout = FloatLayout<NumberOf<T>>;
@@ -362,7 +372,8 @@ KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   return static_cast<KeyBound<NumberOf<T>>>(threshold.key) - 1;
 }
 
-// The entries, chosen and as many as there are indices, may be where these are written.
+// Writes the indices and values of the list's entries, which are the num_chosen chosen ones. The entries may
+// lie where the indices are written.
 template <class T>
 void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
   for_each_entry(list, [&](std::size_t part, std::uint32_t entry, std::size_t place) {
@@ -376,7 +387,8 @@ void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
   }
 }
 
-// The infinities and NaNs that were not sent: there are none unless the bound is one of theirs.
+// Removes infinities and NaNs that were not sent from the residual. There are none unless the bound itself is
+// the key of one.
 template <class Number>
 void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBound<Number> bound) {
   using Bits = typename FloatLayout<Number>::Bits;
@@ -388,7 +400,8 @@ void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBo
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
   constexpr std::size_t kSentBytes = sizeof(std::uint32_t) + sizeof(SentOf<T>);
-  // The encoded form has room for twice as many entries as are sent, or for half as many again.
+  // Encoded bytes of kSentBytes per element have room for twice as many entries as elements are sent, or for
+  // one and a half times as many with 16-bit values.
   static_assert(kListEntries - kListEntries * sizeof(std::uint32_t) / kSentBytes > kFreeEntriesMin);
   std::uint32_t own_entries[kListEntries];
   const std::size_t num_fit = work.num_chosen * kSentBytes / sizeof(std::uint32_t);
@@ -411,7 +424,7 @@ template <class T>
 constexpr CodecKernels<T> kCodecKernels = {encode_bfloat16<T>, decode_bfloat16<T>, encode_float16<T>,
                                            decode_float16<T>,  encode_int8<T>,     decode_int8<T>,
                                            encode_topk<T>};
-// Nothing is rounded to 16 bits that has no more.
+// bfloat16 and float16 have 16 bits already, so there is nothing to round to 16 bits.
 template <class T>
 constexpr CodecKernels<T> kHalfCodecKernels = {nullptr,        nullptr,        nullptr,       nullptr,
                                                encode_int8<T>, decode_int8<T>, encode_topk<T>};

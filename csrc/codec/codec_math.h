@@ -1,5 +1,5 @@
-// The arithmetic of one element of the codecs, the same text for host and device, and of internal linkage, as
-// base/element.h has it. Pure; any thread. C++17, as nvcc compiles it too.
+// The arithmetic of one element of the codecs. Host and device compile this same text. All functions have
+// internal linkage, for the reason in base/element.h. Pure; any thread. C++17, because nvcc compiles it too.
 #pragma once
 
 #include <cstddef>
@@ -16,20 +16,23 @@ using SentOf = std::conditional_t<std::is_same_v<T, double>, float, T>;
 
 // ---- int8 ----
 
-// A block with an infinity or a NaN has a NaN for scale, and so for every element that is decoded.
+// The scale of a block. A block with an infinity or a NaN has a NaN as its scale, so that every element
+// decodes to NaN.
 PD_ELEMENT float int8_scale(std::uint32_t largest_magnitude_bits) {
   if (largest_magnitude_bits >= FloatLayout<float>::kInfinity) return from_bits<float>(0x7fc00000U);
   return from_bits<float>(largest_magnitude_bits) / 127.0F;
 }
 
-// scale is no NaN; 0 for a block of zeros, or where 127 of the smallest float32 are more than its largest.
+// scale must not be a NaN. It is 0 for a block of zeros, and for a block whose largest magnitude / 127 is too
+// small for a float32.
 PD_ELEMENT std::int8_t to_int8(float value, float scale) {
   const float divisor = scale > 0.0F ? scale : 1.0F;
   const float quotient = value / divisor;
-  // Beyond 127 only where scale has lost its bits, near the smallest float32.
+  // The quotient can only be beyond 127 if scale is near the smallest float32 and has few bits.
   const float not_above = quotient < 127.0F ? quotient : 127.0F;
   const float bounded = not_above > -127.0F ? not_above : -127.0F;
-  // The last bit of 1.5 x 2^23 is one: the sum is rounded, to nearest even, and its low bits are the integer.
+  // 12582912 is 1.5 x 2^23, where the last bit of a float32 counts 1. So the addition rounds to an integer,
+  // to nearest even, and the integer is in the sum's low bits.
   return static_cast<std::int8_t>(bits_of(bounded + 12582912.0F) & 0xffU);
 }
 
@@ -42,15 +45,15 @@ PD_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
   return magnitude < FloatLayout<T>::kInfinity ? magnitude : FloatLayout<T>::kInfinity;
 }
 
-// The residual keeps nothing of a number without a finite key, an infinity or a NaN, whether it was sent or
-// not: all later items would be infinite there.
+// False for the key of an infinity or a NaN. The residual keeps nothing of such a number, whether it was sent
+// or not. Otherwise all later items would be infinite at this element.
 template <class T>
 PD_ELEMENT bool is_finite_key(typename FloatLayout<T>::Bits key) {
   return key < FloatLayout<T>::kInfinity;
 }
 
-// The residual keeps the rounding error of an element that was sent, if sending rounds. It keeps nothing of
-// an element that arrives infinite or NaN, or that would be sent for ever.
+// The part of a sent number that the residual keeps: the rounding error, if sending rounds. It keeps nothing
+// of a number that is sent as an infinity or a NaN. Otherwise this would be sent for ever.
 template <class Number, class Sent>
 PD_ELEMENT Number rest_of_sent(Number number, Sent sent) {
   if constexpr (std::is_same_v<Number, Sent>) return Number(0);
@@ -66,8 +69,8 @@ PD_ELEMENT constexpr int next_digit_shift(int shift) {
   return shift > kTopKDigitBits ? shift - kTopKDigitBits : 0;
 }
 
-// The host's sample of a tensor: runs of neighbours, one somewhere in each of equal parts. Few of a small
-// one.
+// The host's sample of a tensor. The tensor is cut into equal parts, and each part gives one run of
+// neighbouring elements. A small tensor has few runs.
 constexpr std::size_t kTopKRunElements = 16;
 constexpr std::size_t kTopKSampleMax = 4096;
 constexpr std::size_t kTopKSampledShare = 32;  // at most one element of so many
@@ -76,7 +79,8 @@ PD_ELEMENT std::size_t topk_sample_runs(std::size_t num_elements) {
   const std::size_t num_sampled = num_elements / kTopKSampledShare;
   return (num_sampled < kTopKSampleMax ? num_sampled : kTopKSampleMax) / kTopKRunElements;
 }
-// The run's first element. Apart by no fixed number: rows and channels of a tensor are.
+// The run's first element, at a pseudorandom place in its part. Runs at a fixed distance could all hit the
+// same column or channel of a tensor.
 PD_ELEMENT std::size_t topk_sample_at(std::size_t num_elements, std::size_t run) {
   const std::size_t part_elements = num_elements / topk_sample_runs(num_elements);
   const std::size_t mixed = static_cast<std::size_t>((run * 0x9e3779b97f4a7c15U) >> 32U);

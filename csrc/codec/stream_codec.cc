@@ -1,5 +1,5 @@
-// The host's codec on a stream, and the choice of backend. Used by the one thread that enqueues; what it
-// enqueues runs on the stream's thread.
+// The host's codec on a stream, and the choice of backend. One thread enqueues; the encoding and decoding run
+// on the stream's thread.
 #include "codec/stream_codec.h"
 
 #include <array>
@@ -23,9 +23,9 @@ class HostStreamCodec final : public StreamCodec {
   }
 
  private:
-  // A call that captures more than 16 bytes allocates, so it captures a place in this ring. Whoever takes a
-  // place has enqueued the calls of all others before, so the one that used it last has returned:
-  // kStreamDepth may be pending, one runs, and one is about to be enqueued.
+  // A call that captures more than 16 bytes would allocate memory, so calls capture a place in this ring.
+  // When a place is used again, the call that used it last has returned: at most kStreamDepth calls are
+  // pending, one runs, and one is about to be enqueued.
   static constexpr std::size_t kNumPlaces = kStreamDepth + 2;
 
   const CodecWork* keep(const CodecWork& work) {

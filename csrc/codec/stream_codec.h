@@ -17,13 +17,13 @@ class StreamCodec {
   StreamCodec& operator=(const StreamCodec&) = delete;
   virtual ~StreamCodec() = default;
 
-  // values and residual: device memory. encoded: device memory, or on a CUDA device pinned host memory too,
-  // which is slow.
+  // values and residual are in device memory, and encoded too. On a CUDA device encoded may be in pinned host
+  // memory, which is slow.
   virtual void encode(Stream& stream, const CodecWork& work) = 0;
   virtual void decode(Stream& stream, const CodecWork& work) = 0;
 };
 
-// num_elements_max: of one tensor; scratch memory is made now.
+// num_elements_max: the most elements of one tensor. Scratch memory is allocated here.
 [[nodiscard]] std::unique_ptr<StreamCodec> make_stream_codec(Device& device, std::size_t num_elements_max);
 
 }  // namespace pipedream

@@ -1,4 +1,4 @@
-// Budget, seal, lease. See the header; the order in memory is that of add().
+// Budget, seal, lease; see the header. Terms lie in memory in the order of add().
 #include "pool/pool.h"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ constexpr std::uint64_t pack(Head head) {
   return std::uint64_t{head.top} | std::uint64_t{head.num_free} << 16 | std::uint64_t{head.tag} << 32;
 }
 
-// The distance between two slots, in bytes. Throws UserError when the term's sum is no size at all.
+// The distance between two slots, in bytes. Throws UserError if the term's sum overflows.
 std::size_t stride_of(const PoolTerm& term) {
   std::size_t padded_bytes = 0;
   std::size_t sum_bytes = 0;
@@ -162,7 +162,7 @@ void SlotGroup::fill_with_poison(std::int64_t slot) {
 }
 
 void SlotGroup::give_back(SlotIndex slot) {
-  if (poison_) fill_with_poison(slot.value());  // before it is free: then it is the next one's
+  if (poison_) fill_with_poison(slot.value());  // before the slot is free and may be leased again
   std::uint64_t word = head_.load(std::memory_order_relaxed);
   Head head;
   do {
@@ -218,12 +218,12 @@ void Pool::seal() {
   sealed_ = true;
 }
 
-// The terms that have no memory of their own.
+// Allocates the memory of all terms of this kind that do not have their own `allocate`.
 void Pool::allocate_kind(MemoryKind kind) {
   const auto belongs = [kind](const SlotGroup& group) {
     return group.term().kind == kind && !group.term().allocate;
   };
-  static_cast<void>(planned_bytes(kind));  // throws when the sum is no size
+  static_cast<void>(planned_bytes(kind));  // throws if the sum overflows
   std::size_t sum_bytes = 0;
   for (const SlotGroup& group : groups_) {
     if (belongs(group)) sum_bytes += group.planned_bytes();

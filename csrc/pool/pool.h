@@ -96,13 +96,14 @@ struct TermReport {
   std::size_t peak_bytes = 0;     // most that was leased at once, with the spacing
 };
 
-// The slots of one term, LIFO so that a warm slot is used again first. The free ones are a stack, linked by
-// index. Its head is one word, so that a lease and a release are one atomic exchange each:
+// The slots of one term. The free ones are a stack, so that a slot that is still in the caches is used first.
+// They are linked by index. The stack's head is one word, so that a lease and a release are one atomic
+// exchange each:
 //
 //   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
 //
-// The tag counts the changes: a thread that was stopped between reading the head and exchanging it finds it
-// changed although the same slot may be on top again.
+// The tag counts the changes. So a thread that was stopped between reading the head and exchanging it sees
+// that the head has changed, even if the same slot is on top again.
 class SlotGroup {
  public:
   // base is null while the pool is not sealed: nothing can be leased then.
@@ -139,7 +140,7 @@ class SlotGroup {
   bool poison_ = false;
   std::function<void()> on_release_;
   std::atomic<std::uint64_t> head_{0};
-  std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: the top below it
+  std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: the head's `top` once it is taken
   std::atomic<std::int64_t> num_leased_max_{0};
 };
 
@@ -172,8 +173,8 @@ class Pool {
   // Before seal. The reference stays valid; leases only after seal. Throws UserError for a second term
   // of one name, for more than kNumSlotsMax slots and for a size that overflows, aborts after seal.
   SlotGroup& add(PoolTerm term);
-  // Allocates the sum of all terms, one allocation per MemoryKind, and one for each term with its own. Throws
-  // UserError with the table of terms when the device has less.
+  // Allocates the sum of all terms: one allocation per MemoryKind, and one for each term that has its own
+  // `allocate`. Throws UserError with the table of terms if the device has less memory.
   void seal();
   [[nodiscard]] bool sealed() const;
 
@@ -190,7 +191,7 @@ class Pool {
   Device& device_;
   const bool poison_;
   bool sealed_ = false;
-  std::vector<std::unique_ptr<Memory>> allocations_;  // before the groups: they go first
+  std::vector<std::unique_ptr<Memory>> allocations_;  // declared before groups_, which are destroyed first
   std::deque<SlotGroup> groups_;                      // a deque never moves them
 };
 

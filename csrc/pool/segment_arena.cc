@@ -22,7 +22,7 @@ std::byte* SegmentArena::allocate(std::size_t num_bytes) {
   const std::lock_guard lock(mutex_);
   const std::size_t rounded =
       (std::max<std::size_t>(num_bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
-  if (rounded < num_bytes) return nullptr;  // it wrapped round
+  if (rounded < num_bytes) return nullptr;  // the addition overflowed
   auto best = free_.end();
   for (auto piece = free_.begin(); piece != free_.end(); ++piece) {
     if (piece->second >= rounded && (best == free_.end() || piece->second < best->second)) best = piece;

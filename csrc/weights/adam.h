@@ -7,7 +7,7 @@
 //   v = beta2 * v + (1 - beta2) * g * g
 //   u = amsgrad ? max(largest v so far, v) : v
 //   w' = w - lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
-// NAdam (Dozat, ICLR'16 workshop; torch.optim.NAdam) moves by what the first moment will be one step later:
+// NAdam (Dozat, ICLR'16 workshop; torch.optim.NAdam) moves by an estimate of the next step's first moment:
 //   mu(t) = beta1 * (1 - 0.5 * 0.96^(t * momentum_decay)),  p(t) = mu(1) * ... * mu(t)
 //   w' = w - lr * ((1 - mu(t)) / (1 - p(t)) * g + mu(t+1) / (1 - p(t+1)) * m) / (sqrt(u) / sqrt(1 - beta2^t)
 //   + eps)
@@ -35,8 +35,8 @@ struct AdamOptions {
   double momentum_product = 0;  // p(t) of this step
 };
 
-// One parameter of a step, as SgdTensor (sgd.h); the moments are float32 where the dtype is bfloat16, and
-// zero before the first step.
+// One parameter of a step, as SgdTensor (sgd.h). The moments are zero before the first step. They are float32
+// if the dtype is bfloat16.
 struct AdamTensor {
   std::int64_t num_elements = 0;
   const void* weight_in = nullptr;
@@ -45,14 +45,14 @@ struct AdamTensor {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  // may be null without amsgrad
-  void* master = nullptr;          // of bfloat16 alone
+  void* master = nullptr;          // for bfloat16 alone
 };
 
 // Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay,
 // momentum_decay and a beta outside [0, 1).
 void check_adam_options(const AdamOptions& options);
 
-// step: 1 for the first. Otherwise as sgd_step_host and sgd_step_cuda (sgd.h).
+// step: 1 for the first step. The other arguments are those of sgd_step_host and sgd_step_cuda (sgd.h).
 void adam_step_host(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                     std::int64_t step, double gradient_scale = 1, int num_threads = 1);
 void adam_step_cuda(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,

@@ -1,9 +1,10 @@
-// The arithmetic of one element of the native optimizers, the same text for host and device, and of internal
-// linkage, as base/element.h has it. Pure; any thread. C++17, as nvcc compiles it too.
+// The arithmetic of one element of the native optimizers. Host and device compile this same text. All
+// functions have internal linkage, for the reason in base/element.h. Pure; any thread. C++17, because nvcc
+// compiles it too.
 //
-// A Flags argument has the members of SgdFlags or AdamFlags, either as constants of its type (host: one
-// loop per combination, without branches) or as values (device: the branches are uniform and cost nothing
-// beside the memory traffic).
+// A Flags argument has the members of SgdFlags or AdamFlags. On the host they are constants of its type, so
+// that each combination is one loop without branches. On a device they are values, because uniform branches
+// cost nothing beside the memory traffic.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,7 @@
 
 namespace pipedream {
 
-// Whether the weights of these elements are too coarse to add steps to: a master copy has them as numbers.
+// Whether weights with these elements need a master copy in float32, because their rounding would lose steps.
 template <class Element>
 inline constexpr bool kHasMaster = !std::is_same_v<Element, NumberOf<Element>>;
 
@@ -42,7 +43,7 @@ struct SgdFlags {
   bool first_step;
 };
 
-// Scalars rounded to the type of the arithmetic once, as torch does with Python's.
+// The scalars of a step, rounded once to the type of the arithmetic, as torch rounds Python's numbers.
 template <class T>
 struct SgdFactors {
   T gradient_scale;  // negative to maximize
@@ -71,7 +72,7 @@ PD_ELEMENT T sgd_element(Flags flags, const SgdFactors<T>& factors, T weight, T 
 struct AdamFlags {
   bool has_weight_decay;  // added to the gradient; a decoupled one is in AdamFactors::weight_share
   bool amsgrad;
-  bool lerp_from_gradient;  // 1 - beta1 >= 0.5: torch's lerp then counts from the other end
+  bool lerp_from_gradient;  // 1 - beta1 >= 0.5; torch's lerp then starts from the gradient
   bool nesterov;            // NAdam: the gradient itself moves the weight, too
 };
 
@@ -79,7 +80,7 @@ template <class T>
 struct AdamFactors {
   T gradient_scale;  // negative to maximize
   T weight_decay;
-  T weight_share;  // 1 - lr * weight_decay where that is decoupled, else 1
+  T weight_share;  // 1 - lr * weight_decay if it is decoupled, otherwise 1
   T lerp_factor;   // of the difference between gradient and first moment
   T beta2;
   T square_share;  // 1 - beta2

@@ -1,4 +1,4 @@
-// Chooses the host kernels by what the processor has, once. Pure; any thread.
+// Chooses the host kernels once, by the processor's instruction sets. Pure; any thread.
 #include "weights/host_kernels.h"
 
 namespace pipedream {

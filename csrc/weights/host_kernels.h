@@ -2,7 +2,7 @@
 // between them. Internal to csrc/weights; pure, any thread.
 //
 // All sets give the same bits: no multiply-add is contracted, and sums have a fixed number of lanes. So a run
-// gives the same numbers whatever mix of processors it is on.
+// gives the same numbers on every mix of processors.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace pipedream {
 
-// weight_in may equal weight_out; nothing else overlaps. Where elements have a master copy (kHasMaster), it
-// is read in place of weight_in and replaced.
+// weight_in may equal weight_out; nothing else overlaps. If elements have a master copy (kHasMaster), the
+// kernel reads it instead of weight_in, and replaces it.
 template <class Element>
 struct SgdRange {
   std::int64_t num_elements;
@@ -35,8 +35,8 @@ struct AdamRange {
   NumberOf<Element>* master = nullptr;
 };
 
-// streaming: weight_out is written past the caches, which saves reading its lines first; worth it only
-// where the step's memory exceeds the caches. It is not read before the call returns.
+// streaming: writes weight_out past the caches, which saves reading its cache lines first. Use it only if the
+// step's memory exceeds the caches. Nobody may read weight_out before the call returns.
 template <class Element>
 struct HostKernels {
   void (*sgd)(SgdFlags flags, const SgdFactors<NumberOf<Element>>& factors, const SgdRange<Element>& range,
@@ -45,7 +45,7 @@ struct HostKernels {
                const AdamRange<Element>& range, bool streaming);
 };
 
-// One per instruction set; null where this build has none such.
+// The kernels of one instruction set; null pointers if this build does not have them.
 struct HostKernelSet {
   const char* name;
   const HostKernels<float>* for_float32;

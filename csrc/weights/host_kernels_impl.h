@@ -1,6 +1,6 @@
-// The text of the host kernels. Included by one source per instruction set, each compiled with its own flags
-// (see CMakeLists.txt); everything here is of internal linkage, and only headers that are free of shared
-// inline functions may be included, for the reason in element_math.h. Pure; any thread.
+// The text of the host kernels. One source per instruction set includes it, and is compiled with its own
+// flags (see CMakeLists.txt). So everything here has internal linkage, and only headers without shared inline
+// functions may be included, for the reason in base/element.h. Pure; any thread.
 //
 // Every option that would be a branch per element is a constant of the flags' type, so each combination is
 // one loop that the compiler vectorises.
@@ -79,9 +79,10 @@ std::int64_t elements_to_line(const T* address) {
   return past_line == 0 ? 0 : (kCacheLineBytes - past_line) / static_cast<std::int64_t>(sizeof(T));
 }
 
-// Calls compute(first, count, target) so that target[0..count) become the new weights of elements first..:
-// straight in weight_out or, to stream, a cache line at a time. Larger pieces were slower by half: reads and
-// streamed writes have to take turns for the memory to do both at once.
+// Calls compute(first, count, target), which writes the new weights of `count` elements from `first` on to
+// target. That is weight_out itself or, with streaming, a buffer of one cache line, which is then streamed
+// there. Larger buffers were slower by half: the memory reads and writes at once only if both take turns
+// often.
 template <class T, class Compute>
 void for_each_piece(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
   if (!streaming) return compute(0, num_elements, weight_out);

@@ -3,8 +3,8 @@
 
 namespace pipedream {
 
-// Loads them, so that the first step of a run does not wait for that (device/cuda/cuda_launch.h). Throws
-// DeviceError. Nothing to do without CUDA.
+// Loads the kernels, so that the first step of a run does not wait for that (device/cuda/cuda_launch.h).
+// Throws DeviceError. Does nothing without CUDA.
 void load_optimizer_kernels(int device_index);
 
 }  // namespace pipedream

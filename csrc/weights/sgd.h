@@ -23,16 +23,16 @@ struct SgdOptions {
   bool maximize = false;
 };
 
-// One parameter of a step; all pointers are to num_elements in one order. Weights and gradient are of the
-// step's dtype; momentum_buffer and master are float32 where that is bfloat16.
+// One parameter of a step. All pointers are to num_elements elements in the same order. Weights and gradient
+// have the step's dtype. momentum_buffer has it too, except that it is float32 for bfloat16.
 struct SgdTensor {
   std::int64_t num_elements = 0;
   const void* weight_in = nullptr;
   void* weight_out = nullptr;
   const void* gradient = nullptr;
   void* momentum_buffer = nullptr;  // may be null when momentum == 0
-  // For bfloat16 alone. It is version v in float32, read in place of weight_in; replaced by version v + 1,
-  // which weight_out gets rounded to nearest even. Overlaps nothing.
+  // For bfloat16 alone: the weights in float32. The step reads version v here, instead of weight_in, and
+  // replaces it by version v + 1. weight_out gets version v + 1 rounded to nearest even. Overlaps nothing.
   void* master = nullptr;
 };
 
@@ -40,9 +40,9 @@ struct SgdTensor {
 // dampening that is not finite, and nesterov without momentum or with dampening.
 void check_sgd_options(const SgdOptions& options);
 
-// dtype: kFloat32, kFloat64 or kBFloat16. gradient_scale multiplies the gradients first: unscaling
-// and clipping cost no pass of their own. On the calling thread and num_threads - 1 others at most; done
-// when the call returns.
+// Does a step. dtype: kFloat32, kFloat64 or kBFloat16. gradient_scale multiplies the gradients first, so that
+// unscaling and clipping need no pass of their own. Runs on the calling thread and at most num_threads - 1
+// others, and is done when it returns.
 void sgd_step_host(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
                    bool first_step, double gradient_scale = 1, int num_threads = 1);
 

@@ -1,4 +1,4 @@
-// Factors that all options have in common. See step_factors.h.
+// The check of a number that all options share. See step_factors.h.
 #include "weights/step_factors.h"
 
 #include <string>

@@ -1,6 +1,6 @@
-// From a user's options and tensors to what the kernels take, on any device: checked, computed in double,
-// rounded to the element type once.
-// Internal to csrc/weights; pure, any thread.
+// Turns a user's options into the factors that the kernels of all devices take, and checks options and
+// tensors. Factors are computed in double and rounded once, to the type of the arithmetic. Internal to
+// csrc/weights; pure, any thread.
 #pragma once
 
 #include <cmath>
@@ -55,7 +55,7 @@ AdamFactors<T> adam_factors(const AdamOptions& options, std::int64_t step, doubl
   factors.gradient_scale = static_cast<T>(options.maximize ? -gradient_scale : gradient_scale);
   factors.weight_decay = static_cast<T>(options.weight_decay);
   factors.weight_share = static_cast<T>(kept);
-  // torch's lerp does the same: the weight is rounded first, then taken from 1.
+  // Rounds the weight first and subtracts it from 1 after that, as torch's lerp does.
   factors.lerp_factor = static_cast<T>(lerp_weight);
   if (lerp_weight >= 0.5) factors.lerp_factor = 1 - factors.lerp_factor;
   factors.beta2 = static_cast<T>(options.beta2);

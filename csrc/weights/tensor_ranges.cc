@@ -1,4 +1,4 @@
-// When a step is larger than the caches. See tensor_ranges.h.
+// Decides whether a step is larger than the caches. See tensor_ranges.h.
 #include "weights/tensor_ranges.h"
 
 #include <unistd.h>
@@ -6,7 +6,7 @@
 namespace pipedream {
 namespace {
 
-// The size that the system tells, or a common one if it tells none.
+// The cache size that the system reports, or a usual one if it reports none.
 std::size_t last_level_cache_bytes() {
   constexpr std::size_t kUsualBytes = std::size_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)

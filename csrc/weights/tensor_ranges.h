@@ -15,14 +15,14 @@
 
 namespace pipedream {
 
-// Elements of one task: 5 to 20 us of work on one core. That is long compared with claiming a task and short
-// compared with a step.
+// Elements of one task: 5 to 20 us of work on one core. That is long beside the time to claim a task, and
+// short beside a step.
 inline constexpr std::int64_t kTaskElements = 1 << 15;
 // Smaller steps, of less than some 40 us on one core, run on one thread: waking another costs as much as it
 // saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
-// The elements of the row in [begin, end): calls body(tensor, first, count) for each tensor's part of it.
+// Calls body(tensor, first, count) for the part that each tensor has in the row's elements [begin, end).
 template <class Tensor, class Body>
 void for_each_part(std::span<const Tensor> tensors, std::int64_t begin, std::int64_t end, const Body& body) {
   std::int64_t tensor_begin = 0;
@@ -42,7 +42,8 @@ std::int64_t sum_of_elements(std::span<const Tensor> tensors) {
   return num_elements;
 }
 
-// body(tensor, first, count) over all elements, on num_threads threads at most where that pays.
+// Calls body(tensor, first, count) for parts that cover all elements. Uses at most num_threads threads, and
+// one for a small step.
 template <class Tensor, class Body>
 void run_over_tensors(std::span<const Tensor> tensors, int num_threads, const Body& body) {
   const std::int64_t num_elements = sum_of_elements(tensors);
@@ -55,7 +56,7 @@ void run_over_tensors(std::span<const Tensor> tensors, int num_threads, const Bo
   });
 }
 
-// body(Element{}) with the element type of the dtype, which check_tensor() has let pass.
+// Calls body(Element{}) with the element type of the dtype, which check_tensor() has accepted.
 template <class Body>
 void with_element_of(DType dtype, const Body& body) {
   if (dtype == DType::kFloat32) return body(float{});
@@ -71,8 +72,8 @@ inline bool overlap(const void* a, const void* b, std::size_t num_bytes) {
   return num_bytes > 0 && before(a_bytes, b_bytes + num_bytes) && before(b_bytes, a_bytes + num_bytes);
 }
 
-// Aborts unless the weights, the gradient and, of bfloat16, the master of a tensor are there, and the weights
-// equal or apart.
+// Aborts unless the tensor has weights, a gradient and, for bfloat16, a master copy, and unless weight_in and
+// weight_out are equal or do not overlap.
 template <class Tensor>
 void check_tensor(DType dtype, const Tensor& tensor) {
   PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16,
@@ -88,8 +89,8 @@ void check_tensor(DType dtype, const Tensor& tensor) {
                          << " bytes");
 }
 
-// Whether a step is to write its weights past the caches: it writes elsewhere than it reads, and touches
-// more memory than the last-level cache holds.
+// Whether a step that touches so many bytes should write its weights past the caches: they are more than the
+// last-level cache holds.
 [[nodiscard]] bool worth_streaming(std::size_t num_bytes);
 
 }  // namespace pipedream

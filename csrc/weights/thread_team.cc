@@ -1,5 +1,5 @@
-// A job is offered under the mutex; the helpers that come in time join it, claim tasks until none is left,
-// and leave. See thread_team.h. A forked child has no helpers: its caller then runs every task itself.
+// run() offers a job under the mutex. Helpers that wake in time join it, claim tasks until none is left, and
+// leave. A forked child has no helpers, so its caller runs every task itself. See thread_team.h.
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>
@@ -12,8 +12,8 @@ namespace pipedream {
 
 namespace {
 
-// A child of fork() leaves the team as it is: to end its condition variables would wait for threads that are
-// not there.
+// Owns the team of the process. A child of fork() never destroys it: to destroy its condition variables would
+// wait for threads that the child does not have.
 struct TeamOfProcess {
   std::unique_ptr<ThreadTeam> team = std::make_unique<ThreadTeam>();
   ~TeamOfProcess() {
@@ -45,7 +45,8 @@ int ThreadTeam::num_helpers() const {
 bool ThreadTeam::share_openmp(const std::string& library_path) {
   void* const library = dlopen(library_path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (library == nullptr) return false;
-  // Searches the library and what it was linked with. The handle is kept: so are the functions.
+  // dlsym() searches the library and those that it was linked with. The handle stays open, so that the
+  // functions stay loaded.
   void* const parallel = dlsym(library, "GOMP_parallel");
   void* const thread_index = dlsym(library, "omp_get_thread_num");
   if (parallel == nullptr || thread_index == nullptr) {
@@ -65,7 +66,7 @@ void ThreadTeam::run_tasks(int num_threads, std::int64_t num_tasks, Task task, c
   }
   const OpenMpParallel parallel = openmp_parallel_.load(std::memory_order_acquire);
   {
-    const std::lock_guard lock(mutex_);  // a helper that came too late for the last job may still look
+    const std::lock_guard lock(mutex_);  // a helper that was too late for the last job may still read job_
     job_ = {task, context, num_tasks, static_cast<int>(num_shares)};
     for (int share = 0; share < job_.num_shares; ++share)
       shares_[static_cast<std::size_t>(share)].next_task.store(share_begin(share), std::memory_order_relaxed);
@@ -96,7 +97,7 @@ void ThreadTeam::run_on_helpers() {
   }
   job_offered_.notify_all();
   claim_tasks(0);
-  // Who has not joined by now is not waited for.
+  // Helpers that have not joined by now are not waited for.
   std::unique_lock lock(mutex_);
   num_offered_ = 0;
   helpers_left_.wait(lock, [this] { return num_inside_ == 0; });
@@ -110,7 +111,7 @@ void ThreadTeam::start_helpers(int num_helpers) {
       const int share_index = static_cast<int>(helpers_.size()) + 1;
       helpers_.emplace_back([this, share_index] { help(share_index); });
     } catch (const std::system_error&) {
-      return;  // the system gives no more threads: those there are do the work
+      return;  // the system gives no more threads; the present ones do the work
     }
   }
 }
@@ -131,7 +132,7 @@ void ThreadTeam::help(int share_index) {
   }
 }
 
-// Its own share first, then what the others have left.
+// Claims the tasks of the thread's own share first, and then those left in the other shares.
 void ThreadTeam::claim_tasks(int first_share) {
   const int num_shares = job_.num_shares;
   for (int turn = 0; turn < num_shares; ++turn) claim_share((first_share + turn) % num_shares);

@@ -100,7 +100,7 @@ class ThreadTeam {
   int num_inside_ = 0;  // helpers at work on the job
   bool stopping_ = false;
   std::vector<std::thread> helpers_;
-  std::optional<HomeProcess> home_;  // of the helpers, once there are any
+  std::optional<HomeProcess> home_;  // the process that has the helpers, once there are any
 };
 
 }  // namespace pipedream

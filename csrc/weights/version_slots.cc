@@ -1,4 +1,4 @@
-// Reference counts of the weight versions' slots. See version_slots.h.
+// Counts the readers of each slot's version. See version_slots.h.
 #include "weights/version_slots.h"
 
 #include <algorithm>
@@ -61,7 +61,8 @@ std::int64_t VersionSlots::num_readers(WeightVersion version) const {
 }
 
 SlotIndex VersionSlots::begin_update() const {
-  // The oldest version goes first: schedules that read behind the newest still find the younger ones.
+  // Overwrites the oldest version first, because schedules that read older versions still need the newer
+  // ones.
   const Slot* oldest = nullptr;
   for (const Slot& slot : slots_) {
     if (!is_writable(slot)) continue;

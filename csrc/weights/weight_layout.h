@@ -16,7 +16,7 @@ struct ParameterSpec {
   std::int64_t num_elements = 0;
 };
 
-// Parameters are aligned so that kernels and BLAS see what a fresh allocation would give them.
+// Parameters have the alignment that a separate allocation of each would have, for kernels and BLAS.
 inline constexpr std::size_t kParameterAlignment = 64;
 
 class WeightLayout {

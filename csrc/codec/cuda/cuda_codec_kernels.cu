@@ -1,15 +1,17 @@
-// The codecs for CUDA. Memory bound, so plain grid-stride loops, whose writes are whole words: `encoded` may
-// be pinned host memory. See codec_math.h for the arithmetic; compiled without contraction, so that it is
-// the host's to the bit.
+// The codecs for CUDA. They are memory bound, so the kernels are plain grid-stride loops. They write whole
+// words, because `encoded` may be in pinned host memory. See codec_math.h for the arithmetic. The compiler
+// does not contract multiply-adds, so the bits are those of the host.
 //
-// topk, in stream order, a launch each:
-//   1 count   keys by their next digit, of keys in the bucket so far; once per digit, without work once the
-//             bucket is chosen as a whole. The first adds the values to the residual on its way
-//   2 part    how many are above the last chosen key, and how many equal it, in each part of the tensor
-//   3 gather  each part writes its own, in order; the residual loses what was sent, and what is not finite
+// topk takes these launches, in stream order. A bucket has the keys that begin with the same digits.
+//   1 count   one launch per digit: counts, within the bucket chosen so far, the keys by their next digit.
+//             The first launch also adds the values to the residual. Does nothing once a whole bucket is
+//             chosen
+//   2 part    counts for each part of the tensor the keys above the last chosen key, and those equal to it
+//   3 gather  each part writes its chosen elements, in order. The residual drops the values that are sent,
+//             and those that are not finite
 //
-// Each block finds by itself what it needs of all blocks of the launch before: the bucket after a digit, and
-// the sums of the parts before its own. So no launch of one block comes between.
+// Each block computes for itself the results of the launch before that it needs: the bucket after a digit, or
+// the sums of the parts before its own. That saves launches of a single block in between.
 #include <cuda_runtime_api.h>
 
 #include "codec/cuda/cuda_codec_kernels.h"
@@ -24,9 +26,9 @@ constexpr unsigned kBlockWarps = kBlockThreads / kWarpThreads;
 constexpr unsigned kAllLanes = 0xffffffffU;
 // Several waves on the largest device, so that the last one does not leave it half idle.
 constexpr std::size_t kNumBlocksMax = 4096;
-// A histogram per block is added to the whole one: few blocks.
+// Few blocks, because each adds its own histogram to the common one.
 constexpr std::size_t kNumCountBlocksMax = 512;
-constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // when a block looks for the chosen one
+constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // per thread, in narrow()
 constexpr unsigned kGroupThreads = 16;
 static_assert(kBlockThreads == kGroupThreads * kGroupThreads);
 
@@ -61,7 +63,8 @@ struct ToFloat16 {
   static __device__ float decode(std::uint16_t bits) { return from_float16(bits); }
 };
 
-// Two elements a thread, one word; the last thread has the odd one.
+// Each thread writes two elements as one word. The first thread also writes the last element of an odd
+// number.
 template <class Format, class T>
 __global__ void __launch_bounds__(kBlockThreads)
     encode_half_kernel(std::size_t num_elements, const T* values, std::uint16_t* encoded) {
@@ -101,7 +104,7 @@ __device__ std::uint32_t largest_of_warp(std::uint32_t value) {
   return value;
 }
 
-// Four encoded elements at a word's address, as far as the tensor goes.
+// Stores four encoded elements at a word's address, or fewer at the tensor's end.
 __device__ void store_int8(std::byte* to, const float* values, unsigned count, float scale) {
   const bool is_special = is_nan_bits(bits_of(scale));
   std::uint32_t word = 0;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Four neighbours a thread: they are of one block.
+// Each thread decodes four neighbouring elements, which are in the same int8 block.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     decode_int8_kernel(std::size_t num_elements, const std::byte* encoded, T* values) {
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // ---- topk ----
 
-// The sum of `value` over the threads of the block before this one. Once in a kernel.
+// The sum of `value` over the block's threads before this one. A kernel may call it once.
 __device__ std::uint32_t sum_before_thread(std::uint32_t value) {
   __shared__ std::uint32_t sums[kBlockThreads];
   __shared__ std::uint32_t group_sums[kGroupThreads];
@@ -179,8 +182,8 @@ __device__ std::uint32_t sum_before_thread(std::uint32_t value) {
   return sum;
 }
 
-// The bucket of the last chosen key after so many digits, the last of which begins at bit `shift`: by the
-// counts of that one. Once in a kernel.
+// Finds the bucket of the last chosen key after num_digits digits, from the counts of the last digit, which
+// begins at bit `shift`. A kernel may call it once.
 __device__ TopKBucket narrow(unsigned num_digits, int shift, TopKScratch* scratch) {
   __shared__ TopKBucket found;
   const TopKBucket before = scratch->buckets[num_digits - 1];
@@ -208,7 +211,8 @@ __device__ TopKBucket narrow(unsigned num_digits, int shift, TopKScratch* scratc
   return found;
 }
 
-// digit: counted from 0; of the bits below shift_before, from shift on. Its counts are 0 before.
+// Counts the keys by one digit: the bits from `shift` up to shift_before. digit: its number, counted from 0.
+// Its counts must be 0 before.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     topk_count_kernel(TopKEncode<T> work, unsigned digit, int shift_before, int shift, TopKScratch* scratch) {
@@ -234,7 +238,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// A part is the same elements in both kernels that work by parts: a block each, kBlockThreads at a time.
+// The elements of one part of the tensor, the same in both kernels that work by parts. One block has one
+// part.
 struct Part {
   std::size_t first;
   std::size_t end;
@@ -274,7 +279,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   scratch->num_equal[blockIdx.x] = num_equal;
 }
 
-// Keys in some parts: above the last chosen one, and equal to it.
+// The number of keys above the last chosen key, and equal to it.
 struct PartSums {
   std::uint32_t num_above;
   std::uint32_t num_equal;
@@ -298,8 +303,8 @@ __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   return {num_above, num_equal};
 }
 
-// How many threads of the block before this one say yes; the block's sum is added to *total. Both of
-// `warp_sums` have kBlockWarps places, and a barrier comes before they are used again.
+// The number of the block's threads before this one that say yes. Adds the block's number to *total.
+// warp_sums has kBlockWarps places; a barrier must come before it is used again.
 __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums, std::uint32_t* total) {
   const unsigned lane = threadIdx.x % kWarpThreads;
   const unsigned warp = threadIdx.x / kWarpThreads;

@@ -1,4 +1,4 @@
-// The codecs on a CUDA stream: their kernels run on the caller's. Used by one thread at a time.
+// The codecs on the caller's CUDA stream. Used by one thread at a time.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -20,7 +20,7 @@ static_assert(kInt8Block == kInt8BlockElements);
 template <class T>
 constexpr bool kIsHalf = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
-// bf16 and fp16, of elements that have more than 16 bits.
+// Encodes by bf16 or fp16, for elements with more than 16 bits.
 template <class T>
 int launch_rounding(const CodecWork& work, std::uintptr_t stream) {
   const auto* const values = reinterpret_cast<const T*>(work.values);

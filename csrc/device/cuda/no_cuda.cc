@@ -1,4 +1,4 @@
-// The CUDA part of device.h in a build without CUDA: not available, and says how to get it.
+// The CUDA part of device.h in a build without CUDA. Its error says how to get CUDA.
 #include "base/failure.h"
 #include "device/device.h"
 

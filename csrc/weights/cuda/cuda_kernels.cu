@@ -1,9 +1,10 @@
-// The optimizer kernels for CUDA: grid-stride loops over 16-byte packs where the pointers allow it. Memory
-// bound, so options are uniform branches instead of template parameters. See element_math.h for the
-// arithmetic; compiled without contraction, so that it is the host's to the bit.
+// The optimizer kernels for CUDA: grid-stride loops, over packs of 16 bytes if the pointers are aligned. The
+// kernels are memory bound, so options are uniform branches instead of template parameters. See
+// element_math.h for the arithmetic. The compiler does not contract multiply-adds, so the bits are those of
+// the host.
 //
 //   grid.x  blocks that share a tensor's elements
-//   grid.y  tensors of the launch; blocks beyond a small tensor's end leave at once
+//   grid.y  tensors of the launch; blocks beyond a small tensor's end return at once
 #include <cuda_runtime_api.h>
 
 #include "device/cuda/cuda_launch.h"
@@ -16,7 +17,7 @@ constexpr int kBlockThreads = 256;
 // Per tensor: several waves on the largest device, so that the last one does not leave it half idle.
 constexpr std::int64_t kNumBlocksMax = 4096;
 
-// Elements of a pack, of which those of the arithmetic's type fill 16 bytes.
+// The number of elements in a pack: so many numbers of the arithmetic's type fill 16 bytes.
 template <class Element>
 constexpr int kPackElements = 16 / static_cast<int>(sizeof(NumberOf<Element>));
 
@@ -41,7 +42,7 @@ __device__ bool all_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// The weights of version v, as weight_before() has one.
+// A pack of weights of version v; weight_before() has a single one.
 template <class Element>
 using WeightPack = Pack<NumberOf<Element>, kPackElements<Element>>;
 
@@ -54,7 +55,7 @@ __device__ WeightPack<Element> load_weights(const Tensor<Element>& tensor, std::
   }
 }
 
-// Keeps the weights of version v + 1, as keep_weight() does one.
+// Stores a pack of weights of version v + 1; keep_weight() stores a single one.
 template <class Element, template <class> class Tensor>
 __device__ void store_weights(const Tensor<Element>& tensor, std::int64_t pack_index,
                               const WeightPack<Element>& weight) {

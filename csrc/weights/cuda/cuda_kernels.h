@@ -1,5 +1,6 @@
-// Launches of the optimizer kernels: what the .cu file, compiled by nvcc, offers to cuda_optimizers.cc.
-// Internal to csrc/weights/cuda. C++17; results are cudaError_t as int. Any thread, the device is current.
+// Launches of the optimizer kernels. nvcc compiles the .cu file with them; cuda_optimizers.cc calls them.
+// Internal to csrc/weights/cuda. C++17; results are cudaError_t as int. Any thread on which the device is
+// current.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +40,10 @@ struct CudaTensors {
   Tensor tensors[kTensorsPerLaunch];
 };
 
-// Loads all of them: see cuda_launch.h.
+// Loads all kernels; see cuda_launch.h.
 int load_sgd_and_adam();
 
-// Defined for Element of float, double and BFloat16.
+// Defined for Element = float, double and BFloat16.
 template <class Element>
 int launch_sgd(const SgdFlags& flags, const SgdFactors<NumberOf<Element>>& factors,
                const CudaTensors<CudaSgdTensor<Element>>& tensors, std::uintptr_t stream);

@@ -49,7 +49,7 @@ CudaAdamTensor<Element> typed(const AdamTensor& tensor) {
           static_cast<Number*>(tensor.master)};
 }
 
-// launch(batch) for every kTensorsPerLaunch tensors that are not empty.
+// Calls launch(batch) for batches of at most kTensorsPerLaunch tensors. Empty tensors are left out.
 template <class Element, class Tensor, class Launch>
 void launch_in_batches(std::span<const Tensor> tensors, const Launch& launch) {
   CudaTensors<decltype(typed<Element>(Tensor{}))> batch{};
