@@ -1,7 +1,7 @@
 """The agreement of a run's workers. All take rank 0's plan, seed and run id, and compare their options with
 rank 0's.
 
-The rendezvous alone carries it. On the worker's compute thread.
+Workers exchange all this through the rendezvous, before any link is open. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AgreedRun:
     evaluated: Sequence[StageModule] = ()
     """All stages of the eval-mode forward, where there is validation."""
     is_made_by_stages: bool = False
-    """Whether the model came without values, so that each worker has those of its own stages alone."""
+    """Whether the model came without values. Then each worker has the values of its own stages alone."""
     segment_index: int = 0
     first_minibatch: int = 0
     """The first minibatch of the segment (segment.py)."""
@@ -89,7 +89,7 @@ class AgreedRun:
 
     @property
     def served_stage(self) -> StageModule | None:
-        """The stage of whose parameters this rank, as a spare, owns a shard."""
+        """The stage of which this rank owns a shard as a spare; None if it is no spare."""
         stage = self.plan.spare_stage_of(self.rank)
         return None if stage is None else self.stages[stage]
 
@@ -114,7 +114,8 @@ class AgreedRun:
         return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of all stages: the model's own, which the weight versions stand in for."""
+        """Returns the parameters of all stages. They are the model's own; during the run its modules read
+        weight versions in their place."""
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
@@ -147,7 +148,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
-        options.schedule_options()  # raises for what the schedule and the plan cannot do
+        options.schedule_options()  # raises if plan and schedule exclude each other
     else:
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         options = _with_plan(options, Plan.from_dict(agreed["plan"], source="rank 0's plan"))
@@ -229,8 +230,8 @@ def wait_for(
 
 
 def wait_while_linked(rendezvous: Rendezvous, keys: list[str], check_links: Callable[[], None]) -> list[Any]:
-    """Returns the values of the keys, which other ranks publish while the links are open. It waits as long
-    as they take: check_links is called meanwhile, and raises what the links know."""
+    """Returns the values of the keys, which other ranks publish while the links are open. It waits without a
+    limit. check_links: called during the wait. It raises the failure of a link, if there is one."""
     with failures_of_others():
         return rendezvous.wait_for(keys, math.inf, lambda missing: f"no {missing[0]}", meanwhile=check_links)
 
@@ -245,7 +246,7 @@ def _check_world(plan: Plan, world_size: int) -> None:
 
 
 def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
-    """The options with rank 0's plan, and with the plan's schedule if it is to decide."""
+    """Returns the options with rank 0's plan. If they leave the schedule to the plan, it gets the plan's."""
     schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
     return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
 

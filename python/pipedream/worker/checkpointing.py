@@ -44,7 +44,8 @@ class Checkpointing:
         """The evaluations of earlier segments that this worker has reported."""
         self.writer: CheckpointWriter | None = None
         self.saving = _saving_of(run, checkpoints)
-        """At replicas of stage 0, beside what is planned; None where they could not agree."""
+        """Decides on checkpoints beside the planned ones. None if the replicas of stage 0 could not agree on
+        a boundary."""
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
         """Allocates the memory for copies. num_bytes: by stage."""
@@ -107,14 +108,14 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
 
 
 class _StoredWords:
-    """Words about where the run is saved, in the rendezvous (decisions.SaveWords)."""
+    """Carries the words about where the run is saved, through the rendezvous (decisions.SaveWords)."""
 
     def __init__(self, run: AgreedRun, num_kept: int) -> None:
-        """num_kept: words that a replica may not have heard yet, at most."""
+        """num_kept: the most words that a replica may not have read yet."""
         self._rendezvous = run.place.rendezvous
         self._num_kept = num_kept
         self._said: deque[str] = deque()
-        """The keys of the words that are there."""
+        """The keys of the words that are in the rendezvous."""
 
     def say(self, boundary: int, word: list[int]) -> None:
         self._rendezvous.publish(_word_key(boundary), word)
@@ -136,7 +137,7 @@ def _saving_of(run: AgreedRun, checkpoints: Checkpoints) -> Saving | None:
     group_size = _core.minibatches_between_drains(run.schedule())
     lead = stop_lead(run.schedule(), sync_every=run.options.replication.sync_every)
     return Saving(
-        _StoredWords(run, 2 * lead // group_size + 2),  # one who is the lead behind, and waits the lead
+        _StoredWords(run, 2 * lead // group_size + 2),  # a replica may be the lead behind
         is_due=SaveRequests(checkpoints).saves_now if run.rank == 0 else None,
         lead=lead,
         first_boundary=run.first_minibatch + group_size,

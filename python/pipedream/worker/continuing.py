@@ -1,8 +1,9 @@
 """Continues a run from a checkpoint: the state that its workers begin with.
 
-    same plan, schedule, microbatches, ...    exactly: all kept versions, as run(state=) goes on
-    another plan or schedule                  from the newest version of each parameter, and its optimizer
-                                              state, put together by names
+    same plan, schedule, microbatches, ...    all kept versions, so that it continues exactly, as with
+                                              run(state=)
+    another plan or schedule                  the newest version of each parameter and its optimizer state,
+                                              found by the parameter's name
 
 On the worker's compute thread, except for found_checkpoint, which rank 0 or the caller runs.
 """
@@ -64,9 +65,11 @@ _Versions = dict[int, dict[str, Tensor]]
 def found_checkpoint(
     checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
 ) -> Continued | None:
-    """Returns the checkpoint to continue from, which fits the model; None if there is none, so that the run
-    begins with minibatch 0. Makes the folder. Removes from it what an earlier run left incomplete, and sets
-    aside what this run would overwrite.
+    """Returns the checkpoint to continue from; None if there is none, and the run begins with minibatch 0.
+    Raises ValueError if the checkpoint does not fit the model.
+
+    Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from it, and sets
+    aside those that this run would overwrite.
 
     group_size: minibatches after which all replicas of the plan have made their updates.
     evaluates_every: Validation's `every`; None without validation."""
@@ -123,7 +126,8 @@ def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
 
 
 def kinds_of(continued: Continued) -> list[Shapes]:
-    """The shapes of minibatches that the run's memory was planned for, which were larger than the first."""
+    """Returns the shapes of minibatches for which the earlier run had planned its memory. They may be larger
+    than the first minibatch."""
     checkpoint = Path(continued.path)
     facts = _facts_of(checkpoint, read_manifest(checkpoint))
     return [checked_shapes(KINDS, kind) for kind in facts.get(KINDS, ())]
@@ -159,7 +163,8 @@ class _CheckpointState(RunState):
         return WorkerState([self._snapshot(stage, replica) for stage in plan.stages_of(rank)], {}, None)
 
     def _snapshot(self, stage: int, replica: int) -> StageSnapshot:
-        """The snapshot, with the versions of parameters that it shares from the stages that own them."""
+        """Returns the snapshot of a replica. The versions of its tied parameters come from the snapshots of
+        the stages that own them."""
         parts = _parts_by_place(self._manifest)
         snapshot = read_snapshot(self._checkpoint, parts[stage, replica])
         snapshot = replace(snapshot, versions=self._whole_versions(snapshot.versions, stage, "version"))
@@ -288,7 +293,7 @@ def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str,
 
 
 def read_averages_of(continued: Continued | None) -> tuple[dict[str, Tensor], int]:
-    """read_averages() of the checkpoint that the run continues from."""
+    """Returns the averages in the checkpoint that the run continues from, as read_averages() does."""
     if continued is None:
         return {}, 0
     return read_averages(Path(continued.path), read_manifest(Path(continued.path)))

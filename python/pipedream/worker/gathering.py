@@ -67,7 +67,8 @@ def gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> RunResult:
-    """Gathers, and returns the result at every rank; what the trace shows comes to rank 0 only.
+    """Gathers, and returns the result at every rank. The spans and transfers of the trace come to rank 0
+    only.
 
     report: this rank's. channels: the run's. loss_state: the loss's state, at the last stage. kept: this
         rank's part of the state. averages: of callbacks.EMA, of what this rank updates. An error here says
@@ -104,7 +105,7 @@ def _gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> tuple[RunResult, list[str], dict[str, Any]]:
-    """Gathers the result, the errors of saving, and what all ranks know of the state."""
+    """Returns (the result, the errors of saving, the part of the state that all ranks know)."""
     if run.rank != 0:
         _hand_up(run, core, report, of_loss, averages)
         return _hear_farewell(run, core)
@@ -233,12 +234,13 @@ def _sends_loss(run: AgreedRun, rank: int) -> bool:
 
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
-    """Saves this worker's files before the report goes up, so that rank 0 finds all of them. Returns what
-    could not be saved for the user, and where it is. That ends the run once everybody has what it needs."""
+    """Saves this worker's files before the report goes up, so that rank 0 finds all of them. If the weights
+    cannot be saved where the user wants them, returns a text that says so, and where they are instead. The
+    text becomes the run's error once all workers have what they need."""
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
-        save_weights(run, run.place.folder, persistent=False)  # where there is room for it
+        save_weights(run, run.place.folder, persistent=False)  # reserve_room() has made sure of room
     if run.options.output.save is None:
         return []
     try:
@@ -252,8 +254,8 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
 
 
 def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
-    """Gives the user's files their names: all of them, or none. Returns what failed, or where the others
-    are."""
+    """Gives all of the user's files their names, or none. Returns texts that say what failed, and where the
+    weights are."""
     text = ""
     if not unsaved:
         try:

@@ -170,7 +170,7 @@ class Segment:
         if boundary is not None and not source.stream.looks_ahead:
             source.look_ahead(functools.partial(exceeds, boundary), group_size)
         elif boundary is None and group_size > 1:
-            source.look_ahead(lambda _: False, group_size)  # a whole group tells what is due before it
+            source.look_ahead(lambda _: False, group_size)  # whole groups: only then is known what is due
         self._loop = loop = self._make_loop(checkpointing)
         self._snapshots.clear()  # nothing needs their memory any more
         with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
@@ -323,9 +323,9 @@ def _channels_of(
 def _posted_into_versions(
     run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
 ) -> list[RunChannel]:
-    """Returns the channels without slots for those by which this worker pulls: versions are received
-    directly into their slots. A stage that owns tied parameters keeps its slots, because its versions are
-    two terms."""
+    """Returns the channels. Those by which this worker pulls get no slots, because versions are received
+    directly into the weight slots. At a stage that owns tied parameters they keep their slots, because its
+    versions lie in two terms of the pool."""
 
     def posted(channel: RunChannel) -> RunChannel:
         edge = channel.edge
@@ -341,7 +341,8 @@ def _posted_into_versions(
 def _placed_on_devices(
     run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
 ) -> list[RunChannel]:
-    """The channels, with those between devices of one host that need no staging."""
+    """Returns the channels. Those between devices of one host need no staging if the devices reach each
+    other's memory, which the ranks find out here."""
     rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
     on_host = device.type != "cuda"
     reach = agree_on_device_memory(
@@ -414,7 +415,7 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
 
 
 def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
-    """Notes beside each channel's figures by which codec its tensors really travel."""
+    """Notes in the figures of each channel by which codec its tensors really travel."""
     for channel in channels:
         if channel.name in report["channels"]:
             report["channels"][channel.name]["codec"] = channel.codec_used

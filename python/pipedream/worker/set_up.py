@@ -159,7 +159,7 @@ class _FirstMicrobatch:
 
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
-    """Returns one; if the plan fits shapes apart, one of each kind besides the minibatch as it is."""
+    """Returns the first microbatch. If the plan fits shapes apart, one microbatch of each kind follows it."""
     # This happens before any link is open. A DataLoader starts its processes now, and they would inherit
     # the sockets. A peer that closes such a link would wait until they close it, too.
     kinds = run.plan.shapes_apart

@@ -1,5 +1,5 @@
-"""The memory of one worker's stages in its core's pool: versions, optimizer state, and the homes of what is
-offloaded.
+"""The memory of one worker's stages in its core's pool: weight versions, optimizer state, and host memory for
+offloaded versions and activations.
 
 The constructor adds its terms, so it runs before the core is sealed. prepare() hands the memory out after
 that. On the worker's compute thread.
@@ -228,7 +228,7 @@ class StagePool:
         torch_bytes: Mapping[int, int],
         averages_bytes: Mapping[int, int],
     ) -> dict[int, int]:
-        """Bytes of everything that a checkpoint contains of each stage."""
+        """Returns the bytes of everything that a checkpoint contains of a stage, by stage."""
         found: dict[int, int] = {}
         schedule = self.run.schedule()
         for stage in self.run.own_stages():

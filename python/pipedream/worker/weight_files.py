@@ -7,8 +7,8 @@ the stage writes its file.
 
 Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
 buffers are the means over all replicas, and get a file of their own in the user's folder. A file is called
-*.part until it is complete; a file for the user, until all are. On the worker's compute thread, and the
-caller's.
+*.part until it is complete. The user's files keep that name until all of them are complete. On the worker's
+compute thread, and the caller's.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def keep_newest(run: AgreedRun) -> None:
 
 
 def is_keeping(folder: Path) -> bool:
-    """Whether a worker is writing what keep_newest() writes."""
+    """Whether a worker is still at work in keep_newest()."""
     return any(folder.glob(f"newest-*{_PART}"))
 
 

@@ -56,8 +56,8 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("pipedream")
 
-# Seconds that links linger between two segments, when nobody waits for anything by them any more. A peer
-# takes a link for open as long as a process of a DataLoader has inherited its socket.
+# Seconds that links linger between two segments. Nobody waits for anything on them any more. But a process of
+# a DataLoader may have inherited a socket; until it closes the socket, the peer takes the link for open.
 _LAST_WORDS_S = 1.0
 
 
@@ -288,7 +288,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """Adds to an error of planning again the minibatch for which it was planned."""
+    """Adds to an error in the block the minibatch for which memory is planned again."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )

@@ -128,7 +128,7 @@ class WorkerLinks:
         assert self._core is not None
         while not self._core.wait_for_transfers(_OPEN_POLL_S):
             self._raise_if_others_failed()
-            time.sleep(_LOOK_PERIOD_S)  # after a failure there is no wait above
+            time.sleep(_LOOK_PERIOD_S)  # after a failure the call above does not wait
 
     def say_why(self, text: str) -> None:
         """Tells the others why this worker failed, as far as possible. The links come first: the store may
