@@ -4,7 +4,7 @@
 // Stages get workers in the order of ranks: the first stage has the first ones. A stage is as slow as its
 // slowest replica: T = (1/m) max( compute / min speed, sync ), with compute and sync of stage_cost.h. A stage
 // that recomputes adds its forward to compute. stage_memory.h says how much memory a replica of stage s needs
-// with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md section 4).
+// with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
 //
 // Method. For a bound t on the bottleneck, the search goes from the last layer back. For each layer j and
 // number of workers w it finds plans that run the layers from j on within t. For a stage upstream such a plan

@@ -3,8 +3,8 @@
 // T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B
 // A(j, m)    = min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
 // The optimum uses at most num_workers workers. Among equal plans it is the one with fewer workers, then with
-// fewer stages. Source: PipeDream (SOSP'19), section 3.1; design.md section 5. stage_cost.h has T for weights
-// whose gradients go as factors, and for several microbatches.
+// fewer stages. Source: PipeDream (SOSP'19), section 3.1. stage_cost.h has T for weights whose gradients go
+// as factors, and for several microbatches.
 //
 // Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
 // workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are

@@ -85,7 +85,7 @@
 // Pure: position -> instruction. The number of minibatches may be unknown at the start, as for an iterable of
 // unknown length. It is set once, at the latest when the first stage would forward a minibatch that does not
 // exist. Sources: PipeDream (SOSP'19), section 3; PipeDream-2BW (ICML'21), sections 3.1 and 3.2; GPipe
-// (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2; design.md section 4.
+// (NeurIPS'19), section 2.3; Megatron-LM (SC'21), section 2.2. docs/schedules.md has the table.
 #pragma once
 
 #include <cstdint>

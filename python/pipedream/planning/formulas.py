@@ -1,5 +1,5 @@
-"""Figures of the paper's cost model for given stages (design.md, section 5), and the links that stages use:
-between a stage and the next one, and between a stage's replicas. Pure; any thread; torch-free.
+"""Figures of the paper's cost model for given stages (csrc/planner/partition.h), and the links that stages
+use: between a stage and the next one, and between a stage's replicas. Pure; any thread; torch-free.
 
 Measured links differ in speed. The slowest link between two stages counts, because every replica uses its
 own.

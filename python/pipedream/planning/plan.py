@@ -86,7 +86,7 @@ class Plan:
     cost_model: str | None = None
     in_flight: tuple[int, ...] = ()
     """n_s: the number of minibatches in flight at each replica of stage s. (): derived, n_{S-1} = 1 and n_s =
-    1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md, section 4).
+    1 + ceil(n_{s+1} r_{s+1} / r_s).
     """
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""

@@ -5,7 +5,7 @@ A worker has one link for everything that it sends (downstream, upstream and to 
 everything that it receives, as a host has one network interface. A plan of the paper's cost model has one
 figure for all schedules, the bottleneck.
 
-with_links_hidden() puts more minibatches in flight than the rule gives (design.md, section 4). It does so if
+with_links_hidden() puts more minibatches in flight than the rule of Plan.in_flight gives. It does so if
 a slow link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
 staleness.
 """

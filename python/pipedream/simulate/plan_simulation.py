@@ -2,7 +2,7 @@
 Torch-free; any thread.
 
 - A stage takes the sum of its layers' times, divided evenly among the microbatches.
-- A boundary takes a_i / B in each direction, the C_i of the paper's cost model (design.md, section 5). It
+- A boundary takes a_i / B in each direction, the C_i of the paper's cost model (csrc/planner/partition.h). It
   carries one item at a time in each direction.
 - A stage's replicas push and pull shards of |w| / r bytes over links of their own.
 - Measured links have the bandwidth of their direction, and a latency.

@@ -189,7 +189,7 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
   }
 }
 
-// design.md, section 4, written out once more.
+// The table in docs/schedules.md, written out once more.
 std::int64_t version_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
                                 std::int64_t minibatch, std::int64_t microbatch, std::int64_t m) {
   const std::int64_t k = minibatch * m + microbatch;

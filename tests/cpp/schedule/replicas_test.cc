@@ -228,7 +228,7 @@ TEST(Replicas, OfOtherSchedulesAddUpTheNormsOfTheirStage) {
   EXPECT_EQ(sync_on_paper(options, 2, 2), "F1 B1 >0:1 <0:0 Sn1:0 Rn1:0 U0 }0:0 {0:0");
 }
 
-// design.md, section 4, and program.h, written out once more.
+// The rules of docs/schedules.md and program.h, written out once more.
 std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
                                 std::int64_t microbatch, bool of_backward) {
   const auto replicas = [&](std::int64_t of) { return options.placement.num_replicas(StageIndex(of)); };

@@ -127,7 +127,7 @@ std::uint64_t next_weight_of(std::uint64_t weight, std::uint64_t weight_gradient
   return mix(weight, weight_gradient);
 }
 
-// The same, minibatch after minibatch without a pipeline: the versions are those of design.md's table, all of
+// The same, minibatch after minibatch without a pipeline: the versions are those in docs/schedules.md, all of
 // them are kept, and there are no slots.
 class Replay {
  public:

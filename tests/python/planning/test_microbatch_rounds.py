@@ -1,4 +1,4 @@
-"""The programs of any plan read and keep the versions of design.md, section 4. The rule is written out once
+"""The programs of any plan read and keep the versions in docs/schedules.md. The rule is written out once
 more here; the validator replays the programs."""
 
 from __future__ import annotations
