@@ -1,4 +1,4 @@
-// Sizes as people read them.
+// Formats sizes for people.
 #include "base/bytes.h"
 
 #include <array>

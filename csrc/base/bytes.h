@@ -1,4 +1,4 @@
-// Sizes as people read them. Pure; any thread.
+// Formats sizes for people. Pure; any thread.
 #pragma once
 
 #include <cstddef>

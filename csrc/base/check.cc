@@ -7,7 +7,7 @@
 namespace pipedream {
 
 void check_failed(const char* file, int line, const char* condition, const std::string& values) {
-  // One write: lines of several workers share a terminal.
+  // Writes the line at once, because several workers may share a terminal.
   const std::string message = std::string(file) + ":" + std::to_string(line) +
                               ": check failed: " + condition + " (" + values +
                               "). This is a bug in pipedream.\n";

@@ -15,15 +15,15 @@ namespace pipedream {
 
 class CpuShare {
  public:
-  // No cpus: it runs wherever the scheduler has it run.
+  // cpus: if empty, the thread is never moved.
   explicit CpuShare(std::vector<int> cpus) : cpus_(std::move(cpus)) {}
 
-  // Moves this thread to one of the CPUs when it is on another; looks once a period. What the thread may run
-  // on stays as it is, so the scheduler may move it away again. The CPU that it was on: empty when it was not
-  // moved.
+  // Moves this thread to one of the CPUs if it is on another. Looks only once per period. The thread's
+  // allowed CPUs stay the same, so the scheduler may move it away again. Returns the CPU that the thread was
+  // on; empty if it was not moved.
   std::optional<int> come_back(std::int64_t now_ns);
 
-  static constexpr std::int64_t kPeriodNs = 10'000'000;  // some 10 us of moving
+  static constexpr std::int64_t kPeriodNs = 10'000'000;  // a move takes some 10 us
 
  private:
   const std::vector<int> cpus_;

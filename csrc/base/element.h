@@ -1,10 +1,12 @@
-// An element of a tensor and the number that it stands for, the same text for host and device: 16-bit floats
-// and their rounding. Pure; any thread. C++17, as nvcc compiles it too; it includes nothing of ours.
+// Converts between elements of a tensor and the numbers that they stand for: 16-bit floats and their
+// rounding. Host and device compile this same text. Pure; any thread. C++17, because nvcc compiles it too. It
+// includes no other file of this project.
 //
-// Everything is of internal linkage: the host kernels are compiled once per instruction set, and a copy that
-// the linker shared between them could hold instructions that the processor lacks. Selections instead of
-// branches, and integers where floating point would not say which NaN it gives: so loops vectorise, and all
-// processors give the same bits.
+// Everything has internal linkage. The host kernels are compiled once per instruction set. If the linker
+// shared one copy of a function between them, it could have instructions that the processor lacks.
+//
+// There are selections instead of branches, so that loops vectorise. Integers are used where floating point
+// does not define which NaN results, so that all processors give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +21,7 @@
 
 namespace pipedream {
 
-// Elements of 16 bits as they lie in memory; their arithmetic is float32's.
+// 16-bit elements as they are in memory. Arithmetic on them is done in float32.
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -27,11 +29,12 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// The type in which an element's arithmetic is done and its state kept: an optimizer's, or topk's residual.
+// The type for arithmetic on an element, and for state that belongs to it, such as an optimizer's or topk's
+// residual.
 template <class T>
 using NumberOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Bits of a number without its sign order as magnitudes do.
+// The bits of a number without its sign, compared as integers, are ordered like its magnitude.
 template <class T>
 struct FloatLayout;
 template <>
@@ -67,9 +70,10 @@ PD_ELEMENT T from_bits(typename FloatLayout<T>::Bits bits) {
 
 // ---- Rounding to 16 bits ----
 
-// The float32 that has the value of a float64 rounded to kMantissaBits, to nearest even: a conversion by way
-// of float32 would round twice. Adding and taking away `magic`, whose last bit is the last one that is kept,
-// rounds. Exponents are those of the narrow format: below the smallest it has fewer bits.
+// Rounds a float64 to kMantissaBits, to nearest even, and returns the result as a float32, which holds it
+// exactly. To convert the float64 to float32 first would round twice. Adding and subtracting `magic` does the
+// rounding: the last bit of `magic` is the last one that is kept. kExponentMin and kExponentMax are those of
+// the narrow format; below kExponentMin it has fewer bits.
 template <int kMantissaBits, int kExponentMin, int kExponentMax>
 PD_ELEMENT float rounded_to_float(double value) {
   constexpr std::uint64_t kExponentOne = std::uint64_t{1} << 52;
@@ -93,7 +97,7 @@ PD_ELEMENT bool is_nan_bits(std::uint32_t bits) {
          static_cast<std::int32_t>(FloatLayout<float>::kInfinity);
 }
 
-// Every NaN becomes the same one.
+// Rounds to nearest even. Every NaN becomes the same NaN.
 PD_ELEMENT std::uint16_t to_bfloat16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
@@ -116,7 +120,7 @@ PD_ELEMENT std::uint16_t to_float16(float value) {
   const auto magnitude = static_cast<std::int32_t>(bits & FloatLayout<float>::kMagnitude);
   const auto bounded = static_cast<std::uint32_t>(magnitude < kBeyond ? magnitude : kBeyond);
   const std::uint32_t normal = (bounded - kExponentShift + 0xfffU + ((bounded >> 13) & 1U)) >> 13;
-  // The last bit of 0.5 is float16's smallest number.
+  // The last bit of the float32 0.5 counts 2^-24, float16's smallest number. So adding 0.5 rounds to it.
   const std::uint32_t subnormal = bits_of(from_bits<float>(bounded) + 0.5F) - 0x3f000000U;
   const std::uint32_t rounded = sign | (magnitude < kSmallestNormal ? subnormal : normal);
   return static_cast<std::uint16_t>(is_nan_bits(bits) ? 0x7e00U : rounded);
@@ -144,7 +148,7 @@ PD_ELEMENT double number_of(double element) { return element; }
 PD_ELEMENT float number_of(BFloat16 element) { return from_bfloat16(element.bits); }
 PD_ELEMENT float number_of(Float16 element) { return from_float16(element.bits); }
 
-// Rounded to nearest even; what is too large becomes infinite.
+// Rounds to nearest even. A number that is too large becomes infinite.
 template <class T, class Number>
 PD_ELEMENT T element_of(Number number) {
   if constexpr (std::is_same_v<T, BFloat16>) {

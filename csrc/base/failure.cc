@@ -1,4 +1,4 @@
-// Names of the world's failures, as Python's exceptions are named.
+// The names of failures, which are those of Python's exceptions for them.
 #include "base/failure.h"
 
 namespace pipedream {

@@ -13,23 +13,24 @@ extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
 
 namespace pipedream {
 
-// By whoever gives the object away, before.
+// Called by the thread that gives the object away, before it does.
 inline void note_given_away([[maybe_unused]] void* object) {
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(object);
 #endif
 }
 
-// By whoever gets it, before using it.
+// Called by the thread that gets the object, before it uses it.
 inline void note_taken_over([[maybe_unused]] void* object) {
 #if defined(__SANITIZE_THREAD__)
   __tsan_acquire(object);
 #endif
 }
 
-// Closes what memfd_create() has made. The sanitizer sees no memfd_create(), nor what a library that is not
-// instrumented closes: it would take the descriptor for that library's, which had its number before and which
-// another thread of ours has watched.
+// Closes a file of memfd_create(). The sanitizer sees neither memfd_create() nor the close() calls of
+// libraries that are not instrumented. A library's closed descriptor may have had the same number. Without
+// this function the sanitizer would take both for one file, and report a race with a thread that watched the
+// library's.
 inline void close_memory_file(int fd) {
 #if defined(__SANITIZE_THREAD__)
   AnnotateIgnoreWritesBegin(__FILE__, __LINE__);

@@ -1,6 +1,6 @@
-// A function without arguments or result that lives in place: to make, move and run one allocates nothing,
-// and what it captures may be move-only. A std::function keeps 16 trivial bytes in place and no more.
-// Plain value; not thread-safe.
+// A function without arguments or result that keeps its captures inside the object. To make, move and run one
+// allocates nothing, and its captures may be move-only. A std::function keeps at most 16 trivial bytes
+// inside. Plain value; not thread-safe.
 #pragma once
 
 #include <concepts>

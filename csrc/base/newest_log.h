@@ -1,5 +1,5 @@
-// The newest items of a sequence, in memory that is reserved when it is made: to add one allocates nothing.
-// Not thread-safe: whoever owns it guards it.
+// The newest items of a sequence. The constructor reserves the memory, so that adding an item allocates
+// nothing. Not thread-safe; the owner guards it.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,8 @@ class NewestLog {
     }
   }
   [[nodiscard]] std::uint64_t num_added() const { return num_added_; }
-  // The item that was added as the number-th, counted from 0; null when newer ones have its place.
+  // The item with this number, counted from 0 in the order of adding. Null if it does not exist, or if a
+  // newer item has taken its place.
   [[nodiscard]] T* find(std::uint64_t number) {
     if (number >= num_added_ || num_added_ - number > items_.size()) return nullptr;
     return &items_[static_cast<std::size_t>(number % num_kept_max_)];

@@ -6,17 +6,18 @@
 namespace pipedream {
 
 // A worker calls this once, at start-up. The process gets SIGKILL when the thread that started it dies, so
-// that no worker outlives its launcher. It ends at once where parent_pid is no longer its parent: the kernel
-// sends nothing for what has happened before.
+// that no worker outlives its launcher. If parent_pid is not its parent any more, the launcher has died
+// already, and the kernel will send no signal. Then the process exits at once.
 void die_with_parent(int parent_pid);
 
-// Likewise. Freed memory stays with the process: with the default thresholds malloc maps and unmaps every
-// large tensor, and the first touch of each fresh page costs 10 to 100 us on virtual machines.
+// A worker calls this once, at start-up. It makes freed memory stay with the process. With malloc's default
+// thresholds every large tensor is mapped and unmapped, and the first touch of each fresh page costs 10 to
+// 100 us on virtual machines.
 void keep_freed_memory();
 
 // Remembers the process in which it was made. A child of fork() lacks the threads, sockets and streams of its
-// parent, so their holders ask is_this() first. It is a load, because getpid() would be a system call,
-// several per frame.
+// parent, so their holders call is_this() first. They do so several times per frame, so is_this() is a load;
+// getpid() would be a system call.
 class HomeProcess {
  public:
   HomeProcess();

@@ -1,4 +1,4 @@
-// A FIFO in a fixed ring: allocates once, when it is made. Not thread-safe: whoever owns it guards it.
+// A FIFO in a ring of fixed size, which the constructor allocates. Not thread-safe; the owner guards it.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class RingBuffer {
   [[nodiscard]] std::size_t size() const { return num_items_; }
   [[nodiscard]] std::size_t num_items_max() const { return places_.size(); }
 
-  // Aborts when full: the bound is the owner's.
+  // Aborts if the ring is full: the owner must respect the bound.
   void push_back(T item) {
     PD_CHECK(!full(), "a ring of " << places_.size() << " items is full");
     places_[place_of(num_items_)].emplace(std::move(item));

@@ -1,4 +1,4 @@
-// Text that came from elsewhere, as Python can read it. Pure; any thread.
+// Makes text from other programs and processes readable for Python. Pure; any thread.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace pipedream {
 
-// The text with U+FFFD for every byte that belongs to no character of UTF-8 (RFC 3629).
+// Returns the text with U+FFFD in place of every byte that belongs to no UTF-8 character (RFC 3629).
 [[nodiscard]] std::string as_utf8(std::string_view text);
 
 }  // namespace pipedream

@@ -1,4 +1,4 @@
-// Devices without memory that others can map.
+// The defaults of Device, for devices whose memory other processes cannot map.
 #include "device/device.h"
 
 namespace pipedream {

@@ -132,14 +132,14 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
 
   // Pins host memory that the device did not allocate, so that copies from and to it are as fast and as
-  // asynchronous as with staging memory. From a page's boundary. Nothing to do on the host backend. Throws
-  // UserError naming the size when it cannot be pinned.
+  // asynchronous as with staging memory. data: at a page's boundary. Does nothing on the host backend. Throws
+  // UserError naming the size if the memory cannot be pinned.
   [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                                std::size_t num_bytes) = 0;
 
-  // Throws DeviceError where earlier work has failed. Such an error may drop what is enqueued, with its
-  // call()s, and tell nobody: who waits for them asks here now and then. Waits for nothing; never throws on
-  // the host backend.
+  // Throws DeviceError if earlier work has failed. Such an error may drop enqueued work and its call()s
+  // without a sign, so a thread that waits for them must ask here now and then. Does not wait. Never throws
+  // on the host backend.
   virtual void check() {}
   // Blocks the calling CPU thread until the device has done all that this process has enqueued on any of its
   // streams, the framework's among them. Nothing to do on the host backend, where the framework enqueues
@@ -149,14 +149,14 @@ class Device {
   // True when the CPU, and so the wire, can read device memory: then nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 
-  // Device memory of its own allocation, zeroed, that other processes can map. Null where that is not
-  // possible, as on the host, whose memory is shared by other means; why, if given, says the reason. Throws
-  // UserError as allocate() does.
+  // Allocates zeroed device memory that other processes can map. Null if that is not possible; *why then gets
+  // the reason. It is never possible on the host, whose memory is shared by other means. Throws UserError as
+  // allocate() does.
   [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                                       std::string* why = nullptr);
-  // Maps memory that a device of this kind has exported in any process of this host: this device's streams
-  // copy from and to it. It dies before its maker frees it. The handle is believed: who hands it over must
-  // be. Null, with the reason, where it cannot be mapped.
+  // Maps memory that a device of this kind has exported in any process of this host. This device's streams
+  // can copy from and to it. Must be destroyed before its maker frees the memory. The handle is not checked,
+  // so it must come from a trusted process. Null, with the reason, if the memory cannot be mapped.
   [[nodiscard]] virtual std::unique_ptr<Memory> import_memory(const std::string& handle,
                                                               std::size_t num_bytes,
                                                               std::string* why = nullptr);

@@ -13,8 +13,7 @@ enum class CodecKind : std::uint8_t { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kI
 
 [[nodiscard]] bool is_known_codec(std::uint8_t code);
 
-// Whether tensors of this dtype travel by the codec: kNone is for what no other applies to, and for all
-// others.
+// Whether the codec can encode tensors of this dtype. kNone applies to every dtype.
 [[nodiscard]] bool applies_to(CodecKind kind, DType dtype);
 
 }  // namespace pipedream

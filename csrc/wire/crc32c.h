@@ -1,4 +1,4 @@
-// The two implementations behind crc32c() of frame.h, apart so that tests compare them. Any thread.
+// The two implementations of crc32c() in frame.h, declared here so that tests can compare them. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,10 @@
 
 namespace pipedream {
 
-// One table look-up a byte. Runs everywhere.
+// Looks up one byte at a time in a table. Runs on every processor.
 [[nodiscard]] std::uint32_t crc32c_table(std::span<const std::byte> bytes, std::uint32_t seed);
 
-// The SSE4.2 instruction, eight bytes at a time. Only where has_crc32c_instruction().
+// Uses the SSE4.2 instruction for eight bytes at a time. Call it only if has_crc32c_instruction().
 [[nodiscard]] bool has_crc32c_instruction();
 [[nodiscard]] std::uint32_t crc32c_instruction(std::span<const std::byte> bytes, std::uint32_t seed);
 

@@ -1,7 +1,8 @@
-// Fingerprint of bytes, as fast as they come from memory: stripes of eight words of 64 bits. Each lane of a
-// stripe adds up its words, so that one changed word always shows, and beside it the product of their halves
-// under a key of each stripe, so that their order shows. Then the lanes, the tail and the length are mixed.
-// Not cryptographic. The result is compared between workers, so it is part of the wire format. Any thread.
+// Computes the fingerprint of bytes, as fast as they come from memory. The bytes are read in stripes of eight
+// words of 64 bits, one word per lane. Each lane has two sums. The first is of its words, so that one changed
+// word always shows. The second is of products of each word's halves, under a key that differs between
+// stripes, so that the order of words shows. Then the lanes, the bytes after the last stripe, and the length
+// are mixed. Not cryptographic. Workers compare the results, so it is part of the wire format. Any thread.
 #include <array>
 #include <bit>
 #include <cstring>
@@ -13,8 +14,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "words are read as they lie in memory");
 
-// Odd, with about half of their bits set: the fractional parts of the golden ratio, sqrt(2), sqrt(3) and
-// sqrt(5), each made odd.
+// Odd constants with about half of their bits set: the fractional parts of the golden ratio, sqrt(2), sqrt(3)
+// and sqrt(5), each made odd.
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 constexpr std::uint64_t kRoot2 = 0x6A09E667F3BCC909;
 constexpr std::uint64_t kRoot3 = 0xBB67AE8584CAA73B;
@@ -24,7 +25,7 @@ constexpr std::size_t kWordBytes = sizeof(std::uint64_t);
 constexpr std::size_t kNumLanes = 8;
 constexpr std::size_t kStripeBytes = kNumLanes * kWordBytes;
 
-// Four lanes: one register where the processor has AVX2, two of SSE2. The arithmetic is the same.
+// A vector has four lanes: one register with AVX2, two with SSE2. The arithmetic is the same.
 using Vector = std::uint64_t __attribute__((vector_size(32)));
 constexpr std::size_t kVectorLanes = sizeof(Vector) / kWordBytes;
 constexpr std::size_t kNumVectors = kNumLanes / kVectorLanes;
@@ -34,12 +35,13 @@ struct Lanes {
   std::array<Vector, kNumVectors> product{};
 };
 
-// Invertible in the word for each state: a changed word always changes the state.
+// Mixes a word into the state. For every state the step is invertible in the word, so a changed word always
+// changes the result.
 std::uint64_t absorb(std::uint64_t state, std::uint64_t word) {
   return std::rotl((state ^ word) * kGolden, 29) + kRoot2;
 }
 
-// Spreads every bit over all of them.
+// Lets every bit of the value change all bits of the result.
 std::uint64_t avalanche(std::uint64_t value) {
   value = (value ^ (value >> 32)) * kRoot3;
   value = (value ^ (value >> 29)) * kRoot5;

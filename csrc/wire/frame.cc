@@ -1,4 +1,4 @@
-// Frame headers to bytes and back. Pure functions; any thread.
+// Encodes and decodes frame headers. Pure functions; any thread.
 #include "wire/frame.h"
 
 #include <bit>
@@ -15,7 +15,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "fields are copied as they lie in memory");
 
-// The header as it lies on the wire. Every byte belongs to a field, so one header has one encoding.
+// The header's bytes on the wire. Every byte belongs to a field, so a header has exactly one encoding.
 struct WireHeader {
   std::uint32_t magic;
   std::uint16_t format_version;
@@ -123,7 +123,7 @@ Failure corrupt_field(std::string_view field, Value value, const std::string& ru
   return corrupt(std::string(field) + " " + std::to_string(value) + ", " + rule);
 }
 
-// Empty when the product is more than 64 bits hold. No dimension is negative.
+// The tensor's bytes by shape and dtype. Empty if they do not fit 64 bits. No dimension may be negative.
 std::optional<std::uint64_t> shape_bytes(const FrameHeader& header) {
   std::uint64_t num_bytes = dtype_bytes(header.dtype);
   bool overflow = false;
@@ -162,7 +162,7 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
     return corrupt_field("codec", static_cast<std::uint8_t>(header.codec),
                          "does not apply to " + std::string(dtype_name(header.dtype)));
   }
-  // How many bytes an encoded tensor has, the channel knows: they depend on the codec's share.
+  // Only the channel knows how many bytes an encoded tensor has, because they depend on the codec's share.
   if (header.codec == CodecKind::kNone && header.tensor_bytes != *num_bytes) {
     return corrupt_field("tensor_bytes", header.tensor_bytes,
                          "shape and dtype make " + std::to_string(*num_bytes));
@@ -241,7 +241,7 @@ std::optional<Failure> credit_violation(const FrameHeader& header) {
                        "reaches beyond slot 65535 from slot " + std::to_string(header.slot));
 }
 
-// Conditions that must hold before the bytes can be read as fields at all.
+// Checks the rules that must hold before the bytes can be read as fields.
 std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<const std::byte> bytes) {
   if (wire.magic != kFrameMagic)
     return corrupt_field("magic", wire.magic, "expected " + std::to_string(kFrameMagic));

@@ -1,5 +1,5 @@
-// The frame header: hand-written fixed layout, little endian, checksummed. Bytes only: nothing here allocates
-// or knows sockets. Any thread.
+// The frame header: a fixed layout written by hand, little endian, with a checksum. Nothing here allocates
+// memory or uses sockets. Any thread.
 //
 // A receiver checks magic, format version, checksum and ranges before it uses a single field. channel/ then
 // checks against the plan whether this frame may come now.
@@ -71,12 +71,12 @@ struct FrameHeader {
   std::uint64_t placed_bytes = 0;
   ItemFields fields{};               // TENSOR: of the item, the same in all its frames; END: boundary_events
   std::uint64_t plan_hash = 0;       // HELLO
-  std::uint64_t num_work_items = 0;  // BEAT: that the sender has completed
+  std::uint64_t num_work_items = 0;  // BEAT: the number that the sender has completed
   bool has_pulse = false;            // BEAT: the sender's program lives, not only its process
   std::uint16_t slot = 0;            // of the receiver: granted by CREDIT, used by TENSOR
   std::uint64_t further_slots = 0;   // CREDIT: bit k: slot + 1 + k is granted, too
-  bool has_last_slot = false;        // TENSOR: no other slot is granted to the sender
-  // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
+  bool has_last_slot = false;        // TENSOR: the sender has no other granted slot
+  // TENSOR: how the tensor's bytes are encoded. shape and dtype are those of the tensor before encoding.
   CodecKind codec = CodecKind::kNone;
   // CRC-32C of the payload, when has_payload_checksum.
   bool has_payload_checksum = false;
@@ -89,25 +89,30 @@ using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 
 void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes);
 
-// kCorruptFrame, saying which field, unless every rule holds: exact length, magic, format version,
-// checksum, known kind, dtype and codec, a codec only where it applies to the dtype, a minibatch and a
-// microbatch within their bounds, num_dims <= 8, no negative dimension, shape x dtype without overflow and,
-// unless encoded, == tensor_bytes, chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor,
-// one of these two zero, tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of
-// other kinds than TENSOR leave the tensor's and the item's fields zero (END has boundary_events, CREDIT has
-// slots, 65,535 the last, or one slot and the place that is posted for it) and, but for ABORT, have no
-// payload; plan_hash is HELLO's alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's,
-// has_last_slot TENSOR's.
+// Reads a header. Returns kCorruptFrame, which names the field, unless all rules hold:
+//   - The length is exact. Magic, format version and checksum are right. Kind, dtype, codec and flags are
+//     known.
+//   - minibatch and microbatch are within their bounds; loss_scale is finite and not negative.
+//   - num_dims <= 8, and no dimension is negative.
+//   - TENSOR: the codec applies to the dtype, tensor_index < num_tensors, and shape x dtype does not
+//     overflow. Without a codec shape x dtype == tensor_bytes. payload_bytes or placed_bytes is 0, and
+//     chunk_offset + payload_bytes + placed_bytes <= tensor_bytes.
+//   - Other kinds have 0 in the fields of tensor and item, and no payload. There are three exceptions: END
+//     has boundary_events, ABORT has a payload, and CREDIT has slots, at most up to slot 65,535, or one slot
+//     and the place that is posted for it.
+//   - Only HELLO has plan_hash, only BEAT num_work_items and has_pulse, only CREDIT further_slots, and only
+//     TENSOR has_last_slot.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern single fields. A link checks each header before it sends: a header that
 // the peer would refuse is our bug.
 [[nodiscard]] std::optional<Failure> find_violation(const FrameHeader& header);
 
-// CRC-32C (Castagnoli), hardware instruction where there is one.
+// CRC-32C (Castagnoli). Uses the processor's instruction for it, if there is one.
 [[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t seed = 0);
 
-// 64-bit fingerprint of bytes, fast (not cryptographic): tells whether two workers read the same data.
+// A 64-bit fingerprint of bytes, by which two workers find out whether they read the same data. Fast, and not
+// cryptographic.
 [[nodiscard]] std::uint64_t fingerprint(std::span<const std::byte> bytes, std::uint64_t seed = 0);
 
 }  // namespace pipedream

@@ -10,7 +10,7 @@ struct ItemFields {
   // The fingerprint of the minibatch's data at the sender. A stage that reads the same data compares it; 0 if
   // no stage does. On gradients: the bits of the microbatch's loss, if the first stage needs it.
   std::uint64_t data_fingerprint = 0;
-  // The factor of the loss, and with it of the item's gradients. 0: none; else finite and positive.
+  // The factor by which the loss, and so the item's gradients, are multiplied: finite and positive. 0: none.
   double loss_scale = 0;
   // Downstream only: gradients of an earlier minibatch have overflowed at the sender's stage or further
   // upstream.

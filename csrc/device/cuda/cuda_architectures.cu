@@ -1,4 +1,4 @@
-// nvcc says what it compiles for: 750 is capability 7.5. See the header.
+// nvcc defines the list of architectures that it compiles for: 750 is capability 7.5. See the header.
 #include "device/cuda/cuda_architectures.h"
 
 #include <cuda_runtime_api.h>

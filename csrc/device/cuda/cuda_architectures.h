@@ -1,4 +1,4 @@
-// The GPUs that the kernels of this build are for. C++17, as nvcc compiles it. Any thread.
+// The GPU architectures for which this build has kernels. C++17, because nvcc compiles it. Any thread.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@ struct ComputeCapability {
   int minor = 0;
 };
 
-// Whether the device runs the kernels: machine code runs on later devices of its generation, and the newest
-// architecture's PTX on all later ones.
+// Whether a device with this capability runs the kernels. Machine code runs on devices of the same major
+// version that are not older. The PTX of the newest architecture runs on all later ones.
 [[nodiscard]] bool has_kernels_for(ComputeCapability capability);
 
 // "7.5, 8.0, 9.0", ascending.

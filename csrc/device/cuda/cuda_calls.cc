@@ -10,7 +10,8 @@
 namespace pipedream {
 namespace {
 
-// Finds a function of the driver, which is not linked; null if the driver does not have it.
+// Finds a function of the driver at run time, because the driver is not linked. Null if the driver does not
+// have it.
 decltype(&cuDevicePrimaryCtxGetState) find_context_state() noexcept {
   void* found = nullptr;
   const char* const name = "cuDevicePrimaryCtxGetState";
@@ -25,7 +26,8 @@ decltype(&cuDevicePrimaryCtxGetState) find_context_state() noexcept {
   return reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(found);
 }
 
-// Whether this process has a context on the device: to make it current then costs nothing.
+// Whether this process has a context on the device. If it has one, cudaSetDevice makes none. True if the
+// driver cannot tell.
 bool has_context(int device_index) noexcept {
   static const auto context_state = find_context_state();
   unsigned flags = 0;

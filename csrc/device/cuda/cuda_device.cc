@@ -1,9 +1,9 @@
 // The CUDA backend, on the CUDA runtime API alone: no kernels here, so the host compiler builds it.
 //
 // The caller's framework sees no change of the current device, and its captures go on (cuda_calls.h). Streams
-// are non-blocking: nothing here meets the legacy default stream unless the caller wraps it. The runtime is
-// linked statically and shares the driver's primary context with any other runtime in the process (torch's),
-// so streams, events and pointers of both mix.
+// are non-blocking, so nothing here waits for the legacy default stream unless the caller wraps that. The
+// runtime is linked statically. It shares the driver's primary context with every other runtime of the
+// process, for instance torch's, so both can use the same streams, events and pointers.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -25,7 +25,7 @@
 namespace pipedream {
 namespace {
 
-// Events of the driver that nobody uses any more: every work item takes one. Any thread.
+// Keeps the driver's events that are free, because every work item needs one. Any thread.
 class FreeEvents {
  public:
   explicit FreeEvents(int device_index) : device_index_(device_index) {}
@@ -59,7 +59,7 @@ class FreeEvents {
  private:
   const int device_index_;
   std::mutex mutex_;               // guards free_
-  std::vector<cudaEvent_t> free_;  // as many as were in use at once, at most
+  std::vector<cudaEvent_t> free_;  // at most as many as were ever in use at once
 };
 
 class CudaEvent final : public Event {
@@ -68,7 +68,8 @@ class CudaEvent final : public Event {
       : device_index_(device_index), events_(std::move(events)), event_(events_->take()) {}
   ~CudaEvent() override { events_->give_back(event_); }
 
-  // Before that the driver's event has the last record of its former user.
+  // Notes that the event is recorded. Before that, the driver's event may still have its former user's
+  // record.
   void note_record() { is_recorded_.store(true, std::memory_order_release); }
   [[nodiscard]] bool is_recorded() const { return is_recorded_.load(std::memory_order_acquire); }
 
@@ -104,12 +105,12 @@ OurEvent& on_cuda(AnyEvent& event) {
   return *cuda_event;
 }
 
-// The host functions that a stream was given. After an error of the context the driver begins none of them,
-// and does not wait for one that runs. end() waits for it: what a function uses may go once synchronize() has
-// thrown.
+// The host functions that are enqueued on a stream. After an error of the context the driver starts none of
+// them, and does not wait for one that runs. end() waits for that one, because the caller may free what the
+// function uses once synchronize() has thrown.
 class HostCalls : public std::enable_shared_from_this<HostCalls> {
  public:
-  // Belongs to the driver until it calls run(), which frees it.
+  // The driver has the pointer until it calls run(), which frees the Call.
   struct Call {
     std::function<void()> function;
     std::shared_ptr<HostCalls> calls;
@@ -136,7 +137,8 @@ class HostCalls : public std::enable_shared_from_this<HostCalls> {
     has_ended_ = true;
     changed_.wait(lock, [this] { return !is_running_; });
     if (pending_.empty()) return;
-    // The driver may still hold their addresses, and says nothing when it drops them.
+    // The driver may still have the addresses of pending calls, and does not say when it drops them. So these
+    // are kept for ever.
     static auto* const dropped = new std::vector<std::shared_ptr<HostCalls>>;
     static std::mutex dropped_mutex;
     const std::lock_guard dropping(dropped_mutex);
@@ -159,7 +161,7 @@ class HostCalls : public std::enable_shared_from_this<HostCalls> {
 
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
-  std::vector<const Call*> pending_;  // few: as many as a stream is behind
+  std::vector<const Call*> pending_;  // calls that the driver has not run yet; few
   bool is_running_ = false;
   bool has_ended_ = false;
 };
@@ -189,7 +191,7 @@ class CudaStream final : public Stream {
  public:
   CudaStream(int device_index, std::shared_ptr<const NativeStream> stream)
       : device_index_(device_index), owned_(std::move(stream)), stream_(owned_->get()) {}
-  // The caller's: neither finished nor destroyed with this object.
+  // Wraps a stream of the caller. This object neither finishes nor destroys it.
   CudaStream(int device_index, cudaStream_t stream) : device_index_(device_index), stream_(stream) {}
   ~CudaStream() override {
     if (owned_) PD_CUDA_LOG(finish(), device_index_);
@@ -249,7 +251,7 @@ class CudaStream final : public Stream {
   }
 
  private:
-  // No function of call() runs any more, whatever it returns.
+  // Waits for the stream. Whatever it returns, no function of call() runs any more.
   cudaError_t finish() noexcept {
     const DeviceScope scope(device_index_, std::nothrow);
     const cudaError_t status = cudaStreamSynchronize(stream_);
@@ -258,7 +260,7 @@ class CudaStream final : public Stream {
   }
 
   const int device_index_;
-  const std::shared_ptr<const NativeStream> owned_;  // null: the caller's
+  const std::shared_ptr<const NativeStream> owned_;  // null for a stream of the caller
   const std::shared_ptr<HostCalls> calls_ = std::make_shared<HostCalls>();
   const cudaStream_t stream_;
 };
@@ -307,7 +309,8 @@ class CudaDeviceMemory final : public Memory {
   std::byte* data_ = nullptr;
 };
 
-// Pinned for all devices of the process, and mapped: the kernels of codecs read and write it.
+// Pins host memory for all devices of the process, and maps it, because the codecs' kernels read and write
+// it.
 class CudaHostRegistration final : public HostRegistration {
  public:
   CudaHostRegistration(int device_index, std::byte* data, std::size_t num_bytes, const std::string& what)
@@ -331,7 +334,7 @@ class CudaHostRegistration final : public HostRegistration {
   std::byte* const data_;
 };
 
-// Mapped and touched like any host memory of ours, then pinned.
+// Pinned memory for staging: mapped and touched as HostMemory, then pinned.
 class CudaStagingMemory final : public Memory {
  public:
   CudaStagingMemory(int device_index, std::size_t num_bytes)
@@ -384,7 +387,7 @@ class CudaDevice final : public Device {
     return std::make_unique<CudaHostRegistration>(device_index_, data, num_bytes,
                                                   "memory to pin for " + device_label(device_index_));
   }
-  // On a stream of ours: the caller's may be capturing.
+  // Checks a copy stream, because the caller's stream may be capturing a graph.
   void check() override {
     const std::lock_guard lock(mutex_);
     CudaStream(device_index_, copy_stream(CopyUse::kTell, 0)->get()).check();
@@ -408,14 +411,14 @@ class CudaDevice final : public Device {
   }
 
  private:
-  // The device's queues are as many as CUDA_DEVICE_MAX_CONNECTIONS says, 8 by default. Two streams of each
-  // use leave one to the framework's compute stream and one to its default stream; each direction of a
-  // straight pipeline has its own.
+  // The device has CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by default. Two streams for each of the 3 uses leave
+  // one queue for the framework's compute stream and one for its default stream. With two, each direction of
+  // a straight pipeline has its own.
   static constexpr std::size_t kNumStreamsPerUse = 2;
   using CopyStreams = std::array<std::shared_ptr<const NativeStream>, kNumStreamsPerUse>;
 
   static std::size_t index_of(CopyUse use) { return static_cast<std::size_t>(use); }
-  // Under the mutex.
+  // The caller holds the mutex.
   [[nodiscard]] const std::shared_ptr<const NativeStream>& copy_stream(CopyUse use,
                                                                        std::size_t stream_index) {
     auto& stream = copy_streams_.at(index_of(use)).at(stream_index);
@@ -424,11 +427,11 @@ class CudaDevice final : public Device {
   }
 
   const int device_index_;
-  const std::shared_ptr<FreeEvents> events_;  // which outlive it in events
+  const std::shared_ptr<FreeEvents> events_;  // shared with the events, which may outlive the device
   std::string name_;
   std::mutex mutex_;                                          // guards the members below
   std::array<CopyStreams, kNumCopyUses> copy_streams_;        // null until one is needed
-  std::array<std::size_t, kNumCopyUses> num_copy_streams_{};  // of make_copy_stream()
+  std::array<std::size_t, kNumCopyUses> num_copy_streams_{};  // calls of make_copy_stream(), by use
 };
 
 // 13020 is "13.2".
@@ -450,7 +453,7 @@ std::string why_no_device(cudaError_t status) {
          " or later, and the driver here runs CUDA " + version_text(driver_version) + " at most";
 }
 
-// Empty where the device runs the kernels of this build. Makes no context.
+// The reason for which the device does not run this build's kernels; empty if it does. Makes no context.
 std::string why_no_kernels(int device_index) {
   ComputeCapability has;
   PD_CUDA(cudaDeviceGetAttribute(&has.major, cudaDevAttrComputeCapabilityMajor, device_index), device_index);
@@ -466,10 +469,11 @@ std::string why_no_kernels(int device_index) {
 
 struct DeviceCount {
   int num_devices = 0;
-  std::string why_none;  // that this build can use
+  std::string why_none;  // why this build can use none of them; empty if it can use one
 };
 
-// Quiet: no driver, an old driver, no device and an old device are answers, not errors.
+// Counts the devices. Does not throw for a missing or old driver, or for missing or old devices; why_none has
+// the reason.
 DeviceCount count_devices() {
   DeviceCount count;
   const cudaError_t status = cudaGetDeviceCount(&count.num_devices);

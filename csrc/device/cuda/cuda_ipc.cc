@@ -1,5 +1,6 @@
-// cudaIpcGetMemHandle and cudaIpcOpenMemHandle. What is refused is a reason, not an error: there are other
-// ways for the bytes. A handle opens in other processes alone, so in its maker's own its pointer is used.
+// Shares device memory by cudaIpcGetMemHandle and cudaIpcOpenMemHandle. If CUDA refuses, the functions return
+// null and the reason, and do not throw, because the bytes can travel in other ways. CUDA opens a handle only
+// in other processes than its maker's. In the maker's own process its pointer is used.
 #include "device/cuda/cuda_ipc.h"
 
 #include <cuda_runtime_api.h>
@@ -23,7 +24,7 @@ struct Handle {
   cudaUUID_t device;
   std::uint64_t num_bytes;
   std::int64_t pid;
-  std::uint64_t pointer;  // of the maker's
+  std::uint64_t pointer;  // the memory's address in the maker's process
 };
 static_assert(std::is_trivially_copyable_v<Handle> && sizeof(Handle) <= kMemoryHandleBytesMax);
 
@@ -31,7 +32,7 @@ void say(std::string* why, const std::string& reason) {
   if (why != nullptr) *why = reason;
 }
 
-// Takes the error from the runtime: the next call must not report it again.
+// Describes the error, and clears it in the runtime, so that the next call does not report it again.
 std::string text_of(const char* call, cudaError_t status) {
   (void)cudaGetLastError();
   return std::string(call) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
@@ -47,7 +48,8 @@ bool same(const cudaUUID_t& one, const cudaUUID_t& other) {
   return std::memcmp(&one, &other, sizeof(cudaUUID_t)) == 0;
 }
 
-// The device's index in this process; none where it is not visible here, which keeps nobody from its memory.
+// The device's index in this process. None if the device is not visible here; its memory can be mapped
+// anyway.
 std::optional<int> index_of(const cudaUUID_t& uuid, int device_index) {
   int num_devices = 0;
   PD_CUDA(cudaGetDeviceCount(&num_devices), device_index);
@@ -85,7 +87,7 @@ class CudaExportedMemory final : public ExportedMemory {
 
 class CudaImportedMemory final : public Memory {
  public:
-  // opened: by cudaIpcOpenMemHandle; else the maker lives in this process and outlives this.
+  // opened: whether cudaIpcOpenMemHandle has mapped it. If not, its maker is in this process and outlives it.
   CudaImportedMemory(int device_index, std::byte* data, std::size_t num_bytes, bool opened)
       : device_index_(device_index), data_(data), num_bytes_(num_bytes), opened_(opened) {}
   ~CudaImportedMemory() override {

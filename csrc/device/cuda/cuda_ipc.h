@@ -1,4 +1,4 @@
-// Device memory that processes of one host share by CUDA IPC: for cuda_device.cc alone. Any thread.
+// Device memory that processes of one host share by CUDA IPC. Only cuda_device.cc uses it. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,8 @@
 
 namespace pipedream {
 
-// Implements Device::export_memory(), which owns the words; memory: made by cudaMalloc, of whole granules.
+// Implements Device::export_memory(), and is described there. memory: made by cudaMalloc, with a multiple of
+// kCudaIpcGranuleBytes.
 [[nodiscard]] std::unique_ptr<ExportedMemory> export_cuda_memory(int device_index,
                                                                  std::unique_ptr<Memory> memory,
                                                                  std::size_t num_bytes, std::string* why);
@@ -18,10 +19,11 @@ namespace pipedream {
 [[nodiscard]] std::unique_ptr<Memory> import_cuda_memory(int device_index, const std::string& handle,
                                                          std::size_t num_bytes, std::string* why);
 
-// Whether the device can export memory at all; why not, if not.
+// Whether the device can export memory at all. If not, *why gets the reason.
 [[nodiscard]] bool has_cuda_ipc(int device_index, std::string* why);
 
-// IPC maps whole granules of the driver's: with allocations of whole ones nobody sees a neighbour's bytes.
+// CUDA IPC maps memory in whole granules of the driver. Exported allocations have whole granules, so that
+// another process never sees the bytes of a neighbouring allocation.
 inline constexpr std::size_t kCudaIpcGranuleBytes = std::size_t{2} << 20;
 
 }  // namespace pipedream

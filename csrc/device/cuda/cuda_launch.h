@@ -1,5 +1,5 @@
-// How a kernel is loaded and launched, so that a source with kernels is also C++ where the tests bring the
-// runtime.
+// Loads and launches kernels by a macro and a function. So the tests can compile a source with kernels as
+// plain C++, with their own stand-in for the CUDA runtime.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,9 +11,9 @@
 
 namespace pipedream {
 
-// Loads the kernels on the device that is current, and gives the first error. Otherwise the driver loads each
-// at its first launch (CUDA's lazy loading): it holds the context's lock until the device has done what is
-// enqueued, and meanwhile no thread can enqueue a copy.
+// Loads the kernels on the current device, and returns the first error. Without this call the driver loads
+// each kernel at its first launch (CUDA's lazy loading). It then holds the context's lock until the device
+// has done all enqueued work, and meanwhile no thread can enqueue a copy.
 template <class... Kernels>
 cudaError_t load_kernels(Kernels*... kernels) {
   cudaError_t status = cudaSuccess;

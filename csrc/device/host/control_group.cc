@@ -13,10 +13,10 @@ namespace {
 
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
-// How a version calls its files.
+// The names of a version's files.
 struct Version {
   const char* limit;
-  const char* in_use;            // the groups inside included, as in the next one
+  const char* in_use;            // this and the next one include the groups inside
   const char* reclaimable_stat;  // a line of memory.stat
 };
 constexpr Version kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
@@ -25,7 +25,7 @@ constexpr Version kVersion2{"memory.max", "memory.current", "inactive_file"};
 // One hierarchy that accounts memory.
 struct Hierarchy {
   const Version* version;
-  std::string mounted_group;  // the group that is seen at the mount point: "/" but in some containers
+  std::string mounted_group;  // the group at the mount point: "/", except in some containers
   std::string mount_point;
 };
 
@@ -73,7 +73,7 @@ std::optional<std::string> own_group(const std::string& root, const Version* ver
   return std::nullopt;
 }
 
-// The largest size for "max", or when there is no such file.
+// The number in the file. The largest size if the file has "max" or does not exist.
 std::size_t number_in(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::size_t number = 0;
@@ -99,7 +99,7 @@ std::size_t available_in(const std::filesystem::path& group, const Version& vers
 }
 
 // The path of the process's group below the mount point. A container may see only its own group, at the mount
-// point, while its path is that on the host: then that group is all there is to see.
+// point, although /proc has the group's path on the host. Then the path is empty.
 std::filesystem::path path_below_mount(const Hierarchy& hierarchy, const std::string& group) {
   const std::string& mounted = hierarchy.mounted_group;
   if (mounted == "/") return std::filesystem::path(group).relative_path();

@@ -7,9 +7,9 @@
 
 namespace pipedream {
 
-// The least of limit minus use over this process's group and those around it, as far as they can be seen.
-// File cache that the kernel drops first (inactive_file) is not in use. The largest size when no group has a
-// limit. root: in front of /proc and the mount points, for tests.
+// The smallest (limit - use) of this process's group and the groups around it, as far as the process can see
+// them. File cache that the kernel drops first (inactive_file) does not count as use. The largest size if no
+// group has a limit. root: a prefix of /proc and the mount points, for tests.
 [[nodiscard]] std::size_t control_group_available_bytes(const std::string& root = "");
 
 }  // namespace pipedream

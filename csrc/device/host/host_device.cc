@@ -1,4 +1,4 @@
-// The host backend: stateless; streams own their threads, memory its mapping. Any thread.
+// The host backend. It has no state: streams own their threads, and memory owns its mapping. Any thread.
 #include "base/check.h"
 #include "device/device.h"
 #include "device/host/host_memory.h"

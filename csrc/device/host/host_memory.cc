@@ -1,5 +1,5 @@
-// mmap, madvise, touch. The first touch of a fresh page costs 10 to 100 us on virtual machines: all of it
-// is paid here.
+// Maps memory, advises huge pages and touches every page. The first touch of a fresh page costs 10 to 100 us
+// on virtual machines, so all pages are touched here, before the first minibatch.
 #include "device/host/host_memory.h"
 
 #include <sys/mman.h>
@@ -24,8 +24,8 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
-// MADV_POPULATE_WRITE of linux/mman.h. Headers before Linux 5.14, manylinux_2_28's among them, do not have
-// it.
+// MADV_POPULATE_WRITE of linux/mman.h. Headers before Linux 5.14 do not have it, for instance those of
+// manylinux_2_28.
 constexpr int kMadvPopulateWrite = 23;
 #ifdef MADV_POPULATE_WRITE
 static_assert(kMadvPopulateWrite == MADV_POPULATE_WRITE);
@@ -48,7 +48,8 @@ std::size_t mem_available_bytes() {
   return std::numeric_limits<std::size_t>::max();
 }
 
-// Starts at a huge page where the range holds one, so that the kernel can use them from the first byte.
+// Maps memory. A range of at least one huge page begins at a huge page's boundary, so that the kernel can use
+// huge pages from the first byte. Null if the kernel refuses.
 std::byte* map_aligned(std::size_t mapped_bytes) {
   const std::size_t slack_bytes = mapped_bytes >= kHugePageBytes ? kHugePageBytes : 0;
   void* const mapping =
@@ -74,11 +75,12 @@ std::size_t page_bytes() {
 }
 
 bool touch_pages(std::byte* data, std::size_t num_bytes) {
-  // Advice only: a kernel without huge pages refuses, and small pages are right, just slower.
+  // This is advice only. A kernel without huge pages refuses it; then small pages do the same, more slowly.
   (void)::madvise(data, num_bytes, MADV_HUGEPAGE);
   if (::madvise(data, num_bytes, kMadvPopulateWrite) == 0) return true;
   if (errno == ENOMEM || errno == EFAULT) return false;
-  // A kernel before 5.14 does not know the advice. An atomic addition of nothing: others may write already.
+  // A kernel before 5.14 does not know the second advice. Touches each page by an atomic addition of 0,
+  // because another process may write there already.
   const std::size_t page = page_bytes();
   for (std::size_t offset = 0; offset < num_bytes; offset += page) {
     reinterpret_cast<std::atomic<std::uint8_t>*>(data + offset)->fetch_add(0, std::memory_order_relaxed);
@@ -98,7 +100,8 @@ std::size_t host_memory_available_bytes() {
 
 HostMemory::HostMemory(std::size_t num_bytes, const std::string& what) : size_bytes_(num_bytes) {
   PD_CHECK(num_bytes > 0, "0 bytes of " << what);
-  // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
+  // Checked first, because a kernel that overcommits would accept the mapping now and kill the process when
+  // it touches the pages.
   const std::size_t available_bytes = host_memory_available_bytes();
   if (num_bytes > available_bytes) {
     throw_not_enough_memory(num_bytes, what, format_bytes(available_bytes) + " are available");

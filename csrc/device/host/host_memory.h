@@ -11,7 +11,8 @@ namespace pipedream {
 
 class HostMemory final : public Memory {
  public:
-  // Zeroed. Throws UserError naming the size, what (e.g. "staging memory of cuda:0") and what is available.
+  // Allocates zeroed memory. what: names it in errors, e.g. "staging memory of cuda:0". Throws UserError with
+  // the size and the available memory.
   HostMemory(std::size_t num_bytes, const std::string& what);
   ~HostMemory() override;
 
@@ -24,14 +25,14 @@ class HostMemory final : public Memory {
   std::size_t mapped_bytes_ = 0;  // whole pages
 };
 
-// The system's: 4 KiB on most, 16 or 64 KiB on some with ARM processors.
+// The system's page size: 4 KiB on most, 16 or 64 KiB on some with ARM processors.
 [[nodiscard]] std::size_t page_bytes();
 
-// Makes the kernel map every page of [data, data + num_bytes), huge ones where it likes. The bytes stay what
-// they are, also where another process writes them. False when the kernel has no memory left.
+// Makes the kernel map every page of [data, data + num_bytes), as huge pages if it can. Does not change any
+// byte, even if another process writes there at the time. False if the kernel has no memory left.
 [[nodiscard]] bool touch_pages(std::byte* data, std::size_t num_bytes);
 
-// "cannot allocate 2.00 GiB (2147483648 bytes) of staging memory on host: <why>; <remedy>", as UserError.
+// Throws UserError "cannot allocate 2.00 GiB (2147483648 bytes) of staging memory on host: <why>; <remedy>".
 [[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
                                           const std::string& why);
 

@@ -1,4 +1,4 @@
-// A thread per stream; see the header for who runs what.
+// Streams of the host backend, each with a thread. See the header.
 #include "device/host/host_stream.h"
 
 #include <pthread.h>
@@ -61,7 +61,7 @@ void HostEventState::wait_for(std::uint64_t record) const {
 HostStream::HostStream() : operations_(kStreamDepth), thread_([this] { run_operations(); }) {}
 
 HostStream::~HostStream() {
-  operations_.close();  // what is inside still runs
+  operations_.close();  // enqueued operations still run
   thread_.join();
 }
 
@@ -101,7 +101,7 @@ void HostStream::enqueue(Operation operation) {
 }
 
 bool HostStream::idle() const {
-  // In this order: what is enqueued in between only makes the answer "no longer certain, so not idle".
+  // Read in this order, work that is enqueued in between can only make the answer false.
   const std::uint64_t num_enqueued = num_enqueued_.load(std::memory_order_relaxed);
   return num_done_.load(std::memory_order_acquire) >= num_enqueued;
 }

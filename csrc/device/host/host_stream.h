@@ -2,7 +2,8 @@
 //
 //   enqueuing threads --BoundedQueue--> stream thread: runs one operation after the other
 //
-// The stream thread blocks where a CUDA stream would stall: in wait(event). Enqueuing never runs the work.
+// For wait(event) the stream's thread blocks, as a CUDA stream would. An enqueuing thread never runs the
+// work.
 #pragma once
 
 #include <atomic>
@@ -20,11 +21,12 @@
 
 namespace pipedream {
 
-// Shared by the event and by the operations that still mention it, so an event may die before they run.
-// Records are numbered from 1; record k is complete when everything before it in its stream is done.
+// The state of an event. The event and the operations that use it share the state, so the event may die
+// before they run. Records are numbered from 1. Record k is complete when everything before it in its stream
+// is done.
 class HostEventState {
  public:
-  // A new record; its number. The record is not complete yet.
+  // Begins a record, which is not complete yet. Returns its number.
   std::uint64_t begin_record();
   void complete(std::uint64_t record);
   [[nodiscard]] std::uint64_t last_record() const;
@@ -82,7 +84,7 @@ class HostStream final : public Stream {
   void run_operations();
 
   BoundedQueue<Operation> operations_;
-  // Counted before the push and after the run: equal means that nothing is pending.
+  // Operations, counted before they are pushed and after they are run. If both are equal, none is pending.
   std::atomic<std::uint64_t> num_enqueued_ = 0;
   std::atomic<std::uint64_t> num_done_ = 0;
   std::thread thread_;  // last: it uses the members above
