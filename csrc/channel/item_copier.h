@@ -70,9 +70,8 @@ class ItemCopier {
   // no longer than two wake-ups, of the copy stream's thread and back (24 us for 1 MiB in the cache; a
   // wake-up takes 15 to 25 us).
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
-  // The most copies that may be enqueued and not done. Each is two or three operations on a stream, so that
-  // the thread that drives never waits for room in it (kStreamDepth). It may wait where channels share a
-  // stream, until the device has done some work.
+  // The most copies that may be enqueued and not done. Each is two or three operations on a stream. So the
+  // thread that drives never waits for room in the stream (kStreamDepth), unless channels share the stream.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;

@@ -93,7 +93,7 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
   return transfers_.items();
 }
 
-// ---- Granting: who drives, but for note_release() ----
+// ---- Granting: on the thread that drives, except note_release() ----
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
@@ -203,7 +203,7 @@ void ReceiveChannel::tell(const Credit& credit) {
   link_.load()->send(std::move(frame));
 }
 
-// ---- Errors of the device: who drives ----
+// ---- Errors of the device: on the thread that drives ----
 
 template <class Function>
 void ReceiveChannel::on_device(Function function) {
@@ -224,7 +224,7 @@ void ReceiveChannel::finish_copies() {
   }
 }
 
-// ---- Receiving: who drives ----
+// ---- Receiving: on the thread that drives ----
 
 std::optional<Failure> ReceiveChannel::on_frame(Link& link, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {

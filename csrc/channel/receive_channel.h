@@ -176,12 +176,12 @@ class ReceiveChannel final : public LinkHandler {
   RingBuffer<ReceivedItem> inbox_;  // one item per slot, and the end
   bool closed_ = false;
 
-  // Who drives: for each slot number on the wire, the slot that waits for an item; else null. The sender
-  // knows about all of them but those that credits_ holds back.
+  // Used by the thread that drives: for each slot number on the wire, the slot that waits for an item, or
+  // null. The sender knows about all of them except those that credits_ holds back.
   std::vector<ReceivedSlot*> granted_;
   HeldCredits credits_;  // the slots of granted_
 
-  // Who drives: the item being received.
+  // Used by the thread that drives: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;    // being received

@@ -134,7 +134,7 @@ void SendChannel::schedule_pump() {
   if (!pump_scheduled_.exchange(true)) transport_.post([this] { pump(); });
 }
 
-// ---- Who drives: everything strictly in order ----
+// ---- The thread that drives: everything strictly in order ----
 
 // Starts the items that have a slot, copies the started ones, and sends frames for the copied chunks.
 void SendChannel::pump() {

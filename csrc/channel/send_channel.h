@@ -175,7 +175,7 @@ class SendChannel final : public LinkHandler {
   std::atomic<bool> pump_scheduled_{false};
   std::atomic<bool> waiting_for_release_{false};
 
-  // Who drives.
+  // Used by the thread that drives.
   RingBuffer<SendItem*> started_;
   GrantedSlots granted_;
   bool failed_ = false;

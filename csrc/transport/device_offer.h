@@ -16,7 +16,7 @@ namespace pipedream {
 [[nodiscard]] std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run,
                                                               std::string* why = nullptr);
 
-// Empty when the device reaches the memory of the offer; else why not.
+// The reason why the device does not reach the memory of the offer; empty if it does.
 [[nodiscard]] std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run);
 
 }  // namespace pipedream

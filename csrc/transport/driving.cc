@@ -39,7 +39,7 @@ void TransportCore::post_and_drive(std::function<void()> function) {
   Task task(std::move(function));
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_) return;  // a refused task is destroyed after the lock: its destructor is the user's
+    if (stopped_) return;  // a refused task is destroyed after the lock, because it may run user code
     tasks_.push_back(std::move(task));
     if (!begin_driving()) return;
   }
@@ -66,7 +66,7 @@ void TransportCore::drive_without_thread() {
   drive_posted();
 }
 
-// ---- Who drives ----
+// ---- Beginning and ending to drive ----
 
 bool TransportCore::is_driven_here() const { return DrivingScope::here() == this; }
 
@@ -85,7 +85,7 @@ bool TransportCore::begin_driving() {
   return true;
 }
 
-// Tells the board what is to ring the bell for the threads that sleep now. True: some such frame is there
+// Tells the board which frames must ring the bell for the threads that sleep now. True: such a frame is there
 // already. Called under the mutex whenever a thread goes to sleep or wakes.
 bool TransportCore::listen_for_bells() {
   if (board_ == nullptr) return false;
@@ -143,7 +143,7 @@ void TransportCore::drive_as_poster() try {
   throw;
 }
 
-// ---- Who waits ----
+// ---- A thread that waits ----
 
 bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& done) {
   if (!may_drive()) return false;
@@ -240,7 +240,7 @@ bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
   throw;
 }
 
-// ---- The tasks of a turn: who drives ----
+// ---- The tasks of a turn: on the thread that drives ----
 
 // Runs all queued tasks. Returns the stop that was requested before they were taken.
 TransportCore::Stop TransportCore::run_tasks() {

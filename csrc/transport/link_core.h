@@ -157,7 +157,7 @@ class LinkCore : public Link {
   std::atomic<std::uint64_t> frames_received_{0};
   std::atomic<std::uint64_t> num_refused_{0};
 
-  // Who drives.
+  // Used by the thread that drives.
   State state_ = State::kConnecting;
   bool closing_ = false;  // say BYE as soon as the link is open
   bool said_hello_ = false;

@@ -89,12 +89,13 @@ class RingBoard {
 
   [[nodiscard]] std::string address() const { return memory_->address(); }  // any thread
   [[nodiscard]] Bell& bell() { return bell_; }
-  // A peer's board, opened once for all who hold it at a time; null as for open(). Any thread.
+  // A peer's board. Links that use it at the same time share one. Null as for open(). Any thread.
   [[nodiscard]] std::shared_ptr<RingBoardOfPeer> board_of_peer(const std::string& address);
 
   // Gives one link a number for good. Empty when none is left. Any thread.
   [[nodiscard]] std::optional<std::uint32_t> take_number(bool is_quick);
-  // Lets the link's frames that are not urgent lie so long. Before the first call they may not lie at all.
+  // Lets the link's frames that are not urgent lie unnoticed for so long. Before the first call they are
+  // noticed at once.
   void let_wait(std::uint32_t number, Patience patience);
   // Has the next turn look at the link.
   void mark(std::uint32_t number);

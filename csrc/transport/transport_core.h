@@ -103,13 +103,14 @@ class TransportCore : public Transport {
   [[nodiscard]] bool is_driven_here() const;
   [[nodiscard]] static bool is_any_driven_here();
 
-  // Makes the transport thread take a turn soon, for work that it alone does or has time for. Who drives.
+  // Makes the transport thread take a turn soon, for work that only it does or has time for. Called on the
+  // thread that drives.
   void need_thread() { needs_thread_.store(true); }
   // These also call need_thread(): the link now waits for HELLO until a deadline, or a link has ended.
   void await_hello(LinkCore& link);
   void note_ended();
-  // From now on note_ready(name) is called when fd becomes readable; see watch.h. Who drives, or before any
-  // thread does.
+  // From now on note_ready(name) is called when fd becomes readable; see watch.h. Called on the thread that
+  // drives, or before any thread drives.
   void watch(int fd, std::uint64_t name);
   void unwatch(int fd);
 
@@ -209,7 +210,7 @@ class TransportCore : public Transport {
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // time of the last pulse()
   std::atomic<std::uint64_t> num_work_items_{0};
 
-  // Who drives.
+  // Used by the thread that drives.
   std::vector<LinkCore*> active_links_;
   bool some_ended_ = false;               // an active link ended since the thread's last turn
   std::vector<LinkCore*> greeted_links_;  // links that wait for HELLO, and some that no longer do

@@ -89,8 +89,8 @@ struct ZmqShared {
   SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
   std::unique_ptr<RingBoard> board{};    // serves the rings of all links; null: no memory is shared
-  std::vector<ZmqLink*> marked_links{};  // who drives
-  std::vector<ZmqLink*> ring_links{};    // who drives; by number on the board; null: no rings
+  std::vector<ZmqLink*> marked_links{};  // for the thread that drives
+  std::vector<ZmqLink*> ring_links{};    // likewise; by number on the board; null: no rings
 };
 
 class ZmqLink final : public LinkCore {
@@ -163,7 +163,7 @@ class ZmqLink final : public LinkCore {
   std::string server_key_;  // of the listener; empty without keys
   std::string token_;       // of the listener; empty with keys
 
-  // Who drives.
+  // Used by the thread that drives.
   int socket_fd_ = -1;  // watched descriptors; -1: none
   int monitor_fd_ = -1;
   bool is_marked_ = false;   // in marked_links: there may be traffic
@@ -171,7 +171,7 @@ class ZmqLink final : public LinkCore {
   int peer_fd_ = kAnyFd;     // the connection on which HELLO came
   std::set<int> ended_fds_;  // connections of a listener that ended before HELLO
   bool connection_ended_ = false;
-  std::unique_ptr<FrameRings> rings_;  // null: not shared; used by who drives, once the link is added
+  std::unique_ptr<FrameRings> rings_;  // null: not shared; for the thread that drives, once the link is added
   bool uses_rings_ = false;
   std::string how_it_ended_ = "the connection ended without a farewell";
 };

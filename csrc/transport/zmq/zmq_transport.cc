@@ -116,7 +116,7 @@ class ZmqTransport final : public TransportCore {
   std::unique_ptr<ZapHandler> zap_handler_;
   const int zap_fd_;
 
-  // Who drives.
+  // Used by the thread that drives.
   bool zap_is_ready_ = true;  // earlier requests may have been reported already
   bool rings_have_more_ = false;
   std::vector<ZmqLink*> delivering_;
