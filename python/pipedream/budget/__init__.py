@@ -1,1 +1,2 @@
-"""A worker's memory: what it will need, the rehearsal that measures it, what saves some of it."""
+"""A worker's memory: the prediction of what it needs, the rehearsal that measures it, and ways to save
+some."""

@@ -1,8 +1,9 @@
-"""Calls functions that torch marks as not to be compiled without that mark, as long as nothing can be
-compiled.
+"""Saves the import of torch's compiler in processes that compile nothing.
 
-The mark (torch._disable_dynamo) imports torch._dynamo, the Python half of the compiler, at the first call.
-The import adds 1.6 s or more to a process's first `run`, which may not need it. Torch-free; any thread.
+Torch marks some functions as not to be compiled. At the first call of such a function the mark
+(torch._disable_dynamo) imports torch._dynamo, the Python half of the compiler. That adds 1.6 s or more to a
+process's first `run`. So the functions are called without the mark until something else imports
+torch._dynamo. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unmarked_until_compiling(marked: _Function) -> _Function:
-    """Returns a function that calls the plain function inside the mark. Once torch._dynamo is imported it
-    calls `marked`: before that, nothing can be compiled.
+    """Returns a function that does the same as `marked`, but without the mark as long as torch._dynamo is not
+    imported: until then nothing can be compiled.
     """
     plain = getattr(marked, "__wrapped__", marked)
 

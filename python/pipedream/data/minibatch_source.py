@@ -38,14 +38,14 @@ class MinibatchSource:
         self.stream = stream  # go_on() replaces it
         self.first_minibatch = first_minibatch
         self.samples: list[int] = []
-        """Samples of each minibatch that was read, starting with first_minibatch. Other replicas' minibatches
-        count. `epochs` is alike.
+        """Samples of each minibatch that was read, starting with first_minibatch. The minibatches of other
+        replicas are included. `epochs` has the epoch of each in the same way.
         """
         self.epochs: list[int] = []
         self.read_ns = 0
         """Nanoseconds spent in the data's own code, including waiting for a DataLoader's processes."""
         self.larger: LargerMinibatch | None = None
-        """The larger minibatch before whose group the data have ended for now; None if they have not."""
+        """The larger minibatch. The data have ended before its group, for now. None if they have not."""
         self._is_over = False
         self._ahead: _Ahead | None = None
         self._group_size = 1
@@ -53,8 +53,9 @@ class MinibatchSource:
         self._group: dict[int, Minibatch] = {}  # minibatches that were read and not handed out
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
-        """Makes the data end before a group that has a minibatch for whose inputs is_larger() is true. The
-        next call continues with that group. group_size: must be the same each time.
+        """Makes the data end before a group with a minibatch that is larger than planned. The next call
+        continues with that group. is_larger: whether a minibatch with these inputs is larger. group_size:
+        must be the same each time.
         """
         self._is_larger = is_larger
         self._group_size = group_size

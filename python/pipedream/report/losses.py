@@ -37,8 +37,8 @@ class LossRecord:
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self.parts: deque[float] | None = None
-        """For each microbatch whose backward is still to come, its part of its minibatch's loss. None if
-        nobody wants the parts."""
+        """For each microbatch before its backward, its share of the minibatch's loss. None if the shares are
+        not needed."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
@@ -141,8 +141,8 @@ class _PinnedCopier:
 def make_loss_record(
     on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], device: torch.device
 ) -> LossRecord:
-    """on_nonfinite: as in run(). on_minibatch: called for each minibatch in order, with its loss and the
-    share of it that the microbatches have.
+    """Makes the record for the device. on_nonfinite: as in run(). on_minibatch: called for each minibatch in
+    order, as on_minibatch(minibatch, loss, share). share: the share of the minibatch that this replica has.
     """
     if device.type == "cpu":
         return LossRecord(on_nonfinite, on_minibatch)

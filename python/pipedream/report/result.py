@@ -1,4 +1,5 @@
-"""RunResult: what a run did. Plain values that travel as JSON; any thread."""
+"""RunResult: the losses of a run, and the figures that were measured. Plain values that travel as JSON; any
+thread."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ is a multiple of the group size, `minibatches_between_drains`.
                              begin       reach           U4 has made version N
 
 A boundary may begin before the one before it is reached. No stage waits for another, and none looks ahead
-into its data. The last group may be incomplete, and a replica without a microbatch of it would not hear
-what is due before it. So that is due at the end of the data instead. Owned by the worker's compute thread.
+into its data. The last group may be incomplete. A replica without a microbatch of that group would not learn
+of events at the boundary before it, so these events are moved to the end of the data. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Planned:
 
 
 class StageZeroGate:
-    """Decides at a replica of stage 0 what is due at a boundary, and which minibatches there are. Lives as
-    long as a segment."""
+    """Decides at a replica of stage 0 which minibatches are trained, and which events are due at boundaries.
+    Lives as long as a segment."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class StageZeroGate:
         self._group, self.events = group, 0
         if is_first:
             return self._begin_run(group)
-        # A short last group: a replica without a part of it would hear of no stop before it.
+        # A replica without a part of a short last group would not learn of a stop before that group.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
@@ -186,7 +187,7 @@ class StageZeroGate:
     def _events_of_end(self) -> int:
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            # The next segment begins there, and decides what is due.
+            # The next segment begins at this boundary, and decides about its events.
             return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
         begin = (end - 1) - (end - 1) % self._group_size  # the last boundary before the end
         if end % self._group_size and begin > self._first_of_run:

@@ -249,8 +249,8 @@ class Asking:
         *,
         evaluates: bool = False,
     ) -> int:
-        """Asks what is to be asked, and returns the events that callbacks want at the boundary before this
-        group.
+        """Asks the callbacks if a question is due, and returns the events that they want at the boundary
+        before this group.
         evaluates: as in holds_at(). If that returned True, the evaluation is over."""
         if evaluates:
             self._evaluations.append(group)
@@ -262,8 +262,9 @@ class Asking:
         return events
 
     def ask_again(self, group: int, source: MinibatchSource) -> int:
-        """Asks the questions of the run's first group again, where the run continues before an evaluation
-        that is still due. Returns the events of an answer that is due at once; such an evaluation is over."""
+        """Asks the question of the run's first group again. The run continues from a checkpoint whose
+        evaluation was still due, and that evaluation is over now. Returns the events of an answer that is due
+        at once."""
         self._evaluations.append(group)
         self._ask(group, (), source)
         return self._due_events(group)

@@ -90,7 +90,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The memory that a worker may use, and what it does to need less."""
+    """The memory that a worker may use, and the ways in which it needs less."""
 
     limit_bytes: int | None = field(metadata=compared("memory", given))
     """The most bytes that this worker may use."""
@@ -100,7 +100,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The places where a run's weights go, and what is shown meanwhile."""
+    """The places where a run's weights go, and the display of its progress."""
 
     gather: str
     save: str | None

@@ -1,5 +1,5 @@
 """The tensors that leave a stage. Their memory must not change until it has been sent. The core copies
-those that are not plain contiguous memory (exchange.py). Stateless."""
+those that are not plain contiguous memory (exportable() in model/boundary.py). Stateless."""
 
 from __future__ import annotations
 

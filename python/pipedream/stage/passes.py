@@ -76,7 +76,7 @@ class StagePasses:
         self._call_stage = functools.partial(_call_stage, calls, stage.stage_index)
         self._call_loss = functools.partial(_loss_of, calls, device)
         around: list[Region] = [] if torch_region is None else [torch_region]
-        # Layers with checkpoints of their own run their forward again in the backward.
+        # Layers with activation checkpointing run their forward again in the backward.
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
         self._around_backward = [*self._around_again, *([] if around_backward is None else [around_backward])]
         self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]

@@ -590,8 +590,8 @@ class WorkerLoop:
         }
 
 
-# These are functions and not methods: a method would hold the loop, and what the loop makes would hold the
-# loop and its pool in a reference cycle.
+# These are functions and not methods. A bound method holds the loop, and the loop's objects that hold the
+# method would keep the loop and its pool alive in a reference cycle.
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:

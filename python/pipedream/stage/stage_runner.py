@@ -151,7 +151,7 @@ class StageRunner:
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
-        # Not with offloading: a bind moves weights. Not with ties: their slots depend on what is received.
+        # With offloading a bind moves weights. With ties the slots depend on the versions that are received.
         self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
@@ -411,8 +411,8 @@ class StageRunner:
             self._note_scale(work, stashed)
         if self._held is not None:
             self._load_held(work, is_forward=False)
-        # Layers with checkpoints of their own run their forward again in the backward. They read the
-        # weights that are bound then.
+        # Layers with activation checkpointing run their forward again in the backward. They read the weights
+        # that are bound then.
         self._bind(work)
         following: Stashed | None = None
         if self._offload is not None:  # backwards have the order of forwards

@@ -1,5 +1,5 @@
-"""One replica's side of a parameter server with asynchronous shards. Every replica's gradient is an update
-of its own, made when it comes. The replica that pushed it gets the shard as it is then.
+"""One replica's side of a parameter server with asynchronous shards. Each gradient of a replica makes an
+update of its own, as soon as it arrives. The replica that pushed the gradient gets the updated shard back.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
@@ -8,13 +8,13 @@ of its own, made when it comes. The replica that pushed it gets the shard as it 
                                                    are in it: its own j + 1, and those of others so far
 
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
-OSDI'14). A gradient is the mean over a replica's microbatches of a round by what they count. It is not
-divided by r: r replicas make r updates, each with the learning rate as it is given. A replica receives its
-answer before it pushes again, so an owner keeps one answer per replica.
+OSDI'14). A gradient is the weighted mean over a replica's microbatches of a round. It is not divided by r: r
+replicas make r updates, each with the full learning rate. A replica receives its answer before it pushes
+again, so an owner keeps one answer per replica.
 
     master     memory of its own: one version, which forwards do not read while it changes
     answers    one for each other replica, until it has left
-    slots      the versions that forwards read, as everywhere
+    slots      the versions that forwards read, as with other shards
 
 There are two threads. The worker's compute thread pushes, makes the replica's own updates and pulls. The
 other thread serves the other replicas, whatever the compute thread does. A lock guards the master, the

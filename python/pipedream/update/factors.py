@@ -65,8 +65,8 @@ class FactorLayer:
 
 
 def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None = None) -> bool:
-    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the whole
-    gradient as it would be pushed otherwise; None: as it is."""
+    """Whether a layer's factors are fewer bytes than its gradient. pushed_bytes: bytes of the gradient as the
+    codec would push it; None: without a codec."""
     return factor_rule.are_smaller(layer.factor_bytes, layer.weight_bytes, num_replicas, pushed_bytes)
 
 
@@ -191,8 +191,8 @@ class FactorExchange:
         return self._index_of[parameter] % self._num_replicas == self._replica
 
     def push(self, num_summed: int) -> list[Tensor]:
-        """Sends this replica's factors of a round of so many microbatches to all others, and returns what it
-        sends."""
+        """Sends this replica's factors of a round to all others, and returns the tensors that it sends.
+        num_summed: the microbatches of which the factors are."""
         self._pushed = self._left.take()
         item = item_of(self._weights, self._pushed, self._device)
         items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]

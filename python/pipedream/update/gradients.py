@@ -2,8 +2,8 @@
 collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
 
 If the schedule drains every minibatch, a norm is taken over all stages. Otherwise it is taken per stage,
-because a wider norm would make stages wait for each other. A norm is that of the mean over a round, of
-which each replica of a stage has the part that it updates. Owned by the worker's compute thread.
+because a wider norm would make stages wait for each other. A norm is that of the mean gradient over a round.
+Each replica of a stage has the part of that mean that it updates. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class StageGradients:
         return newest_slot
 
     def begin_backward(self) -> None:
-        """Prepares a backward. It may wait until there is room for what the backward makes."""
+        """Prepares a backward. It may wait until there is room for the gradients of the backward."""
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         """Prepares the last backward of the minibatch at this replica. loss_scale: the factor of its loss."""

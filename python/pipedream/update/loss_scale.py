@@ -6,8 +6,8 @@ anywhere so far, and tells it upstream with the gradients. Owned by the worker's
 
 The minibatches of a round of the last stage share one scale. It is chosen with the first of the round's
 activations. If rounds drain, an overflow skips the update of all stages, so every replica knows of it.
-Otherwise each replica of the last stage has other activations of the round, and passes on with its norms
-what they tell.
+Otherwise each replica of the last stage receives different activations of the round. With its norms it tells
+the others of the overflows that these report.
 
 Nothing is in flight between two segments of a run (worker/segment.py). An overflow from before is told with
 the first activation after. A run that goes on from another's state tells each overflow when a single run
@@ -50,7 +50,8 @@ class LossScaling:
         self._skipped: list[int] = []
         """Updates that overflowed. Each is given by the first microbatch that is forwarded after it."""
         self._late: list[int] = []
-        """The same for updates of the run before this one, of which that run has not told."""
+        """The same for updates that overflowed in the run before this one, if that run has told nobody
+        yet."""
         self._heard_at: list[int] = []
         """The same for updates that have told of an overflow, since the last round began."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round

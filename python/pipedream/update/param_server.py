@@ -120,8 +120,8 @@ class ParameterServer(ShardClient):
         write_slot: int,
         make: Callable[[ShardPart, slice, Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
-        """Makes a version part by part. Each chunk leaves as soon as it is made, from where it lies. make:
-        makes a part, given the positions of its pieces, and the tensors to read and to write."""
+        """Makes a version part by part. Each chunk is sent from its slot as soon as it is made. make: makes a
+        part, given the part, the positions of its pieces, and the tensors to read and to write."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.show(write_slot)
         if self._tied.owned is not None:
@@ -193,8 +193,8 @@ class ParameterServer(ShardClient):
 
 
 def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    """The pieces in each slot, as the optimizer has them. They are of the leaves that view the slot; a layer
-    may point these elsewhere later, and settle() points them back. pieces: counted as the parameters of these
-    versions are."""
+    """Returns the pieces in each slot, as the optimizer gets them: views of the slot's leaves. A layer may
+    later point a leaf at other memory; settle() points it back. pieces: their `parameter` is an index into
+    the parameters of these versions."""
     slots = range(versions.num_slots)
     return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

@@ -59,7 +59,7 @@ class RoundPushes:
         """channels: by receiver.
         chunks: by shard, in the order in which they leave.
         dtypes: by shard, the dtype in which its chunks travel.
-        feeds_back: whether the codec adds to a gradient what it left out of those before.
+        feeds_back: whether the codec adds to a gradient the values that it left out of earlier ones.
         factored: the parameters whose gradients are pushed as factors.
         push_factors: pushes all of these, given the number of microbatches.
         before_sending: called before a chunk leaves. If the chunk leaves from a copy, it gets the copy,
@@ -164,7 +164,7 @@ class RoundPushes:
         return self.gradients[parameter]
 
     def _item(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> tuple[str, list[Any]]:
-        # With feedback even a missing gradient is sent: it carries what was left out of those before it.
+        # With feedback even a missing gradient is sent: it carries the values left out of earlier ones.
         always = self._feeds_back and self._dtypes[other].is_floating_point
         flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
         content = _content(chunk, gradients).view(self._dtypes[other])

@@ -104,7 +104,7 @@ class _Group:
 
     @property
     def newest(self) -> int:
-        """The newest version of which all is here."""
+        """The newest version that is here as a whole."""
         return min(self.newest_of) if self.whole_version is None else self.whole_version()
 
     def views(self, slot: int, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -191,8 +191,8 @@ class TiedParameters:
         return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
 
     def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
-        """The leaves of the newest version of parameters that other stages with so many replicas own, by
-        owner."""
+        """Returns the leaves of the newest version of parameters that other stages own, by owner.
+        num_replicas: only owners with that many replicas count."""
         return [
             group.versions.leaves(group.slot_of(group.newest))
             for owner, group in self._groups.items()

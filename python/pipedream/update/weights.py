@@ -247,8 +247,8 @@ class WeightVersions:
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
-        """Copies by the leaves, because a layer may have pointed them at other memory than the slot, as a
-        recurrent one does with flatten_parameters()."""
+        """Copies a version leaf by leaf and not as a whole slot. A layer may have pointed its leaves at other
+        memory than the slot, as a recurrent layer does with flatten_parameters()."""
         if write_slot != read_slot and self._originals:
             with torch.no_grad():
                 torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])
@@ -331,7 +331,7 @@ class WeightVersions:
                 leaf.data = view
 
     def show(self, slot: int) -> None:
-        """Makes the leaves view their places in the slot again, whose next version is about to be written."""
+        """Makes the leaves view their places in the slot again, before a new version is written there."""
         for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
             if leaf.data_ptr() != view.data_ptr():
                 leaf.data = view

@@ -71,8 +71,9 @@ def gather(
     only.
 
     report: this rank's. channels: the run's. loss_state: the loss's state, at the last stage. kept: this
-        rank's part of the state. averages: of callbacks.EMA, of what this rank updates. An error here says
-        where the trained weights are.
+        rank's part of the state. averages: those of callbacks.EMA for the weights that this rank updates.
+
+    An error here says where the trained weights are.
     """
     of_loss = {} if loss_state is None else loss_state.changed()
     report[_UNSAVED] = _save(run, of_loss)

@@ -221,7 +221,8 @@ class Segment:
         return self._rehearsed.kinds
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of this worker when the run is over. Raises ValueError for what it cannot keep."""
+        """Copies the state of this worker when the run is over. Raises ValueError for state that it cannot
+        keep."""
         loop = self._loop or self._spare_loop
         if loop is None:
             return []

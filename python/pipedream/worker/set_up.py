@@ -1,4 +1,4 @@
-"""The set-up of a worker: what it must know of its stages before its pool and its channels are planned.
+"""The set-up of a worker: it finds out the facts of its stages from which its pool and channels are planned.
 
     read      the first minibatch, at workers that read data, before any link is open
     share     rank 0 sends its initial weights to all
@@ -275,9 +275,9 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
 
 
 def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
-    """Gives all ranks rank 0's initial weights. Optimizers are constructed from them, so they come before
-    the pool is planned. Local workers have all read the caller's. Each makes for itself what was on the
-    meta device."""
+    """Gives all ranks rank 0's initial weights. This comes before the pool is planned, because optimizers are
+    constructed from the weights. Local workers need nothing: all have read the caller's weights. Each worker
+    makes for itself the weights that were on the meta device."""
     if core is None or not run.place.returns_model:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
@@ -338,11 +338,11 @@ class OwnPart:
     """The part of the model that a worker has in memory on its device: its own stages. A spare has the
     stage of its shard.
 
-        place()              gives initial values to what is on meta, tensor by tensor; moves all there
-        leave_out_others()   replaces parameters of other stages, which only code outside of module calls can
-                             reach, by stand-ins of NaN: the loss shows whoever reads one, and nobody trains
-                             with a value that is never updated
-        take_back_others()   puts the user's parameters back; those on meta still are
+        place()              gives initial values to tensors on meta, one by one; moves all to the device
+        leave_out_others()   replaces parameters of other stages by stand-ins of NaN; only code outside of
+                             module calls can reach them, and the loss shows if it does, so that nothing is
+                             trained with a value that is never updated
+        take_back_others()   puts the user's parameters back; those that were on meta still are
         give_back()          moves the model back to where the user has it
     """
 

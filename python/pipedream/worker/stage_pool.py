@@ -89,8 +89,8 @@ class StagePool:
         *,
         evaluation_bytes: int = 0,
     ) -> None:
-        """Decides which stages recompute and what is offloaded. footprints: by stage of this worker.
-        snapshots: by stage, the state from which they go on; empty if the pipeline begins anew."""
+        """Decides which stages recompute and which offload. footprints: by stage of this worker. snapshots:
+        by stage, the state from which it goes on; empty if the pipeline starts afresh."""
         self.run = run
         """The run as agreed, with the stages that recompute to save memory."""
         self.predicted: dict[str, int] = {}
@@ -265,7 +265,7 @@ class StagePool:
         if layout.whole_tensors or self.run.options.measures_gradients:
             mean_bytes = sum(own_sizes)
         elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
-            mean_bytes = max(own_sizes, default=0)  # where nobody else has a minibatch of the last round
+            mean_bytes = max(own_sizes, default=0)  # perhaps no other replica has a part of the last round
         return PushedGradients(
             copied_bytes(others) + sparse_bytes(self.run.stages[stage]),
             mean_bytes,
@@ -273,9 +273,9 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. Spares take chunks when
-        they can use them. So one more round may wait if the next round's forwards do not need the version
-        made of it."""
+        """Returns the number of rounds whose gradients a replica may have at once. A spare takes a chunk only
+        when it can use it. So one more round may wait, unless the next round's forwards need the version
+        that the spare makes of it."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits

@@ -130,8 +130,8 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Writes the weights of this worker's stages. persistent: writes only what a state_dict holds, for the
-    user; the files are finished when all workers have written theirs."""
+    """Writes the weights of this worker's stages. persistent: writes files for the user, with the tensors of
+    a state_dict alone; finish_weights() finishes them when all workers have written theirs."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None

@@ -3,7 +3,7 @@
     agree      all take rank 0's plan and seed                                agreed_run.py
     read       the first minibatch, at workers that read data                 set_up.py
     share      all take rank 0's initial weights                              set_up.py
-    rehearse   each worker's stages, once: what crosses, and what it takes    set_up.py
+    rehearse   each worker runs its stages once, to measure them              set_up.py
     open       pool sealed, channels open to neighbours, in line and tree     segment.py, stage_pool.py
     train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
     again      if a minibatch is larger than planned: rehearse, open, train
