@@ -200,7 +200,7 @@ class WorkMeter:
         self._meter = meter
         self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
-        self._peak_bytes = 0  # of all but gradients
+        self._peak_bytes = 0  # without gradients
         self.gradient_peak_bytes = 0
 
     @contextlib.contextmanager

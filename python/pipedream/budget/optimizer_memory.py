@@ -84,7 +84,7 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
     except Exception:  # also if a step reads values, which meta tensors do not have
         sizes = _sizes_in_step(optimizer)
         at_once = any(group.get("foreach") for group in probe.param_groups)
-        widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # gradients
+        widened = sum(sizes) if isinstance(optimizer, MasterWeights) else 0  # widened gradients
         temporaries = _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0))
         return widened + temporaries + SCALARS_BYTES
     return meter.peak_bytes + SCALARS_BYTES

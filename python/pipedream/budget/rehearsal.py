@@ -261,7 +261,7 @@ class _StageRehearsal:
         self._repeats = repeats
         self._statistics = MinibatchStatistics(stage) if repeats else None
         self._value = value
-        self._leaves: list[Tensor] = []  # of the microbatch
+        self._leaves: list[Tensor] = []  # the microbatch's inputs
         self._targets = targets
         self._is_last = is_last
         self._loss_fn = loss_fn

@@ -108,7 +108,7 @@ class ResidentVersions:
 
     def poison(self, version: int) -> None:
         """Fills the version with NaN, on the device and at home, because nobody may read it any more."""
-        self._copies.finish()  # the CPU fills the home
+        self._copies.finish()  # because the CPU fills the home
         if self.position_of(version) is not None:
             self.device_slot(version).fill_(_POISON)
         self._homes[version].fill_(_POISON)

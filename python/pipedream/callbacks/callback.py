@@ -48,7 +48,7 @@ class Decision:
 
 
 Answer = Decision | bool | None
-"""False stops the run; None and True go on."""
+"""A callback's answer: a Decision, or False to stop the run. After None and True the run goes on."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Steering:
         self._origin = 0
         """The minibatch that reports count as 0."""
         self._per_update = 1
-        self._first_update = 0  # of the run
+        self._first_update = 0  # the number of the run's first update
         self._losses_before: Sequence[float] = ()
         self._is_past = False
         self._held_epochs: list[tuple[int, int]] = []
@@ -140,10 +140,10 @@ class Steering:
         self._rates: list[float] = []
         self._metrics: Mapping[str, float] = dict.fromkeys(metrics, math.nan)
         self._validates = bool(self._metrics)
-        self._num_evaluations = 0  # that were told
+        self._num_evaluations = 0  # that callbacks were told of
         self._checkpoints: Path | None = None
         self._watches = any(defines(callback, "on_checkpoint") for callback in self._callbacks)
-        self._seen: set[Path] = set()  # checkpoints
+        self._seen: set[Path] = set()  # checkpoints that callbacks were told of, or that were there before
         self._looked_s = 0.0
         self._has_begun = False
 

@@ -200,7 +200,7 @@ class _Flight:
     """The input of its next stage."""
     targets: Any
     share: float
-    """Its share of its minibatch."""
+    """The microbatch's share of its minibatch."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
     """Leaves by the parameter's id, for stages that have run its forward."""

@@ -309,7 +309,7 @@ class WorkerPlace:
     rendezvous: Rendezvous
     board: StatusBoard | None
     stop_order: StopOrder | None = None
-    """None if nobody may end the run early."""
+    """Carries the wish to end the run early; None if nobody may end it."""
     folder: Path | None = None
     """The folder in which a local worker leaves files for its caller. None: the caller is this process, and
     gets its model back on the device where it was."""

@@ -36,7 +36,7 @@ def located(position: Position) -> Iterator[None]:
     try:
         yield
     except (PipelineError, _core.RunFailure):
-        raise  # these say where they happened
+        raise  # these errors name the place already
     except RuntimeError as error:
         raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 

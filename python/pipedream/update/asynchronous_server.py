@@ -196,7 +196,7 @@ class AsynchronousServer(ShardClient):
         try:
             yield
         except _core.RunFailure:
-            self._raise_failure()  # the failed thread has ended this one's wait
+            self._raise_failure()  # a failure of the serving thread also ends the wait
             raise
         finally:
             self._core.stop_serving()

@@ -41,7 +41,7 @@ __all__ = [
 RunStep = Callable[[Callable[[], None]], None]
 """Runs an optimizer's step: timed, measured, and with its errors told."""
 
-_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_NORM_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened at once
 
 
@@ -53,7 +53,7 @@ class GradientFigures(NamedTuple):
     told: bool = False
     """Whether activations of the round have told of an overflow upstream (loss_scale.py)."""
 
-    def __add__(self, other: object) -> GradientFigures:  # not a tuple's concatenation
+    def __add__(self, other: object) -> GradientFigures:  # adds figures; a tuple would concatenate
         assert isinstance(other, GradientFigures)
         return GradientFigures(
             self.squared_norm + other.squared_norm,
@@ -204,7 +204,7 @@ class NormExchange:
         self._measure = measure
         self._is_first = is_first
         self._minibatch = -1
-        self._sum = GradientFigures()  # of this worker and of those downstream
+        self._sum = GradientFigures()  # figures of this worker and of those downstream
         self._total: GradientFigures | None = None
 
     def send(self, edge: _core.Edge, minibatch: int) -> Tensor:

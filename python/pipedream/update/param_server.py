@@ -148,7 +148,7 @@ class ParameterServer(ShardClient):
         """Returns the means of a part's pieces. is_read: whether only an optimizer's step reads them, which
         does not scale them."""
         means: dict[Piece, Tensor | None] = {}
-        for index, chunk in part.chunks:  # in the order in which they come
+        for index, chunk in part.chunks:  # in the order in which their gradients come
             found = self._exchange.mean_of(index, torch.get_num_threads())
             for piece, of_piece in zip(chunk.pieces, found, strict=True):
                 means[piece] = self._mean(piece, of_piece, is_read=is_read)

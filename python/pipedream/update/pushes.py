@@ -80,7 +80,7 @@ class RoundPushes:
         """By parameter: the flat, unscaled gradients of which chunks left before the backward was over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
-        self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
+        self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round that have left
         self._awaited = {
             other: [frozenset(piece.parameter for piece in chunk.pieces) for chunk in chunks[other]]
             for other in channels

@@ -112,8 +112,8 @@ class LocalSteps(_GroupGradients):
         super().__init__(*arguments, **options)
         self._sync_every = sync_every
         self._num_rounds = self._rounds.first_version
-        self._num_own = 0  # microbatches, in the round that is updated
-        self._share = 1.0  # in minibatches, of the latest backward's round so far
+        self._num_own = 0  # this replica's microbatches in the round that is updated
+        self._share = 1.0  # weights of its microbatches in the latest backward's round, in minibatches
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._share = loss_scale

@@ -99,7 +99,7 @@ class ShardClient(StageGradients):
             shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(layout.num_shards)
         }
         self._dtypes = {shard: layout.dtype_of(shard) for shard in range(layout.num_shards)}
-        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
+        self._steps_by_element = not layout.whole_tensors  # such optimizers keep no gradients
         self._poisons = _core.poisons_released_slots()
         self._slot_of = dict(slot_of or {rounds.first_version: 0})
         self._exchange = self._make_exchange(layout)

@@ -32,7 +32,7 @@ from pipedream.update.weights import masters_layout, state_layout, view_like
 
 __all__ = ["StageOptimizer"]
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last two are a cycle's
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last two of a cyclic rate
 
 
 class StageOptimizer:

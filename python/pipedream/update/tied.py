@@ -340,7 +340,7 @@ class TiedParameters:
         views = group.views(group.slot_of(group.newest_of[index]), pieces)
         with torch.no_grad():
             for view, value in zip(views, values[: len(views)], strict=True):
-                view.copy_(value)  # of the same shape, whatever its strides
+                view.copy_(value)  # the shape is the same, the strides may differ
         if self._averages is not None:
             self._averages.add_used(owner, index, pieces, views)
 

@@ -63,7 +63,7 @@ class _Reference:
     def _put(self, value: Any) -> None:
         try:
             held = self.container[self.key]
-        except (LookupError, AttributeError, ValueError):  # the layer took it away
+        except (LookupError, AttributeError, ValueError):  # the layer has removed the place
             return
         if held is self.current:
             self.container[self.key] = self.current = value
@@ -243,7 +243,7 @@ class WeightVersions:
     def end_update(self, write_slot: int) -> None:
         """Settles the slot after its version has been written."""
         if self._resident is not None:
-            self.settle(write_slot)  # its home gets what is in the slot
+            self.settle(write_slot)  # then the home gets the slot's content
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:

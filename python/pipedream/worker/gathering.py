@@ -277,8 +277,8 @@ def _weights_of(run: AgreedRun) -> str:
     return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
 
-_NUM_SPANS_MAX = 50_000  # bound of one segment
-_NUM_ORDERED_MAX = 1 << 20  # bound of one segment (ShardUpdates::kNumOrderedMax)
+_NUM_SPANS_MAX = 50_000  # as many as one segment keeps
+_NUM_ORDERED_MAX = 1 << 20  # as many as one segment keeps (ShardUpdates::kNumOrderedMax)
 _OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # figures of a channel that the last segment decides
 
 _Report = dict[str, Any]

@@ -215,7 +215,7 @@ def _is_of_its_class(method: types.MethodType) -> bool:
     if it was made for this one object, or replaces the class's own."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
-        return False  # the name stands for something else there
+        return False  # the object has something else under this name
     found = inspect.getattr_static(owner, method.__name__, None)
     return getattr(found, "__func__", found) is method.__func__
 

@@ -117,7 +117,7 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
         kept.save(folder, run.rank)
     except (_core.RunFailure, PipelineError):
         raise
-    except Exception as error:  # of an optimizer, of data after the last minibatch, of a full disk
+    except Exception as error:  # from an optimizer, from data after the end, or a full disk
         state["missing"] = f"{run.describe_worker(run.rank)} could not keep its part: {one_line(error)}"
     return None
 

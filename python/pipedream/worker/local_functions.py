@@ -59,7 +59,7 @@ def _found(module: types.ModuleType, qualified_name: str) -> Any:
     found: Any = module
     for name in qualified_name.split("."):
         found = getattr(found, name, None)
-    return getattr(found, "__func__", found)  # of a classmethod
+    return getattr(found, "__func__", found)  # a classmethod's function
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:

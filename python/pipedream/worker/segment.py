@@ -76,7 +76,7 @@ class Following:
     minibatch: int
     """The minibatch that is larger than planned."""
     shapes: str
-    """Its shapes, for people."""
+    """The shapes of that minibatch, as text for messages."""
 
 
 class Segment:

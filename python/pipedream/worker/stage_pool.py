@@ -101,7 +101,7 @@ class StagePool:
         self._device = device
         self._worker_optimizers = optimizers
         self._optimizers = optimizers.by_stage
-        self._offload: dict[int, Offload] = {}  # what is offloaded, by stage
+        self._offload: dict[int, Offload] = {}  # the offloaded parts, by stage
         self._torch_pool_bytes = 0
         self._channels = channels
         self._snapshots = snapshots

@@ -106,7 +106,7 @@ def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
             elif left < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # it cannot be reserved there
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system reserves no room
                 return
             temporary = folder.parent
             raise PipelineError(
@@ -265,7 +265,7 @@ def finish_weights(plan: Plan, folder: Path) -> None:
     _part_of(folder / WEIGHT_INDEX).write_text(text, encoding="utf-8")
     for name in (*set(file_of.values()), WEIGHT_INDEX):
         _part_of(folder / name).replace(folder / name)
-    drop_weights(plan, folder)  # what other replicas have written
+    drop_weights(plan, folder)  # the files that other replicas have written
 
 
 def drop_weights(plan: Plan, folder: Path) -> None:

@@ -116,7 +116,7 @@ class WorkerLinks:
         try:
             yield
         except _core.RunFailure as failure:
-            if failure.args[0] != "Aborted":  # it says why itself: the store may not answer
+            if failure.args[0] != "Aborted":  # an abort carries its reason; the store may not answer
                 self._raise_if_others_failed()
             if failure.args[0] == "Timeout":
                 self._look_for_the_lost()
