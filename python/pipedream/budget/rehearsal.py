@@ -86,8 +86,8 @@ class Handover:
         return self._placement.num_stages
 
     def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
-        """Sends copies of the tensors, which may then change or be freed. It keeps none of them, because the
-        rehearsal measures the memory that it holds."""
+        """Sends copies of the tensors. The tensors may then change or be freed, because the rehearsal that
+        made them measures the memory that it holds."""
         if self._is_local(cut):
             self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
             return
@@ -140,8 +140,8 @@ class Rehearsal:
         for_offload: also measures how much of the stash could be offloaded, with one more forward.
         for_factors: stages for which it also finds the weights whose gradients are products of factors, with
             one more forward and backward.
-        for_recompute: stages for which it also finds out whether they may recompute, with two more
-        forwards."""
+        for_recompute: stages for which it also finds out, with two more forwards, whether they may
+            recompute."""
         self.boundaries: dict[int, Boundary] = {}
         """Boundaries by the stage upstream of the cut."""
         self.footprints: dict[int, Footprint] = {}

@@ -32,7 +32,8 @@ class LossRecord:
     minibatch; over all replicas, the sum is the mean."""
 
     reads_late = False
-    """Whether read_pending() must follow an add(): before the next one, and before its backward counts."""
+    """Whether each add() needs a read_pending() before the next add() and before the microbatch's backward
+    counts."""
 
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []

@@ -125,7 +125,7 @@ class ShardLayout:
         num_spares: int = 0,
     ) -> None:
         """num_tied: number of tied parameters, which are the last ones.
-        shared: positions of those others that each replica updates for itself.
+        shared: positions of the other parameters that each replica updates for itself.
         num_spares: number of spares. Their shards come after the replicas'."""
         self.whole_tensors = whole_tensors
         self.num_shards = num_replicas + num_spares
