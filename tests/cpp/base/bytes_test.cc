@@ -1,4 +1,4 @@
-// Sizes as people read them: binary units, two digits.
+// Sizes are formatted in binary units, with two digits.
 #include "base/bytes.h"
 
 #include <gtest/gtest.h>

@@ -7,7 +7,7 @@
 namespace pipedream {
 namespace {
 
-// Other numbers change the result of every seeded run.
+// If these numbers changed, every seeded run would have another result.
 TEST(DerivedSeed, IsTheSameInEveryVersion) {
   EXPECT_EQ(derived_seed(8103633286890876180U, 0), 6911414149145771423);
   EXPECT_EQ(derived_seed(8103633286890876180U, 3), 9102970675557795364);

@@ -1,4 +1,4 @@
-// InlineFunction: what it captures moves with it and dies once.
+// InlineFunction: its captures move with it and are destroyed once.
 #include "base/inline_function.h"
 
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-// 1 + what `asked` says, of a child of fork().
+// Calls `asked` in a child of fork(), and returns 1 + its answer.
 template <class Asked>
 int status_of_child(Asked asked) {
   const pid_t child = fork();
@@ -39,7 +39,8 @@ TEST(HomeProcess, OfAChildIsNotItsChild) {
   EXPECT_EQ(status, 2);
 }
 
-// The process that is forked last begins to follow its parent when that has ended, and would say so.
+// The last forked process calls die_with_parent() after its parent has ended. If it lived on, it would say
+// so.
 TEST(DieWithParent, ProcessWhoseParentHasEndedEnds) {
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe(pipe.data()), 0);

@@ -22,7 +22,7 @@ namespace pipedream {
 
 inline constexpr const char* kName = "activations of stage 0 to stage 1";
 
-// Memory of a work item's tensors. Its death is what keep_alive is about.
+// The memory of a work item's tensors. keep_alive owns it, and tests watch when it is destroyed.
 struct Content {
   std::vector<std::vector<std::byte>> bytes;
   std::vector<TensorView> tensors;
@@ -38,7 +38,7 @@ struct Content {
   }
 };
 
-// Where keep_alives die, and how often.
+// Counts the destroyed keep_alives, and notes on which threads they were destroyed.
 class Deaths {
  public:
   std::shared_ptr<void> watch(std::shared_ptr<Content> content) {
@@ -94,7 +94,7 @@ class ChannelPair : public testing::Test {
     std::int64_t num_residuals = 1;
   };
 
-  // Skips the test where the transport is not available. First of all.
+  // Skips the test if the transport is not available. Called before everything else.
   void take_data_path(const std::string& transport, DataPath data_path) {
     transport_ = transport;
     data_path_ = data_path;
@@ -115,14 +115,15 @@ class ChannelPair : public testing::Test {
     sender_wakeup_.drive_while_waiting(*sending_);
     receiver_wakeup_.drive_while_waiting(*receiving_);
   }
-  // A failure stays.
+  // Makes the wakeup anew, because a failure stays in it for good.
   static void renew(Wakeup& wakeup) {
     std::destroy_at(&wakeup);
     std::construct_at(&wakeup);
   }
   void TearDown() override { stop(); }
 
-  // Channels last until the transports have ended, items as long as the test wants, the pool longest.
+  // Ends the transports, and after them the channels. Items may live as long as the test wants, and the pool
+  // lives longest.
   void stop() {
     if (sending_) sending_->shutdown(0);
     if (receiving_) receiving_->shutdown(0);
@@ -136,8 +137,8 @@ class ChannelPair : public testing::Test {
   [[nodiscard]] bool placed() const { return is_placed(data_path_); }
   [[nodiscard]] bool on_device() const { return is_on_device(data_path_); }
   [[nodiscard]] HostileDevice& hostile() { return dynamic_cast<HostileDevice&>(*device_); }
-  // Memory that a stream reads or writes while the host goes on: pinned, as with other memory CUDA has it
-  // wait.
+  // Host memory that a stream reads or writes while the host goes on. It is pinned, because for other memory
+  // CUDA makes the host wait.
   [[nodiscard]] std::unique_ptr<Memory> pinned(std::vector<std::byte> bytes) {
     auto memory = device_->allocate(bytes.size(), MemoryKind::kStaging);
     std::memcpy(memory->data(), bytes.data(), bytes.size());
@@ -147,7 +148,7 @@ class ChannelPair : public testing::Test {
     return {memory.data(), memory.data() + memory.size_bytes()};
   }
 
-  // Everything that can be placed is, however small.
+  // The options of both ends.
   static ChannelOptions channel_options(const ItemSpec& spec, std::size_t chunk_bytes,
                                         std::size_t num_items_max) {
     ChannelOptions options{kName, spec, chunk_bytes, num_items_max};
@@ -167,7 +168,7 @@ class ChannelPair : public testing::Test {
     return options;
   }
 
-  // The slots of both ends, as the data path needs them.
+  // Adds the slots of both ends that the data path needs.
   void add_terms(Pool& pool, const ItemSpec& spec, const Sizes& sizes, bool poison = true) {
     const WireLayout layout(spec, sizes.codec);
     PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
@@ -190,13 +191,13 @@ class ChannelPair : public testing::Test {
     make_receiver_terms(spec, sizes, computes_apart);
     open_receiver(spec, sizes, computes_apart);
   }
-  // Who computes apart still reads a slot after its release; on a real device that memory is not poisoned.
+  // computes_apart: the reader may still read a slot after its release. Real device memory is not poisoned.
   void make_receiver_terms(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = true) {
     spec_ = spec;
     add_terms(*pool_, spec, sizes, /*poison=*/!computes_apart);
     pool_->seal();
   }
-  // The terms are there.
+  // Makes the receiver. Its terms exist already.
   void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
     if (computes_apart && !compute_stream_) compute_stream_ = device_->make_stream();
     receiver_ = std::make_unique<ReceiveChannel>(receiver_options(spec, sizes), *receiving_, receiver_wakeup_,
@@ -225,7 +226,7 @@ class ChannelPair : public testing::Test {
     sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
     sender_->attach(*sender_link_);
   }
-  // A link without a channel, to send what no channel sends. Its HELLO has been answered.
+  // Makes a link without a channel, which can send frames that no channel sends. Its HELLO has been answered.
   void make_bare_sender() {
     sender_link_ = &sending_->connect(link_options(), receiver_link_->endpoint(), bare_sender_);
     ASSERT_TRUE(bare_sender_.wait_open());
@@ -235,7 +236,7 @@ class ChannelPair : public testing::Test {
   }
 
   static Deadline patience() { return Clock::now() + kPatience; }
-  // For what must not come: short, as it judges nothing but an absence.
+  // A deadline for something that must not come. It is short, because it only judges an absence.
   static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
 
   void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, const ItemFields& fields = {}) {
@@ -250,7 +251,7 @@ class ChannelPair : public testing::Test {
     sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), fields, there.tensors, std::move(ready),
                   std::move(there.owner));
   }
-  // On its way there.
+  // Tensors that are on their way to the device.
   struct OnDevice {
     std::vector<TensorView> tensors;
     std::shared_ptr<void> owner;
@@ -271,7 +272,7 @@ class ChannelPair : public testing::Test {
     }
     return there;
   }
-  // For any dtype.
+  // Rounds up to an alignment that every dtype allows.
   static std::size_t aligned(std::size_t num_bytes) { return (num_bytes + 15) / 16 * 16; }
   void send_one_tensor(std::int64_t minibatch) {
     send(minibatch, one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
@@ -283,7 +284,7 @@ class ChannelPair : public testing::Test {
     if (taken && item.ready != nullptr && !on_device()) item.ready->wait();
     return taken;
   }
-  // The next item, an invalid one when none comes.
+  // Takes the next item; an invalid one if none comes.
   [[nodiscard]] ReceivedItem take() {
     ReceivedItem item;
     EXPECT_TRUE(take(item, patience())) << failure_text(receiver_wakeup_);
@@ -293,7 +294,7 @@ class ChannelPair : public testing::Test {
     send_one_tensor(minibatch);
     return take();
   }
-  // Nothing but its holder keeps the item's slot.
+  // Waits until only the test keeps the item's slot, and no copy does.
   static void copies_are_done(const ReceivedItem& item) {
     while (item.held->num_holders.load() > 1) std::this_thread::yield();
   }
@@ -312,7 +313,7 @@ class ChannelPair : public testing::Test {
     return failure ? *failure : Failure{FailureKind::kClosed, "no failure came"};
   }
 
-  // After a failure nobody is woken by a release.
+  // Polls, because after a failure a release wakes nobody.
   void wait_until_none_is_unreleased() {
     const Deadline deadline = patience();
     while (sender_->num_unreleased() > 0 && Clock::now() < deadline) std::this_thread::yield();

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kItemBytes = std::size_t{8} << 20;
 
-// Feeds items whose time depends on the chunk size until it has decided.
+// Feeds a tuner with items whose time depends on the chunk size, until it has decided. Returns its choice.
 std::size_t chosen(const std::map<std::size_t, std::int64_t>& elapsed_ns) {
   ChunkTuner tuner(0);
   for (int item = 0; item < 100 && !tuner.decided(); ++item) {

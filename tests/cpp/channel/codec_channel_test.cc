@@ -1,5 +1,5 @@
-// Channels whose float tensors travel encoded: what arrives is what the codec makes of what was sent, and
-// what a codec cannot have made is refused.
+// Channels whose float tensors travel encoded. The receiver gets the tensors as the codec changes them, and
+// refuses bytes that no codec could have made.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@ std::shared_ptr<Content> normal_floats(const std::vector<std::int64_t>& shape, s
   return content;
 }
 
-// The tensors of all as one item.
+// Joins the tensors of all parts in one item.
 std::shared_ptr<Content> joined(const std::vector<std::shared_ptr<Content>>& parts) {
   auto content = std::make_shared<Content>();
   for (const auto& part : parts) {
@@ -46,7 +46,8 @@ std::shared_ptr<Content> joined(const std::vector<std::shared_ptr<Content>>& par
   return content;
 }
 
-// What a tensor is after the wire; residual is what was left out so far, as the sender keeps it.
+// The tensor's bytes after encoding and decoding. residual: the values not sent so far, as the sender keeps
+// them.
 std::vector<std::byte> through(const Codec& codec, const TensorView& tensor,
                                std::vector<std::byte>& residual) {
   std::vector<std::byte> decoded(tensor.size_bytes());
@@ -71,7 +72,7 @@ class CodecChannels : public ChannelPair, public testing::WithParamInterface<Cas
  protected:
   void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   [[nodiscard]] static Codec codec() { return codec_from_name(std::get<2>(GetParam())); }
-  // What a sender keeps, in the memory of its device.
+  // Reads a residual, which is in the memory of the sender's device.
   [[nodiscard]] std::vector<std::byte> read(std::span<const std::byte> kept) {
     if (on_device()) return read_bytes(*upload_stream_, kept.data(), kept.size());
     return {kept.begin(), kept.end()};
@@ -121,7 +122,7 @@ TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
   EXPECT_EQ(stats.placed_bytes > 0, placed());
 }
 
-// Items wait in the sender while their predecessors' residuals are not yet known: the order is kept.
+// Each item's residual depends on the item before it. So the items are encoded in their order.
 TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
   constexpr std::int64_t kNumElements = 20'000;
   const ItemSpec spec({{DType::kFloat32, 1, kNumElements * 4}});
@@ -137,7 +138,7 @@ TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
   for (const Content& content : expected) expect_equal(take(), content);
 }
 
-// As of the chunks of a shard, which come one after the other in every round.
+// The chunks of a shard need this: they come one after the other in every round.
 TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
   constexpr std::int64_t kNumElements = 1000;
   constexpr std::uint32_t kNumResiduals = 3;
@@ -153,7 +154,7 @@ TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
   }
 }
 
-// As after a boundary at which a worker plans its memory again, and has another sender.
+// A worker that plans its memory again at a boundary has another sender after that.
 TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
   constexpr std::int64_t kNumElements = 1000;
   const bool keeps = codec().kind == CodecKind::kTopK;
@@ -223,7 +224,7 @@ INSTANTIATE_TEST_SUITE_P(DataPaths, EncodingOnADevice, testing::ValuesIn(cuda_pa
                          [](const auto& parameter) { return data_path_name(parameter.param); });
 #endif
 
-// ---- What no codec makes ----
+// ---- Bytes that no codec makes ----
 
 class BrokenEncoding : public ChannelPair {
  protected:

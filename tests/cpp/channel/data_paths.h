@@ -1,4 +1,4 @@
-// The ways on which an item's bytes travel, as the channel tests make them.
+// The ways in which an item's bytes travel, for the channel tests.
 #pragma once
 
 #include <memory>
@@ -20,11 +20,11 @@ enum class DataPath {
   kStaged,        // through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
   kPlacedStaged,  // the sender writes into the receiver's staging buffers
-  // Of devices whose memory the wire cannot reach: hostile ones.
+  // On hostile devices, whose memory the wire cannot reach.
   kDeviceStaged,
   kDevicePlacedStaged,
   kDevicePlaced,
-  // And those of CUDA.
+  // The same on CUDA.
   kCudaStaged,
   kCudaPlacedStaged,
   kCudaPlaced,
@@ -43,7 +43,7 @@ inline bool is_placed(DataPath data_path) {
          data_path != DataPath::kDeviceStaged && data_path != DataPath::kCudaStaged;
 }
 
-// The paths; where CUDA is there those of hostile devices on CUDA, too.
+// The paths. If CUDA is available, the paths of hostile devices are there on CUDA, too.
 inline std::vector<DataPath> with_cuda(std::vector<DataPath> data_paths) {
   if (!cuda_available()) return data_paths;
   constexpr int kFromHostileToCuda =
@@ -88,7 +88,7 @@ inline std::string data_path_name(DataPath data_path) {
   PD_CHECK(false, "data_path " << static_cast<int>(data_path));
 }
 
-// Shared memory as a pool term's own; the host's is pinned for the device, as Worker does.
+// Shared memory that a pool term has for itself. Host memory is pinned for the device, as Worker does it.
 class SharedTerm final : public Memory {
  public:
   SharedTerm(Device& device, std::unique_ptr<SharedMemory> memory)
@@ -104,11 +104,10 @@ class SharedTerm final : public Memory {
   const std::unique_ptr<HostRegistration> registration_;
 };
 
-// What the memory of a term is for, as both ends of the tests' one channel know it.
+// The use of a term's memory. Both ends of the tests' only channel know it.
 inline SharedMemoryUse shared_use(std::size_t slot_bytes) { return {link_options().identity, slot_bytes}; }
 
-// The term with memory that is shared; `shared` says where once the pool is sealed. The device outlives the
-// pool.
+// Gives the term shared memory. Once the pool is sealed, `shared` points to it. The device outlives the pool.
 inline PoolTerm in_shared_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
   term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make(num_bytes, use);
@@ -118,7 +117,7 @@ inline PoolTerm in_shared_memory(PoolTerm term, Device& device, const SharedMemo
   return term;
 }
 
-// The same with memory of the device.
+// Does the same with memory of the device.
 inline PoolTerm in_device_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
   term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make_on(device, num_bytes, use);

@@ -1,6 +1,6 @@
-// A call that the device refuses, or can no longer do after an error, is told at the end of the channel
-// that it concerns, in the device's words; the process goes on, and all slots and tensors are given back. But
-// not in a child of fork(), which has neither the streams nor the slots.
+// If the device refuses a call, or cannot do it after an error, the end of the channel that made the call
+// fails with the device's message. The process goes on, and all slots and tensors are given back. A child of
+// fork() gives nothing back, because it has neither the streams nor the slots.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ class DeviceErrors : public ChannelPair,
     if (!can_fail()) GTEST_SKIP() << "a GPU does not fail on demand";
   }
   void TearDown() override { end_device(); }
-  // All that is the device's ends with it; of CUDA's errors the next test knows nothing.
+  // Destroys everything that belongs to the device, and resets CUDA's errors for the next test.
   void end_device() {
     stop();
     if (!is_on_cuda(data_path_)) return;
@@ -49,7 +49,7 @@ class DeviceErrors : public ChannelPair,
     return !is_on_cuda(data_path_);
 #endif
   }
-  // Of the copies, or of all calls, the one after so many others fails, and whatever comes after it.
+  // Makes a copy fail, or the call after so many others of any kind, and everything after it.
   void fail_copy() { fail_call("copy", "cudaMemcpyAsync", 0); }
   void fail_any_call(int num_calls_before) { fail_call("", "", num_calls_before); }
   void fail_call(const char* call, [[maybe_unused]] const char* cuda_call, int num_calls_before) {
@@ -61,7 +61,7 @@ class DeviceErrors : public ChannelPair,
     cuda_stub::fail(cuda_call, cudaErrorAssert, num_calls_before, /*ends_context=*/true);
 #endif
   }
-  // From here on every call of the device fails.
+  // Makes every later call of the device fail.
   void end_context() {
 #if defined(PD_CUDA_STUB)
     if (is_on_cuda(data_path_)) return cuda_stub::end_context(cudaErrorAssert);
@@ -107,7 +107,7 @@ TEST_P(DeviceErrors, OfAnItemThatIsDroppedIsTheReceivers) {
   expect_all_given_back();
 }
 
-// Its callbacks never come: who waits for them would wait for good.
+// Callbacks of the dropped work never come, so a thread that waited for them would wait for good.
 TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
   const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(DataPaths, DeviceErrors,
 
 class Forks : public DeviceErrors {};
 
-// As a worker of a DataLoader may, when its garbage is collected.
+// A worker of a DataLoader may drop such an item when its garbage is collected.
 TEST_P(Forks, ItemThatAChildDropsIsItsParents) {
   make_channels(one_tensor_spec(), {.num_slots = 2});
   ReceivedItem item = take_after_send(0);

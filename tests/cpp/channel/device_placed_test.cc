@@ -1,6 +1,6 @@
-// A channel whose sender writes into the receiver's device memory: what the data path kDevicePlaced has of
-// its own. A slot is granted only when those who read it are done, since nothing else would hold the sender
-// back; nothing comes by the wire; nothing is staged.
+// A channel whose sender writes into the receiver's device memory: the rules that only the data path
+// kDevicePlaced has. A slot is granted only when its readers are done, because nothing else would hold the
+// sender back. No bytes come by the wire, and none are staged.
 #include <gtest/gtest.h>
 
 #include <latch>
@@ -24,7 +24,7 @@ class DevicePlaced : public ChannelPair,
     PD_SKIP_WITHOUT_GATES(*device_);
   }
 
-  // Holds the compute stream until the gate opens, and lets it read the item then.
+  // Holds the compute stream until the gate opens, and lets the stream read the item after that.
   [[nodiscard]] std::unique_ptr<StreamGate> read_late(const ReceivedItem& item, const Memory& bytes) {
     auto gate = std::make_unique<StreamGate>(*device_, *compute_stream_);
     compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size_bytes());
@@ -35,7 +35,7 @@ class DevicePlaced : public ChannelPair,
       EXPECT_EQ(hostile().num_imported(), num_imported);
     }
   }
-  // What was posted to the receiver's transport thread before has been done.
+  // Waits until all functions that were posted to the receiver's transport have run.
   void wait_for_receiver() {
     std::latch done(1);
     receiving_->post([&] { done.count_down(); });

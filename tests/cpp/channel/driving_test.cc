@@ -1,5 +1,5 @@
-// The threads at both ends of a channel drive the transport where nobody else does, and nothing is lost where
-// somebody does.
+// The threads at both ends of a channel drive the transport if no other thread does. If another one does,
+// nothing is lost.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -19,7 +19,7 @@ class ChannelDriving : public ChannelPair, public testing::WithParamInterface<Dr
   [[nodiscard]] DataPath data_path() const { return std::get<1>(GetParam()); }
 };
 
-// Tried until the sender finds nobody driving; else its item leaves on another thread, soon after.
+// Tries again until no other thread drives. If one does, the item leaves on that thread, a little later.
 TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
   if (staged() || on_device()) GTEST_SKIP() << "it leaves when the copy stream has copied it";
   make_channels(one_tensor_spec(), {});
@@ -45,7 +45,7 @@ TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
   }));
 }
 
-// Tried until no other thread happens to drive in between.
+// Tries again until no other thread happens to drive in between.
 TEST_P(ChannelDriving, CreditOfWhatIsDroppedDuringAWorkItemLeavesAtItsEnd) {
   if (is_placed_on_device(data_path())) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
@@ -73,7 +73,7 @@ TEST_P(ChannelDriving, CreditOfWhatAnotherThreadDropsDuringAWorkItemLeavesBefore
   receiver_wakeup_.end_item();
 }
 
-// Both ends wait, send and drop at the same time; whatever is lost stops them.
+// Both ends wait, send and drop at the same time. If anything were lost, they would stop.
 TEST_P(ChannelDriving, NothingIsLostBetweenThreadsThatSendWaitAndDrop) {
   const std::int64_t num_items = on_device() ? 200 : 2000;
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
@@ -111,7 +111,7 @@ TEST_P(ChannelDriving, ItemsMayDieWhileTheChannelDetachesAndEnds) {
   dropping.join();
 }
 
-// The driver ends the link; nobody waits for a stream on that stream's own thread.
+// The thread that drives ends the link. No thread waits for a stream on that stream's own thread.
 TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
   std::thread sending([&] {

@@ -63,8 +63,8 @@ TEST(HeldCredits, WaitForEachOtherWhileTheSenderHasHalfOfThem) {
   EXPECT_EQ(slots_of(told(credits).front()), (std::vector<std::uint16_t>{0, 1, 2, 3}));
 }
 
-// A stream of small items by tcp was a third slower than with no credit held: the sender had filled all of
-// its slots, and the receiver, which had seen half of that, took it for one that had enough.
+// A stream of small items over tcp was once a third slower with held credits. The sender had filled all its
+// slots, but the receiver had seen only half of the items, and took the sender to have enough slots.
 TEST(HeldCredits, LeaveAtOnceWhileTheSenderSaysThatItHasNone) {
   HeldCredits credits = with_slots(8);
   static_cast<void>(told(credits));
@@ -107,7 +107,7 @@ TEST(HeldCreditsDeathTest, ASlotThatWasNotToldIsNotFilled) {
   EXPECT_DEATH(credits.note_filled(0, /*was_last=*/false), "not granted");
 }
 
-// However items are sent, taken and dropped: who has slots to fill is never without one for good.
+// In whatever order items are sent, taken and dropped, a sender always gets a slot in the end.
 TEST(HeldCredits, SenderNeverStarves) {
   std::mt19937 random(7);
   for (std::size_t num_slots = 1; num_slots <= 20; ++num_slots) {

@@ -1,4 +1,5 @@
-// Items that land where the receiver has posted: over each transport, by the wire and by shared memory.
+// Items land at the places that the receiver has posted: over each transport, by the wire and by shared
+// memory.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -18,7 +19,7 @@ constexpr std::byte kUntouched{0x5A};
 
 std::vector<std::byte> copy_of(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A receiver without slots, and memory like that of weight versions.
+// A channel whose receiver has no slots, and memory like that of weight versions.
 class PostedChannels : public ChannelPair,
                        public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
@@ -79,7 +80,7 @@ class PostedChannels : public ChannelPair,
     return version_.subspan(offset, num_bytes);
   }
   void post(std::vector<std::span<std::byte>> places) { receiver_->post(places); }
-  // Takes the next item, which gives its slot back and keeps its bytes.
+  // Takes the next item and drops it: the slot is free again, and the bytes stay in their place.
   void take_whole(std::int64_t minibatch) {
     const ReceivedItem item = take();
     EXPECT_EQ(item.minibatch, MinibatchId(minibatch));

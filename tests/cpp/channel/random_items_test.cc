@@ -1,4 +1,4 @@
-// Items of any make on every data path: random dtypes, shapes and sizes, from two threads at their own pace.
+// Items with random dtypes, shapes and sizes on every data path, from two threads at their own pace.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class RandomItems : public ChannelPair,
 
   [[nodiscard]] std::size_t random_below(std::size_t bound) { return random_() % bound; }
 
-  // So many tensors of any dtype; most are small, and one in eight has some MiB.
+  // Specs of so many tensors, of any dtype. Most are small, and one in eight has some MiB.
   ItemSpec random_spec(std::size_t num_tensors) {
     std::vector<TensorSpec> tensors;
     for (std::size_t tensor = 0; tensor < num_tensors; ++tensor) {
@@ -40,7 +40,8 @@ class RandomItems : public ChannelPair,
     }
     return ItemSpec(tensors);
   }
-  // A row length and as many rows as fit, or fewer; with two dimensions or more, ones in front.
+  // A random shape within the spec. The last dimension has all elements, or half of an even number; then the
+  // first dimension is 2. All others are 1.
   std::vector<std::int64_t> random_shape(const TensorSpec& tensor) {
     std::vector<std::int64_t> shape(tensor.num_dims, 1);
     if (shape.empty()) return shape;
@@ -112,7 +113,7 @@ TEST_P(RandomItems, ArriveUnchangedInOrder) {
   }
 }
 
-// More chunks than a stream has room for, so the channel hands them over in parts.
+// An item has more chunks than a stream has room for, so the channel enqueues its copies in parts.
 TEST_P(RandomItems, ItemsOfManyThousandChunksArrive) {
   const std::size_t num_bytes = is_on_cuda(data_path_) ? 50'000 : 200'000;
   const Sizes sizes{.num_slots = 2, .chunk_bytes = 64};
@@ -125,7 +126,7 @@ TEST_P(RandomItems, ItemsOfManyThousandChunksArrive) {
   EXPECT_EQ(receiver_->stats().num_chunks, 3 * ((num_bytes + 63) / 64));
 }
 
-// The chunk size is found out on the way: items of every size that is tried arrive whole.
+// The tuner tries chunk sizes on these items. With each size the items arrive whole.
 TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
   constexpr std::int64_t kNumBytes = static_cast<std::int64_t>(2 * kChunkBytesTried.back() + 5);
   make_channels(one_tensor_spec(kNumBytes), {.num_slots = 1, .chunk_bytes = 0});
@@ -146,7 +147,7 @@ TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
   EXPECT_EQ(stats.num_chunks, placed() ? 14U * 2 : num_chunks);
 }
 
-// A receiver that takes nothing: what has left the sender is what there are slots for.
+// If the receiver takes nothing, the sender sends only as many items as there are slots.
 TEST_P(RandomItems, ReceiverThatTakesNothingBoundsWhatIsUnderWay) {
   const Sizes sizes{.num_slots = 2, .num_items_max = 20, .chunk_bytes = std::size_t{64} << 10};
   make_channels(one_tensor_spec(100'000), sizes);
@@ -171,7 +172,7 @@ TEST_P(RandomItems, ReceiverThatTakesNothingBoundsWhatIsUnderWay) {
   EXPECT_EQ(sender_->stats().transfer_ns, stats.transfer_ns);  // nothing is under way
 }
 
-// More slots than may be granted at once: the others are granted as those are filled.
+// There are more slots than may be granted at once. The others are granted when granted ones are filled.
 TEST_P(RandomItems, MoreSlotsThanAreGrantedAtOnceAreAllUsed) {
   if (on_device()) GTEST_SKIP() << "the device has no part in it";
   constexpr std::int64_t kNumSlots = static_cast<std::int64_t>(kNumGrantsMax) + 10;
@@ -199,7 +200,7 @@ INSTANTIATE_TEST_SUITE_P(
                                                   DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced}))),
     parameter_name);
 
-// Once over the wire and once placed: the largest item that is promised.
+// The largest item that channels promise to carry: once over the wire, and once placed.
 class LargestItem : public ChannelPair, public testing::WithParamInterface<DataPath> {};
 
 TEST_P(LargestItem, Arrives) {

@@ -1,5 +1,5 @@
-// On which streams a received item is read last: its slot is written again, or granted, when all of them are
-// done.
+// A received item may be read on several streams. Its slot is written again, or granted, only when all of
+// them are done.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -20,12 +20,12 @@ class Readers : public ChannelPair, public testing::WithParamInterface<std::tupl
     PD_SKIP_WITHOUT_GATES(*device_);
   }
 
-  // The threads of the test compute on this stream where it is set.
+  // The stream on which the test's threads compute; 0 for the compute stream.
   std::uintptr_t current_stream_ = 0;
 };
 
-// A layer that computes on a stream of its own has its backward there, too: the tensor that it saved dies on
-// autograd's thread while that stream is current.
+// A layer that computes on a stream of its own has its backward there, too. The tensor that the layer saved
+// dies on autograd's thread while that stream is current.
 TEST_P(Readers, OfAStreamBesideTheComputeStreamAreWaitedFor) {
   constexpr std::uintptr_t kSide = 7;
   side_stream_ = [this]() -> std::unique_ptr<Stream> {
@@ -69,7 +69,7 @@ INSTANTIATE_TEST_SUITE_P(DataPaths, Readers,
                                                                        DataPath::kDevicePlaced}))),
                          parameter_name);
 
-// ---- Graphs, which are CUDA's alone ----
+// ---- Graphs (CUDA only) ----
 
 #if defined(PD_CUDA_STUB)
 class CapturedReaders : public Readers {};

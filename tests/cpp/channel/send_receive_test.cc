@@ -1,5 +1,5 @@
-// Both ends of a channel over every transport and on every data path (data_paths.h): staged as on a device
-// whose memory the wire cannot read, placed as on one host.
+// Both ends of a channel, over every transport and on every data path (data_paths.h). Items are staged, as on
+// a device whose memory the wire cannot read, or placed, as on one host.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -200,9 +200,9 @@ TEST_P(Channels, EndNeedsNoRoomAmongTheItems) {
   EXPECT_FALSE(sender_->wait_until_sent(moment()));
 }
 
-// A slot on an asynchronous device: the last reader's kernels are still enqueued when the item is dropped, so
-// the copy of the next item waits, and when that item is dropped unread too its staging buffer is still
-// needed. The buffer was once overwritten by the item after.
+// On an asynchronous device an item is dropped while its reader's kernels are still enqueued. So the copy of
+// the next item into its slot waits. That item is dropped unread, and its staging buffer is needed until the
+// copy is done. The item after it once overwrote the buffer.
 TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
   const std::unique_ptr<Memory> read_late = pinned(std::vector<std::byte>(3000));
@@ -226,8 +226,8 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
   EXPECT_EQ(bytes_at(*read_late), patterned_bytes(3000, 0));
 }
 
-// Two items are dropped by two threads, and a slot is granted between: with the staging buffer that the other
-// slot had. The copy into it waits for its own readers, not for those of that slot.
+// Two threads drop two items. In between, one slot is granted with the staging buffer of the other slot. The
+// copy into the slot waits for the slot's own readers, not for those of the other slot.
 TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets) {
   const Sizes sizes{.num_slots = 2};
   make_receiver_terms(one_tensor_spec(), sizes);
@@ -328,7 +328,8 @@ TEST_P(Channels, KeepAliveOfWhatNeverLeftDiesWithTheChannel) {
   EXPECT_TRUE(deaths_.all_on_this_thread());
 }
 
-// The copy of an item waits for an event when everything is taken down; it reads the tensors until then.
+// An item's copy still waits for an event while the channel is destroyed. It reads the tensors until it is
+// done.
 TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
@@ -344,7 +345,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   std::latch pumped(1);
   sending_->post([&] { pumped.count_down(); });
   pumped.wait();
-  // The copy is enqueued, into one of these or not; by another turn of the transport where it has many.
+  // Waits until the copy has a staging buffer, if the data path has those.
   if (staged()) {
     const std::int64_t num_left = placed() ? 2 : 1;
     const Deadline deadline = patience();
@@ -361,7 +362,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   EXPECT_EQ(deaths_.count(), 1U);
 }
 
-// ---- What is not as planned ----
+// ---- Frames against the plan ----
 
 TEST_P(Channels, TensorsThatAreNotAsPlannedAreTheSendersMistake) {
   make_channels(ItemSpec({{DType::kFloat32, 2, 400}}), {});
@@ -581,8 +582,8 @@ TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
   EXPECT_EQ(take().minibatch, MinibatchId(1));
 }
 
-// The slot is free and leased again, but its credit waits for others: the sender has not been told of it. It
-// once was accepted, until a count of the sender's slots fell below zero.
+// The slot is free and leased again, but its credit is held back, so the sender does not know of it. The
+// receiver once accepted an item in such a slot, and then its count of the sender's slots fell below zero.
 TEST_P(Channels, ASlotWhoseCreditIsHeldBackIsNotGranted) {
   if (on_device() && placed()) return;  // the wire writes nothing there
   make_receiver(one_tensor_spec(), {.num_slots = 8});
@@ -630,7 +631,7 @@ TEST_P(BrokenSender, ASecondEndIsRefused) {
   expect_refused("an end after 0 minibatches");
 }
 
-// As between replicas: each has a share of the minibatches.
+// Replicas need this: each has a share of the minibatches.
 TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
   make_channels(one_tensor_spec(), {.first_microbatch = 5, .microbatch_stride = 3});
   for (const std::int64_t minibatch : {5, 8, 11}) {
@@ -673,7 +674,7 @@ TEST_P(Channels, SenderSaysWhichItemsSlotIsItsLast) {
   receiver_link_->send(grant_frame(0));
   receiver_link_->send(grant_frame(1));
   ASSERT_TRUE(bare_receiver_.wait_open());
-  // HELLO and both; nobody is told of them.
+  // HELLO and two credits. The sender's threads are not woken for them.
   const auto is_granted = [&] { return sender_->stats().link.frames_received == 3; };
   ASSERT_TRUE(wait_until([&] { return sender_wakeup_.wait_until(moment(), is_granted); }));
   for (std::size_t item = 0; item < 2; ++item) {
@@ -714,7 +715,8 @@ TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {
             std::string(kName) + ": the receiver sent a TENSOR frame that is not allowed here");
 }
 
-// A receiver may answer items that it has not let come: the program goes on, and the queue is full.
+// A broken receiver may answer items although it granted no slots for them. Then the program goes on, and the
+// sender's queue gets full.
 TEST_P(Channels, ReceiverThatGrantsNothingWhileTheProgramGoesOnIsAFailure) {
   make_receiver(one_tensor_spec(), {});
   make_bare_receiver();
@@ -737,7 +739,7 @@ TEST_P(Channels, ReceiverThatGrantsASlotTwiceIsRefused) {
   receiver_link_->send(grant_frame(1));
   receiver_link_->send(grant_frame(0));
   receiver_link_->send(grant_frame(1));
-  // Nothing is queued, so these credits wake nobody: the sender looks until they have come.
+  // No item is queued, so these credits wake no thread. The sender drives until they have come.
   ASSERT_TRUE(wait_until([&] {
     static_cast<void>(sender_wakeup_.wait_until(Clock::now(), [] { return false; }));
     return sender_wakeup_.failure().has_value();
@@ -804,7 +806,7 @@ TEST_P(Channels, AbortTextArrivesOnBothEnds) {
   sending_->shutdown(0);
 }
 
-// Python reads messages as UTF-8, and has an error of its own for what is not.
+// Python reads messages as UTF-8, and would raise an error of its own for other bytes.
 TEST_P(Channels, AbortTextThatIsNoUtf8IsReadable) {
   const std::string text = "stage 0 stops: caf\xE9";
   make_channels(one_tensor_spec(), {});
@@ -898,7 +900,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedPaths),
                          parameter_name);
-// On a device whose memory the wire cannot reach nothing comes by the wire: device_placed_test.cc.
+// If the wire cannot reach the device's memory, nothing comes by the wire. See device_placed_test.cc.
 INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kDataPaths), parameter_name);
 
 }  // namespace

@@ -44,7 +44,7 @@ struct Tensors {
       data += tensor.bytes_max;
     }
   }
-  // As they are, beginning here.
+  // Moves the tensors to this memory, one after the other.
   void move_to(std::byte* data) {
     for (TensorView& view : views) view.data = data + (view.data - bytes->data());
   }
@@ -111,7 +111,7 @@ class Peer {
     ASSERT_TRUE(sender_->wait_for_room(patience()));
     sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), {}, tensors_.views, nullptr, tensors_.bytes);
   }
-  // The tensors can be sent.
+  // Waits until the tensors can be sent.
   void wait_uploaded() {
     if (compute_stream_) compute_stream_->synchronize();
   }
@@ -141,7 +141,7 @@ class Peer {
     ASSERT_TRUE(sender_->wait_until_sent(patience()));
     const std::vector<SentTransfer> sent = sender_->transfers();
     ASSERT_EQ(sent.size(), kNumTransfersKept);
-    // One that was released late may be there instead of the next.
+    // An item that was released late may have the place of the next one.
     EXPECT_GE(sent.front().minibatch, MinibatchId(first - kNumInFlight));
     EXPECT_EQ(sent.back().minibatch, MinibatchId(num_items - 1));
   }
@@ -175,7 +175,8 @@ class SteadyState : public testing::TestWithParam<Case> {
     if (!AllocationCounter::counts()) GTEST_SKIP() << "a sanitizer has the allocator";
   }
 
-  // Items 0 ... num_items go to the other worker, and each comes back, kNumInFlight under way at once.
+  // Sends num_items items from `first` on to the other worker and takes them back. kNumInFlight are under way
+  // at once.
   static void exchange(Peer& peer, std::int64_t first, std::int64_t num_items) {
     for (std::int64_t minibatch = first; minibatch < first + num_items + kNumInFlight; ++minibatch) {
       if (minibatch < first + num_items) peer.send(minibatch);
@@ -222,7 +223,7 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   if (transport == "inproc") {
     EXPECT_EQ(num_allocations, 0U) << first;
   } else {
-    // libzmq's own: the contents of two parts, and what it receives into. Ours add nothing.
+    // These are libzmq's allocations: for the contents of two parts, and for its receive buffer.
     EXPECT_LT(static_cast<double>(num_allocations) / num_frames, 4.0) << first;
   }
 }
@@ -249,7 +250,7 @@ INSTANTIATE_TEST_SUITE_P(Codecs, SteadyState,
 
 // ---- The counter itself ----
 
-// A call of operator new that no compiler may leave out.
+// Calls operator new in a way that no compiler may leave out.
 void allocate_once(std::size_t num_bytes) {
   void* volatile data = ::operator new(num_bytes);
   ::operator delete(data);

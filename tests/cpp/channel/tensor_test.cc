@@ -1,4 +1,4 @@
-// Tensors that may cross a boundary: sizes, offsets, and the one line that names one that does not fit.
+// Tensors that may cross a boundary: their sizes, their offsets, and the error for one that does not fit.
 #include "channel/tensor.h"
 
 #include <gtest/gtest.h>

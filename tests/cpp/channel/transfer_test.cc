@@ -1,4 +1,4 @@
-// When a channel's items were under way: what both ends keep of it.
+// The times of a channel's transfers, as both ends keep them.
 #include "channel/transfer.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ constexpr std::size_t kItemBytes = 3000;
 class Transfers : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
   void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
-  // Of num_items that all have arrived and left.
+  // Sends num_items, and waits until all have arrived and are released.
   void exchange(std::int64_t num_items) {
     for (std::int64_t minibatch = 0; minibatch < num_items; ++minibatch) {
       EXPECT_EQ(take_after_send(minibatch).minibatch, MinibatchId(minibatch));

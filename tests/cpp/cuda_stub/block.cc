@@ -1,7 +1,8 @@
-// A kernel without barriers runs as a loop on one fiber: a thread gets another fiber only while it waits.
-// Whoever waits goes on in the next thread that can, without the scheduler between. Threads begin, and go on
-// behind a barrier, in a new order each time: upwards or downwards from any of them. A kernel that lacks a
-// barrier would give the right bytes in one order. The orders are the same in each run of a test.
+// Runs the CUDA threads of a block. A kernel without barriers runs as a loop on one fiber; only a thread that
+// waits keeps a fiber of its own. A thread that waits switches to the next thread that can run, without a
+// scheduler in between. Threads begin, and go on behind a barrier, in a new order each time: upwards or
+// downwards from any thread. With a single order a kernel that lacks a barrier could still give the right
+// bytes. The orders are the same in each run of a test.
 #include "cuda_stub/block.h"
 
 #include <array>
@@ -23,7 +24,7 @@ constexpr unsigned kWarpThreads = 32;
   std::abort();
 }
 
-// An order of so many threads.
+// An order in which so many threads run.
 class Order {
  public:
   Order() = default;
@@ -81,7 +82,7 @@ class Block {
     wait();
   }
 
-  // The values of the warp's lanes, for a thread of it that shows its own.
+  // Shows the thread's value to its warp, and returns the values of all lanes.
   const Shown& exchange(std::uint32_t value) {
     const unsigned thread = current.thread.x;
     const unsigned first = thread / kWarpThreads * kWarpThreads;
@@ -150,7 +151,7 @@ class Block {
     give_up("a thread waits that does not run");
   }
 
-  // Who goes on: a thread that others have waited for, else one that has not begun. None: all wait, or are
+  // The thread to run next: one whose barrier is complete, or one that has not begun. Null if all wait or are
   // done.
   Worker* next_worker() {
     if (!released_.empty()) {

@@ -8,7 +8,7 @@
 
 namespace cuda_stub {
 
-// All blocks of a grid, one after the other, on this thread.
+// Runs all blocks of a grid, one after the other, on this thread.
 void run_grid(const dim3& grid, unsigned block_threads, const std::function<void()>& kernel);
 
 }  // namespace cuda_stub

@@ -1,19 +1,18 @@
-// A CUDA runtime on the host, under the real sources of csrc/*/cuda: what tests ask of it.
+// A CUDA runtime on the host, under the real sources of csrc/*/cuda. This header has the functions by which
+// tests control it.
 //
-//   streams      threads; every operation is asynchronous, and late at random
-//   kernels      C++, a fiber per CUDA thread (kernel_launch.h)
-//   memory       host that touches device memory gets SIGSEGV: copies use a second mapping, and the first can
-//   be
-//                read and written only while a kernel runs. Pinned memory is registered; a copy from or to
-//                other host memory is synchronous, as the driver's
-//   errors       a call fails on demand; after an error of the context every call fails, what is enqueued is
+//   streams      are threads. Every operation is asynchronous, with random delays
+//   kernels      are C++, with a fiber per CUDA thread (kernel_launch.h)
+//   memory       a host thread that touches device memory gets SIGSEGV. Copies use a second mapping, and the
+//                first one is accessible only while a kernel runs. Pinned memory is registered; a copy from
+//                or to other host memory is synchronous, as the driver's
+//   errors       a call can be made to fail. After an error of the context every call fails, enqueued work is
 //                dropped, and a host function that runs ends as it likes
-//   aborts       with the call's name: a call inside a host function, memory that is freed while a stream
-//   uses it,
-//                a copy beyond an allocation, a handle that does not exist
+//   aborts       with the call's name, for a call inside a host function, for memory that is freed while a
+//                stream uses it, for a copy beyond an allocation, and for a handle that does not exist
 //
-// The delays come from $PIPEDREAM_CUDA_STUB_SEED, or from a seed that an abort prints. It shows neither
-// torch's tensors, nor timing, nor the memory model of a device, nor nvcc's arithmetic.
+// The delays come from the seed $PIPEDREAM_CUDA_STUB_SEED, or from one that an abort prints. The runtime
+// shows neither torch's tensors, nor timing, nor a device's memory model, nor nvcc's arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,48 +25,50 @@ namespace cuda_stub {
 
 constexpr int kNumDevices = 2;
 
-// The call of this name, of any name where it is "", after so many others of it fails once. ends_context: and
-// all calls after it.
+// Makes one call of this name fail, after num_calls_before others of that name. "": calls of any name.
+// ends_context: all calls after it fail, too.
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
-// A kernel fails that nobody of ours has launched.
+// Ends the context, as if a kernel of another library had failed.
 void end_context(cudaError_t error);
-// Forgets errors, failures on demand and loaded kernels, as a new process has none. All that is enqueued must
-// be done.
+// Forgets errors, requested failures and loaded kernels, as in a new process. All enqueued work must be done.
 void reset();
 
-// A stream of the device whose work begins when `wait` has returned: neither kernel nor host function, so it
-// holds up nobody else's. It is not destroyed. As a number, as Device::wrap_stream() takes it.
+// Makes a stream of the device whose work begins when `wait` has returned. `wait` is neither a kernel nor a
+// host function, so it holds up no other stream. The stream is never destroyed. Returns its handle as a
+// number, as Device::wrap_stream() takes it.
 std::uintptr_t make_held_stream(int device, std::function<void()> wait);
 
-// Somebody else captures a graph in the global mode, which is torch's, until is_capture_intact() says whether
-// no call has ended that.
+// Begins a capture of a graph in the global mode, as torch does. end_capture_intact() ends it, and returns
+// whether no call has ended it before.
 void begin_capture();
 bool end_capture_intact();
 
-// Somebody captures a graph from the stream, made here or wrapped: what is enqueued there meanwhile is not
-// done, and an event that is recorded there is of the graph, of no use to anybody else. end: how many
-// operations the graph has.
+// Begins a capture of a graph from the stream, which may be wrapped. Work that is enqueued there meanwhile is
+// not done, and an event that is recorded there belongs to the graph and is of no use elsewhere.
+// end_stream_capture() returns the number of operations in the graph.
 void begin_stream_capture(std::uintptr_t stream);
 int end_stream_capture(std::uintptr_t stream);
-// A stream as cudaStreamCreateWithFlags makes it, on the device; not destroyed. As a number.
+// Makes a stream of the device by cudaStreamCreateWithFlags. It is never destroyed. Returns its handle as a
+// number.
 std::uintptr_t make_stream(int device);
 
-// What a device says it is; 90 is 9.0, which reset() brings back. What the driver says it runs; reset()
-// likewise.
+// Sets the compute capability that a device reports (90 is 9.0), and the CUDA version that the driver
+// reports. reset() restores both.
 void set_capability(int device, int capability);
 void set_driver_version(int version);
 
-// How often a function of the runtime was called.
+// The number of calls of a function of the runtime.
 std::uint64_t num_calls(const std::string& call);
-// Kernels that their first launch has loaded: on a device that waits for all that is enqueued.
+// The number of kernels that only their first launch has loaded. On a real device that waits for all enqueued
+// work.
 std::uint64_t num_late_loads();
-// Events for which a thread waited without sleeping.
+// The number of events for which a thread waited without sleeping.
 std::uint64_t num_spins();
-// Kernels that were given an address in pinned host memory: on a device their reads and writes cross the bus
-// one by one.
+// The number of launched kernels that got an address in pinned host memory. On a real device their reads and
+// writes cross the bus one by one.
 std::uint64_t num_kernels_on_host_memory();
 
-// How long operations are late at most, microseconds; 0 is never.
+// Sets the longest delay of an operation, in microseconds; 0 for none.
 void set_delay_us_max(unsigned delay_us_max);
 
 }  // namespace cuda_stub

@@ -33,8 +33,9 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves what a function must keep, and the stack's end; goes on where the other has done so. By a jump: a CPU
-// predicts that ret goes back to the last call, which was another stack's.
+// Saves the registers that a function must keep, and the stack pointer, and goes on where the other fiber did
+// so. It jumps instead of returning, because a CPU predicts that ret returns from the last call, which was on
+// another stack.
 extern "C" void pd_switch_stacks(void** from, void* to);
 asm(R"(
 .text
@@ -70,8 +71,8 @@ constexpr std::size_t kStackBytes = std::size_t{256} << 10;
 #else
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
 #endif
-// Stacks begin at pages, and lines at the same place of their pages share few places in a cache. So stacks
-// one after the other are used from different places on.
+// Stacks begin at pages, and cache lines at the same offset of their pages compete for a few places in a
+// cache. So neighbouring stacks are used from different offsets on.
 constexpr unsigned kNumPlaces = 128;
 constexpr std::size_t kPlaceBytes = 320;
 static_assert(kNumPlaces * kPlaceBytes < kStackBytes / 2);

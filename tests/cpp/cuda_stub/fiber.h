@@ -17,7 +17,7 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Goes on in the other; returns when someone switches here again.
+  // Switches to the other fiber. Returns when a fiber switches back to this one.
   void switch_to(Fiber& other);
 
   struct State;

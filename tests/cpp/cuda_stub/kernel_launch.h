@@ -1,4 +1,5 @@
-// CUDA's language as C++, as far as our .cu files use it: built-in variables, barriers, warps, and a launch.
+// The parts of CUDA's language that this project's .cu files use, in C++: built-in variables, barriers,
+// warps, and a launch.
 //
 // One block runs at a time in the process, so a __shared__ variable is a static one. A CUDA thread that
 // reaches a barrier is parked on its fiber until the others of its block, or of its warp, are there, too.
@@ -39,12 +40,12 @@ struct Builtins {
 inline Builtins current;  // of the CUDA thread that runs
 
 void wait_for_block();
-// All lanes of the warp give a value; each gets that of lane `from` of its warp.
+// Every lane of the warp gives a value and gets the value of lane `from`.
 std::uint32_t value_of_lane(std::uint32_t value, unsigned from);
 std::uint32_t ballot(bool yes);
 
-// Enqueues the blocks of a grid. function: the kernel, by which it may have been loaded. arguments: words
-// that may be addresses of memory that the kernel uses.
+// Enqueues the blocks of a grid. function: the kernel's address, by which load_kernels() loads it. arguments:
+// words that may be addresses of memory that the kernel uses.
 void launch_grid(const void* function, const dim3& grid, unsigned block_threads, cudaStream_t stream,
                  const std::vector<std::uint64_t>& arguments, std::function<void()> kernel);
 

@@ -1,5 +1,5 @@
-// The functions of cuda_runtime_api.h. One mutex guards all state but what an operation works on; operations
-// run without it, each stream's in order on a thread of its own.
+// The functions of cuda_runtime_api.h. One mutex guards all state except the bytes that operations work on.
+// Operations run without the mutex; each stream has a thread, which runs its operations in order.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -58,8 +58,8 @@ struct CUstream_st {
   std::condition_variable has_work;
 };
 
-// Who waits for an event waits for its last record before that: it may be recorded again, on another stream,
-// or be destroyed, before the record is done.
+// A wait for an event waits for the last record before the wait. The event may be recorded again on another
+// stream, or be destroyed, before that record is done.
 struct CUevent_st {
   struct Record {
     bool is_done = true;  // as of one that is never recorded
@@ -149,7 +149,7 @@ thread_local bool in_host_function = false;
 
 void say_trap(const char* why) { (void)!::write(STDERR_FILENO, why, std::strlen(why)); }
 
-// Touching device memory from the host ends the test as it ends a program; this line says why.
+// A host thread that touches device memory ends the test, as it would end a program. Prints the reason.
 void trap_host(int /*signal*/, siginfo_t* info, void* /*context*/) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   for (const auto& [first, allocation] : driver().allocations) {
@@ -181,7 +181,7 @@ void be_late(Lock& lock) {
   lock.lock();
 }
 
-// The begin of every call: what it fails with, if anything.
+// Begins every call of the runtime. Returns the error with which the call must fail, if any.
 cudaError_t enter(Lock& lock, const char* call, bool ends_captures = false) {
   Driver& all = driver();
   own_call = call;
@@ -205,8 +205,8 @@ cudaError_t enter(Lock& lock, const char* call, bool ends_captures = false) {
   return failed(fault.error);
 }
 
-// What is given back after an error of the context goes, as it would go with the process, and the error is
-// told.
+// Begins a call that gives something back. After an error of the context it is still given back, as at the
+// end of the process, and the call returns the error.
 #define PD_ENTER_TO_GIVE_BACK(...)                                              \
   Driver& all = driver();                                                       \
   Lock lock(all.mutex);                                                         \
@@ -293,7 +293,8 @@ auto find_range(std::map<std::uintptr_t, Entry>& ranges, std::uintptr_t address)
   return after == ranges.begin() ? ranges.end() : std::prev(after);
 }
 
-// The address at which a copy finds the bytes; *is_pageable: memory of the host that is not registered.
+// The address at which a copy finds the bytes. *is_pageable: whether they are in host memory that is not
+// registered.
 std::byte* place_of(const void* data, std::size_t num_bytes, bool* is_pageable) {
   Driver& all = driver();
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -310,7 +311,7 @@ std::byte* place_of(const void* data, std::size_t num_bytes, bool* is_pageable) 
   return static_cast<std::byte*>(const_cast<void*>(data));
 }
 
-// Aborts where a stream still uses the range.
+// Aborts if a stream still uses the range.
 void check_unused(std::uintptr_t first, std::size_t num_bytes) {
   const auto inside = [&](std::uintptr_t address) { return address >= first && address < first + num_bytes; };
   const auto any_inside = [&](const std::vector<std::uintptr_t>& touches) {

@@ -1,5 +1,5 @@
-// malloc and its relatives, interposed: the executable's definitions come before the C library's for every
-// library of the process, and pass the call on. See the header for the threads.
+// Interposes malloc and its relatives: the definitions here take precedence over the C library's in every
+// library of the process, and call them. See the header for the threads.
 #include "support/allocation_counter.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ namespace {
 std::atomic<std::uint64_t> num_allocations{0};
 thread_local std::uint64_t num_allocations_of_thread = 0;
 
-// The first allocation of the counter that is being read.
+// The first allocation since the current counter was made.
 constexpr int kNumFramesMax = 24;
 std::atomic<bool> first_is_awaited{false};
 std::size_t first_bytes = 0;
@@ -48,7 +48,7 @@ std::atomic<bool> first_is_there{false};
 
 AllocationCounter::AllocationCounter() {
   std::array<void*, 1> frame{};
-  ::backtrace(frame.data(), 1);  // loads what it needs, which allocates
+  ::backtrace(frame.data(), 1);  // the first call loads a library, which allocates
   first_is_there = false;
   num_on_this_thread_before_ = num_allocations_of_thread;
   num_in_all_before_ = num_allocations.load();
@@ -94,8 +94,8 @@ struct Allocator {
   int (*posix_memalign)(void** data, std::size_t alignment, std::size_t num_bytes) = nullptr;
 };
 
-// To look the real functions up may itself allocate; that comes from here and is never freed. Only before
-// main(), where there is one thread.
+// Memory for the look-up of the real functions, which may itself allocate. It is never freed. The look-up
+// runs before main(), when there is one thread.
 alignas(std::max_align_t) std::array<std::byte, 8192> first_memory{};
 std::size_t num_first_memory_used = 0;
 
@@ -159,7 +159,7 @@ PD_INTERPOSED void* realloc(void* data, std::size_t num_bytes) noexcept {
   const Allocator* const real = real_allocator();
   if (real == nullptr && data == nullptr) return take_first_memory(num_bytes);
   if (real == nullptr || is_first_memory(data)) {
-    // Its size is not known: at most the rest of the memory that it lies in.
+    // The old size is not known. It is at most the rest of first_memory.
     void* const grown = real == nullptr ? take_first_memory(num_bytes) : real->malloc(num_bytes);
     const auto* const end = first_memory.data() + first_memory.size();
     const auto num_left = static_cast<std::size_t>(end - static_cast<const std::byte*>(data));

@@ -1,6 +1,6 @@
-// Counts calls of the allocator: malloc and its relatives, and so operator new, by every thread and library
-// of the executable that links this. Not under AddressSanitizer or ThreadSanitizer, which have the allocator
-// to themselves. Any thread may allocate; make, read and destroy counters one at a time, on one thread.
+// Counts calls of malloc and its relatives, and so of operator new, by every thread and library of the
+// executable that links this. It does not count under AddressSanitizer or ThreadSanitizer, which replace the
+// allocator. Any thread may allocate. Make, read and destroy one counter at a time, on one thread.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ class AllocationCounter {
 
   [[nodiscard]] std::uint64_t num_in_all() const;          // on all threads
   [[nodiscard]] std::uint64_t num_on_this_thread() const;  // on the thread that made the counter
-  // The size and the stack of the first one, for the message of a test that fails. The stack's addresses are
-  // those of the executable: addr2line -e names them.
+  // The size and the stack of the first allocation, for a failing test's message. addr2line -e turns the
+  // addresses into lines of the executable.
   [[nodiscard]] std::string first() const;
 
  private:

@@ -33,7 +33,7 @@ namespace {
 constexpr std::size_t kNumStreamsMax = 256;  // of a process, at once
 constexpr std::byte kPoison{0xFF};
 
-// By stream: how many of its operations this one is ordered after.
+// For each stream: the number of its operations that an operation is ordered after.
 using Seen = std::array<std::uint64_t, kNumStreamsMax>;
 
 void join(Seen& seen, const Seen& other) {
@@ -42,7 +42,7 @@ void join(Seen& seen, const Seen& other) {
   }
 }
 
-// Bytes that an operation reads or writes. Two mappings of one memory are the same bytes.
+// Bytes that an operation reads or writes. If one memory is mapped twice, its bytes have the same range.
 struct Range {
   std::uint64_t memory = 0;  // 0: the host's
   std::uint64_t offset = 0;  // in it; an address of the host
@@ -75,14 +75,14 @@ struct Operation {
   std::function<void()> function;  // kCall, kKernel
 };
 
-// What the driver knows by its device address.
+// Device memory that the driver finds by its address.
 struct Allocation {
   std::uint64_t id = 0;
   Range range;
   bool is_freed = false;
 };
 
-// What all devices of the process share.
+// State that all devices of the process share.
 struct Driver {
   std::mutex mutex;                                  // guards all of this file but the bytes
   std::condition_variable changed;                   // operations are done, contexts have ended
@@ -120,7 +120,8 @@ std::uint64_t next_device_seed() {
   return process_seed() * 1000 + num_devices.fetch_add(1);
 }
 
-// Under the driver's mutex. Empty for an address of freed memory, or one that runs out of its memory.
+// Finds the range of these bytes. Empty for freed memory, or if the bytes go beyond their memory. Called
+// under the driver's mutex.
 std::optional<Range> resolve(const void* data, std::size_t num_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   Range range;
@@ -224,13 +225,13 @@ class HostileQueue {
     driver().changed.wait(lock, [&] { return num_done_ >= num_operations || device_.ended_; });
     if (device_.ended_) device_.throw_failed("synchronize", *device_.ended_);
   }
-  // For an error that comes from a kernel.
+  // Ends the device's context for an error of a kernel.
   void end_context(const std::string& why) {
     std::unique_lock lock(driver().mutex);
     device_.end_context(lock, why);
   }
 
-  // Under the driver's mutex, as the rest.
+  // This and the following functions are called under the driver's mutex.
   void wake() { wake_.notify_all(); }
   [[nodiscard]] bool copies() const { return copies_; }
   [[nodiscard]] bool uses(std::uint64_t allocation) {
@@ -252,7 +253,7 @@ class HostileQueue {
     operations_.push_back(std::move(operation));
     wake_.notify_one();
   }
-  // Of all that is pending on other streams the copy is ordered after what it overlaps with.
+  // Checks that the copy is ordered after all pending operations of other streams that use the same bytes.
   void check_order(const Operation& copy) {
     for (HostileQueue* other : driver().queues) {
       if (other == nullptr || other == this) continue;
@@ -326,13 +327,13 @@ class HostileQueue {
     dawdle();
     std::memcpy(copy.to.mapped, copy.from.mapped, copy.to.num_bytes);
   }
-  // Mostly not at all, now and then for long.
+  // Delays an operation at random: mostly not at all, and now and then for long.
   void dawdle() {
     const std::uint64_t chance = random_() % 64;
     if (chance == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 500));
     if (chance < 4) std::this_thread::yield();
   }
-  // No host function of these runs.
+  // Drops all operations. Their host functions do not run.
   void drop_all(std::unique_lock<std::mutex>& lock) {
     while (!operations_.empty()) {
       Operation dropped = operations_.take_front();
@@ -416,7 +417,7 @@ class HostileStream final : public Stream {
 
 // ---- Memory ----
 
-// One mapping for the streams' threads, and as many addresses without any access.
+// Device memory: one mapping for the streams' threads, and as many addresses that nobody may access.
 class HostileMemory final : public ExportedMemory {
  public:
   // fd: of a file of so many bytes at least.
@@ -439,7 +440,7 @@ class HostileMemory final : public ExportedMemory {
     allocation.range = {known->second, 0, num_bytes, static_cast<std::byte*>(mapped_), id_};
     if (count_ != nullptr) ++*count_;
   }
-  // The addresses stay taken: who still uses them is found out.
+  // The addresses stay reserved, so that a later use of them is found.
   ~HostileMemory() override {
     {
       std::unique_lock lock(driver().mutex);
@@ -572,7 +573,7 @@ std::unique_ptr<Event> HostileDevice::make_event() {
   return std::make_unique<HostileEvent>(*this);
 }
 
-// The same handle is the same stream.
+// Returns the same stream for the same handle.
 std::unique_ptr<Stream> HostileDevice::wrap_stream(std::uintptr_t native_handle) {
   std::unique_ptr<HostileQueue>& queue = wrapped_[native_handle];
   if (!queue) queue = std::make_unique<HostileQueue>(*this, seed_ * 1000 + 999 - native_handle);

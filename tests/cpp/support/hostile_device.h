@@ -1,19 +1,19 @@
-// A device that behaves like CUDA, on the host, and is hostile: what works on it by luck does not work for
-// long.
+// A device on the host that behaves like CUDA, and is hostile: code that works by luck fails on it soon.
 //
-//   streams     run later, on threads of their own, delayed at random; a wrapped stream, too. Host functions
+//   streams     run later, on threads of their own, with random delays; wrapped streams, too. Host functions
 //               of all streams run one after the other
-//   memory      the host that touches device memory gets SIGSEGV: only the streams' threads know where it is
-//               mapped a second time. What a copy writes is poison (0xFF) from its begin until its end
-//   order       an operation that is enqueued while another, which it is not ordered after, still reads or
-//               writes the same bytes is a violation, whatever the delays; so is memory that is freed before
-//               they are done, and a call of the device inside a host function
-//   errors      any call fails on demand. After an error of the context every call fails, what is enqueued is
-//               dropped and no host function runs any more
+//   memory      a host thread that touches device memory gets SIGSEGV. Only the streams' threads have a
+//               second mapping. While a copy runs, the bytes that it writes are poison (0xFF)
+//   order       these are violations, whatever the delays: an operation is enqueued while another one, which
+//               it is not ordered after, still reads or writes the same bytes; memory is freed before its
+//               operations are done; a host function calls the device
+//   errors      any call can be made to fail. After an error of the context every call fails, enqueued work
+//               is dropped, and no host function runs any more
 //
-// The delays come from $PIPEDREAM_HOSTILE_SEED, or from a seed that the process prints. A violation fails the
-// test when its device dies. Any thread; a device outlives its streams, events and memory. Devices of one
-// process can use each other's memory, as those of CUDA with peer access, and export it to other processes.
+// The delays come from the seed $PIPEDREAM_HOSTILE_SEED, or from one that the process prints. A violation
+// fails the test when its device is destroyed. Any thread. A device must outlive its streams, events and
+// memory. Devices of one process can use each other's memory, as CUDA's can with peer access, and can export
+// it to other processes.
 #pragma once
 
 #include <atomic>
@@ -36,14 +36,14 @@ class HostileQueue;
 
 class HostileDevice final : public Device {
  public:
-  // What is refused; set before it is used. Empty: nothing.
+  // Reasons for which calls are refused; empty for none. Set them before the device is used.
   std::string why_not_exported;
   std::string why_not_imported;
   std::string why_no_memory;         // thrown, as UserError
   bool maps_another_memory = false;  // as a driver might, that reuses numbers
 
-  // Which call fails: the one after so many others of this name, "" for any. It throws DeviceError with this
-  // reason, and the context ends, unless it is to live on.
+  // The call that fails: the one after so many others of this name; "" counts all calls. It throws
+  // DeviceError with this reason, and ends the context, unless the fault says that the context lives on.
   struct Fault {
     std::string call;
     std::uint64_t num_calls_before = 0;
@@ -57,14 +57,14 @@ class HostileDevice final : public Device {
   HostileDevice& operator=(const HostileDevice&) = delete;
 
   void fail(Fault fault);
-  // Enqueues work that the host functions do not see and that may wait: a kernel.
+  // Enqueues a kernel. It may wait, because it holds up no host functions of other streams.
   void launch(Stream& stream, std::function<void()> kernel);
-  // A kernel that ends the context, once it runs.
+  // Enqueues a kernel that ends the context when it runs.
   void launch_fault(Stream& stream, std::string why);
 
   [[nodiscard]] std::uint64_t num_calls() const;  // that may fail
   [[nodiscard]] bool is_broken() const;           // its context has ended
-  // Those so far, which no longer fail the test.
+  // Returns the violations so far. They no longer fail the test.
   [[nodiscard]] std::vector<std::string> take_violations();
 
   [[nodiscard]] int num_exported() const { return num_exported_; }  // and not freed
@@ -93,7 +93,7 @@ class HostileDevice final : public Device {
   friend class HostileEvent;
   friend class HostileMemory;
 
-  // All under the mutex of the process's driver.
+  // All of these are called under the mutex of the process's driver.
   using Lock = std::unique_lock<std::mutex>;
   void enter(Lock& lock, const char* call);
   void end_context(Lock& lock, const std::string& why);
@@ -114,10 +114,10 @@ class HostileDevice final : public Device {
   std::atomic<int> num_registered_{0};
 };
 
-// Device memory with these bytes, once the stream has done what was enqueued. It dies after its own copy.
+// Copies the bytes into new device memory by the stream. The memory is freed only after that copy.
 [[nodiscard]] std::shared_ptr<Memory> upload(Device& device, Stream& stream, std::vector<std::byte> bytes);
 
-// Bytes of the device, or of the host, read by the stream once it has done what was enqueued before.
+// Reads bytes of the device, or of the host, by the stream, after all work that was enqueued before.
 [[nodiscard]] std::vector<std::byte> read_bytes(Stream& stream, const void* data, std::size_t num_bytes);
 
 }  // namespace pipedream

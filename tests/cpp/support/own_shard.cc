@@ -1,6 +1,6 @@
-// The shard that ctest gives a test executable is its own: programs that its tests start, often itself with
-// another filter, do not inherit it. In every test executable; runs after GoogleTest has read the shard,
-// before the first test.
+// Hides the shard that ctest gives a test executable from the programs that its tests start, which often are
+// the executable itself with another filter. Every test executable links this. It runs after GoogleTest has
+// read the shard, and before the first test.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -1,4 +1,5 @@
-// Holds a stream of any device until it opens, or dies: to prove an order without waiting for it.
+// Holds a stream of any device until the gate is opened or destroyed. Tests prove an order with it, without
+// sleeps.
 #pragma once
 
 #include <functional>
@@ -15,8 +16,8 @@
 
 namespace pipedream {
 
-// A host function holds the stream, and with it the host functions of all other streams, where it cannot be
-// told apart from work of the device: on a hostile device, and on the tests' CUDA, it can.
+// On a hostile device and on the tests' CUDA, work that holds up nothing else holds the stream. Elsewhere a
+// host function does, which also holds up the host functions of all other streams.
 class StreamGate {
  public:
   StreamGate(Device& device, Stream& stream) {
@@ -31,7 +32,7 @@ class StreamGate {
   StreamGate(const StreamGate&) = delete;
   StreamGate& operator=(const StreamGate&) = delete;
 
-  // Whether other streams can do without a host function while the gate is closed, or have them called.
+  // Whether other streams can run their host functions while the gate is closed, or need none.
   [[nodiscard]] static bool leaves_others_free([[maybe_unused]] const Device& device) {
 #if defined(PD_CUDA_STUB)
     return true;
@@ -65,7 +66,7 @@ class StreamGate {
   bool is_open_ = false;
 };
 
-// A test that closes one while channels work.
+// Skips a test that closes a gate while channels work, on devices where that would hold up the channels.
 #define PD_SKIP_WITHOUT_GATES(device)                             \
   if (!StreamGate::leaves_others_free(device)) {                  \
     GTEST_SKIP() << "a gate holds all of a GPU's host functions"; \
