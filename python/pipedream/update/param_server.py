@@ -13,8 +13,9 @@ the update waits for all gradients.
 
 The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
 optimizer's steps. It also multiplies gradients that are pushed as factors (factors.py): every replica makes
-the next version of their weights. All replicas take part in a round that is not known to be the last. A
-replica that learns otherwise says so where it would push. Owned by the worker's compute thread.
+the next version of their weights. Every replica is expected to push in a round, unless the round is known to
+be the last. A replica that learns that the data are over says so in place of a push. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations

@@ -428,8 +428,8 @@ class StageOptimizer:
                     leaf.copy_(master)
 
     def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
-        # The native step takes parameters in the given order, and a factory may sort them into groups.
-        # Hooks belong to step(), which is then not called.
+        # The native step takes the parameters in the stage's order, but a factory may have sorted them into
+        # groups. The native step does not call step() either, to which hooks belong.
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked

@@ -201,8 +201,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         place.rendezvous.publish("agreed", agreed)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
-        # All workers read the data alike, so other draws of a worker must not come from the data's
-        # generators.
+        # All workers must read the same data, so the data get generators from which nothing else draws.
         generators = RngStream(data_seed(base))
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     if state is not None:

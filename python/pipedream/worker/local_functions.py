@@ -1,6 +1,6 @@
 """Sends functions that a worker cannot import by their name: lambdas, functions made inside others, and
-functions that the script defines under its guard. Each is sent as its code. In the worker it reads the
-globals of its module there.
+functions that the script defines under its guard. Such a function is sent as its code. In the worker it reads
+the globals of the worker's own copy of its module.
 
 A function holds the variables of the surrounding function that it reads, its defaults and its attributes.
 These may only be plain values, functions and methods of modules. A tensor, a model or a list is refused,
