@@ -1,5 +1,6 @@
-// The codecs on the host: what is decoded is near what was encoded, by the bound that each promises; topk
-// chooses what a sort would, and its residual loses nothing. All instruction sets give the same bytes.
+// The codecs on the host. Decoded values are within the bound of error that each codec promises. topk chooses
+// the elements that a sort would choose, and its residual loses nothing. All instruction sets give the same
+// bytes.
 #include "codec/codec.h"
 
 #include <gtest/gtest.h>
@@ -135,7 +136,7 @@ class CodecOf : public testing::Test {
     for (T& value : values) value = distribution(generator_);
     return values;
   }
-  // Of every exponent that the element type has.
+  // Values with every exponent that the element type has.
   std::vector<T> values_of_all_magnitudes(std::size_t num_elements) {
     using Bits = typename FloatLayout<T>::Bits;
     std::vector<T> values(num_elements);
@@ -198,11 +199,11 @@ std::vector<T> finite_magnitudes(const char* name) {
   return magnitudes;
 }
 
-// By looking for the two neighbours in the 16-bit format: independent of how the codec rounds.
+// Rounds by a search for the two neighbours in the 16-bit format, unlike the codec.
 template <class T>
 void expect_nearest_even(const char* name, const std::vector<T>& values) {
   std::vector<double> magnitudes = finite_magnitudes<double>(name);
-  // What would follow the largest is infinite.
+  // The number that would follow the largest one is infinite.
   magnitudes.push_back(2 * magnitudes.back() - magnitudes[magnitudes.size() - 2]);
   Encoding<T> encoding(codec_from_name(name), values.size());
   encoding.encode(values);
@@ -227,7 +228,7 @@ void expect_nearest_even(const char* name, const std::vector<T>& values) {
   }
 }
 
-// Half way between every two neighbours, and the numbers right beside that.
+// The numbers half way between every two neighbours, and the numbers right beside these.
 template <class T>
 std::vector<T> ties(const char* name) {
   const std::vector<T> magnitudes = finite_magnitudes<T>(name);
@@ -256,7 +257,8 @@ TYPED_TEST(CodecOf, Float16IsTheNearestEvenAtEveryMagnitude) {
 }
 
 TEST(CodecOfFloat64, IsRoundedOnce) {
-  // Half way between two bfloat16 but for 2^-40: by way of float32 it would be half way, and go to even.
+  // These are 2^-40 more than half way between two 16-bit floats. As float32 they would be exactly half way,
+  // and would round to even.
   const std::vector<double> values = {1 + 0x1p-8 + 0x1p-40, 1 + 0x1p-11 + 0x1p-40};
   Encoding<double> bf16(codec_from_name("bf16"), 2);
   EXPECT_EQ(bf16.sent(values)[0], 1 + 0x1p-7);
@@ -391,7 +393,7 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
     Encoding<TypeParam> encoding({CodecKind::kTopK, share}, values.size());
     encoding.encode(values);
     ASSERT_EQ(encoding.indices(), largest_by_sort(values, encoding.num_entries()));
-    // More of them than are sent: all are equal.
+    // There are more of these than are sent, and all are equal.
     for (std::size_t i = 3; i < values.size(); i += 3) {
       const TypeParam specials[] = {kInfinity<TypeParam>, kNan<TypeParam>, -kNan<TypeParam>,
                                     -kInfinity<TypeParam>};
@@ -403,7 +405,8 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
   }
 }
 
-// The orders that fill the list of candidates again and again, or that no bound divides.
+// These orders fill the list of candidates again and again, or have equal values so that no bound divides
+// them.
 TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   const auto random = this->normal_values(100'003);
   auto ascending = random;
@@ -425,7 +428,7 @@ TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
   }
 }
 
-// As a tensor could be made to be, by somebody who knows which elements the sample is of.
+// Someone who knows which elements are sampled could make such a tensor.
 TYPED_TEST(CodecOf, TopKOfATensorWhoseSampleMisleadsChoosesWhatASortDoes) {
   constexpr std::size_t kNumElements = 300'000;
   for (const TypeParam factor : {TypeParam(1e6), TypeParam(1e-6)}) {
@@ -480,7 +483,7 @@ TYPED_TEST(CodecOf, TopKDecodesToTheChosenAndZeros) {
 
 TYPED_TEST(CodecOf, WhatTopKLeavesOutIsSentLaterAndNothingIsLost) {
   constexpr std::size_t kNumElements = 3000;
-  // Whole numbers: their sums are exact, so nothing lost means equal.
+  // Sums of whole numbers are exact, so if nothing is lost both sums are equal.
   std::uniform_int_distribution<int> whole(1, 1000);
   Encoding<TypeParam> encoding({CodecKind::kTopK, 0.03}, kNumElements);
   std::vector<TypeParam> sum_of_inputs(kNumElements);
@@ -522,7 +525,8 @@ TYPED_TEST(CodecOf, WhatTopKSendsAsInfinityOrNanIsNotSentAgain) {
   EXPECT_EQ(encoding.residual(), std::vector<TypeParam>(10));
 }
 
-// More of them than are sent, so that most stay behind: in the vectorised part and in its rest.
+// There are more infinities and NaNs than are sent, so that most stay behind: in the vectorised part of the
+// loop and in its rest.
 TYPED_TEST(CodecOf, AnItemAfterInfinitiesAndNansThatTopKHeldBackIsSentAsFromAFreshResidual) {
   const TypeParam specials[] = {kInfinity<TypeParam>, -kInfinity<TypeParam>, kNan<TypeParam>,
                                 -kNan<TypeParam>};
@@ -593,7 +597,7 @@ class CodecOfHalf : public testing::Test {
     for (float& value : values) value = distribution(generator_);
     return halves(values);
   }
-  // Every code that there is, denormals and both zeros among them; specials only if asked for.
+  // Every code of the format, with denormals and both zeros. with_specials: infinities and NaNs, too.
   std::vector<T> all_codes(bool with_specials) {
     std::vector<T> codes;
     for (unsigned code = 0; code < 0x10000U; ++code) {
@@ -620,7 +624,7 @@ TYPED_TEST(CodecOfHalf, Int8IsWithinHalfAStepAndTheRoundingTo16Bits) {
       const std::size_t end = std::min(first + kInt8BlockElements, values.size());
       double largest = 0;
       for (std::size_t i = first; i < end; ++i) largest = std::max<double>(largest, std::abs(values[i]));
-      // The scale is a float32, which has no more bits than bfloat16 near its smallest.
+      // The scale is a float32. Near float32's smallest numbers it has no more bits than a bfloat16.
       const double step = largest / 254 * (1 + 1e-5) + 0x1p-150 * 128;
       for (std::size_t i = first; i < end; ++i) {
         const double rounding =
@@ -750,7 +754,7 @@ std::vector<std::byte> bytes_of(const std::vector<T>& values) {
   return {bytes.begin(), bytes.end()};
 }
 
-// All that a set of kernels makes of the values, encoded and decoded, one after the other.
+// The results of all functions in a set of kernels, one after the other: encoded and decoded values.
 template <class T>
 std::vector<std::byte> everything(const CodecKernels<T>& kernels, const std::vector<T>& values) {
   const std::size_t count = values.size();
@@ -839,7 +843,7 @@ TYPED_TEST(CodecOf, WhatIsEncodedMayLieAtAnyFourthByte) {
   }
 }
 
-// ---- What a receiver refuses ----
+// ---- Bytes that a receiver refuses ----
 
 class TopKViolation : public testing::Test {
  protected:

@@ -1,5 +1,5 @@
-// One tensor, what it is encoded to and its residual, in host memory, for the tests of the codecs; and the
-// oracle of topk.
+// A tensor with its encoding and its residual in host memory, for the tests of the codecs, and the oracle of
+// topk.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 
 namespace pipedream {
 
-// The indices of the num_chosen elements that are largest in magnitude, ascending; the first of equals: those
-// that a stable sort has first, without sorting the others.
+// The indices of the num_chosen elements that are largest in magnitude, ascending. Of equal elements the
+// first ones are chosen, as by a stable sort.
 template <class T>
 std::vector<std::uint32_t> largest_by_sort(const std::vector<T>& values, std::size_t num_chosen) {
   std::vector<T> magnitudes(values.size());
@@ -77,13 +77,13 @@ class Encoding {
     decode_host(work_);
     return values();
   }
-  // The tensor that arrives at the other end.
+  // Encodes and decodes the values: the tensor that arrives at the other end.
   [[nodiscard]] std::vector<T> sent(const std::vector<T>& values) {
     encode(values);
     return decode();
   }
 
-  // topk's.
+  // The number of entries that topk sends.
   [[nodiscard]] std::size_t num_entries() const {
     return encoded_bytes_ / (sizeof(std::uint32_t) + sizeof(SentOf<T>));
   }

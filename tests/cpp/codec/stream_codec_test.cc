@@ -1,5 +1,5 @@
-// One contract, every backend: what a stream encodes is what the host encodes, in the order of the stream;
-// host always, CUDA where there is a device.
+// One contract for every backend: a stream encodes to the same bytes as the host, in the order of the stream.
+// The host is always tested, CUDA if there is a device.
 #include "codec/stream_codec.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@
 namespace pipedream {
 namespace {
 
-// More than the largest grid has threads.
+// More elements than the largest grid has threads.
 constexpr std::size_t kNumElementsMax = (std::size_t{1} << 20) + 1;
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer takes microseconds for every switch of the CUDA stand-in's threads.
@@ -55,7 +55,8 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
     return values;
   }
 
-  // The host's work with its tensors where the device has them; the encoding in memory of the given kind.
+  // A copy of the host's work, with its tensors in device memory and its encoding in memory of the given
+  // kind.
   struct Mirror {
     std::vector<std::unique_ptr<Memory>> memories;
     CodecWork work;
@@ -153,7 +154,7 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesAtEverySize) {
   }
 }
 
-// One dtype is enough, as the loops are the same: the CUDA stand-in takes seconds for each.
+// One dtype is enough, because the loops are the same, and the CUDA stand-in takes seconds for each.
 TEST_P(StreamCodecContract, GivesTheHostsBytesOfMoreElementsThanAGridHasThreads) {
   if (kTakesLong) GTEST_SKIP() << "takes minutes under ThreadSanitizer";
   const auto floats = normal_values<float>(kNumElementsMax);
@@ -184,7 +185,7 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesOfEveryMagnitudeAndOfSpecials) {
   }
 }
 
-// More of them than are sent: the residual forgets the others, too.
+// There are more infinities and NaNs than are sent. The residual forgets the others, too.
 TEST_P(StreamCodecContract, TopKForgetsWhatIsNotFiniteAsTheHostDoes) {
   auto values = normal_values<double>(kNumMany);
   for (std::size_t i = 0; i < values.size(); i += 3) {

@@ -1,5 +1,5 @@
-// The tests' own CUDA runtime (cuda_stub/cuda_stub.h) has CUDA's semantics where ours depend on them, and
-// ends the process where CUDA would corrupt memory or hang.
+// The tests' own CUDA runtime (cuda_stub/cuda_stub.h) has CUDA's semantics as far as this project depends on
+// them. It ends the process where CUDA would corrupt memory or hang.
 #if defined(PD_CUDA_STUB)
 #include "cuda_stub/cuda_stub.h"
 
@@ -32,7 +32,7 @@ class CudaStub : public testing::Test {
     EXPECT_EQ(cudaStreamDestroy(stream_), cudaSuccess);
   }
 
-  // Holds the stream until it is opened, or dies.
+  // Holds the stream until the gate is opened or destroyed.
   struct Gate {
     std::promise<void> opened;
     ~Gate() {
@@ -183,7 +183,7 @@ TEST_F(CudaStub, EveryThreadHasACurrentDevice) {
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
 }
 
-// The sum over a block by barriers, over warps by shuffles: wrong where a thread does not wait.
+// Sums over a block by barriers, and over warps by shuffles. The sums are wrong if a thread does not wait.
 __global__ void sums_kernel(unsigned* by_barriers, unsigned* by_shuffles, unsigned* ballots) {
   __shared__ unsigned values[64];
   values[threadIdx.x] = threadIdx.x + blockIdx.x;
@@ -382,7 +382,7 @@ TEST_F(CudaStub, ADriverThatIsOlderThanTheToolkitIsNamedWithTheOneThatIsNeeded) 
   EXPECT_EQ(why_no_cuda(), "there is no CUDA driver");
 }
 
-// In a process of its own, where the stream's thread is, too.
+// Runs in a process of its own, which also has the stream's thread.
 TEST_F(CudaStubDeathTest, WhatWouldCorruptMemoryOrHangEndsTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto host_function_calls = [this] {

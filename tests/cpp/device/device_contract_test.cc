@@ -1,10 +1,10 @@
-// One contract, every backend: host always, CUDA where there is a device, and the tests' own stand-in for
-// CUDA (support/hostile_device.h). What a backend promises beyond the contract is tested beside it
-// (host_stream_test.cc, host_memory_test.cc, hostile_device_test.cc).
+// One contract for every backend: the host, CUDA if there is a device, and the tests' hostile device
+// (support/hostile_device.h). host_stream_test.cc, host_memory_test.cc and hostile_device_test.cc test what a
+// backend promises beyond the contract.
 //
-// Order is proved with gates, never with time: a call() that holds its stream until the test opens it.
-// Only one gate is closed at a time, and no other call() is needed meanwhile: CUDA may run the host
-// functions of all streams on one thread.
+// Order is proved with gates, never with time. A gate is a call() that holds its stream until the test opens
+// it. Only one gate is closed at a time, and no other call() must run meanwhile, because CUDA may run the
+// host functions of all streams on one thread.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -26,7 +26,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::size_t kNumBytes = std::size_t{1} << 20;
-// Ends a deadlock; nothing is measured against it.
+// Ends a deadlocked test; it judges no speed.
 constexpr std::chrono::seconds kDeadline{60};
 
 // Holds a stream from the moment close() returns until open(). Opens when it dies, so that a failed
@@ -378,7 +378,7 @@ TEST_P(DeviceContract, MemoryIsAlignedZeroedAndOfTheSizeAskedFor) {
   }
 }
 
-// Memory of the caller's: what is registered is copied from and to like staging memory.
+// Streams copy from and to the caller's registered memory as from and to staging memory.
 TEST_P(DeviceContract, CopiesThroughRegisteredHostMemoryArriveUnchanged) {
   constexpr std::size_t kPageBytes = 4096;
   struct Free {

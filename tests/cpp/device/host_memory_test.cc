@@ -1,4 +1,4 @@
-// Host memory: huge pages advised, all pages there before the first use.
+// Host memory: huge pages are advised, and all pages are mapped before the first use.
 #include "device/host/host_memory.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ TEST(HostMemory, EveryPageIsThereBeforeTheFirstUse) {
   EXPECT_EQ(num_missing, 0u);
 }
 
-// A kernel that answers madvise(MADV_POPULATE_WRITE) with this error, for this thread.
+// Makes the kernel answer this thread's madvise(MADV_POPULATE_WRITE) with this error.
 void let_populating_fail_with(std::uint32_t error) {
   std::array<sock_filter, 6> program = {{
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -72,7 +72,7 @@ void let_populating_fail_with(std::uint32_t error) {
   ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0) << std::strerror(errno);
 }
 
-// manylinux's headers have no name for the advice, so its number must not be asked of them.
+// manylinux's headers have no name for the advice, so the code must have its number.
 TEST(HostMemory, KernelIsAskedForAllPagesAtOnceWhateverTheHeadersKnow) {
   std::thread([] {
     let_populating_fail_with(ENOMEM);

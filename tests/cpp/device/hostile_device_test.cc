@@ -1,4 +1,4 @@
-// The tests' own device is hostile, beyond the device contract.
+// The tests' hostile device does what support/hostile_device.h says beyond the device contract.
 #include "support/hostile_device.h"
 #include "support/stream_gate.h"
 
@@ -100,7 +100,7 @@ TEST_F(Hostile, AnEventThatWasRecordedTooEarlyOrdersNothing) {
   gate.open();
 }
 
-// As with two processes: both mappings are the same memory.
+// Both mappings are the same memory, as they would be in two processes.
 TEST_F(Hostile, MemoryThatAnotherDeviceMapsIsTheSame) {
   HostileDevice other;
   const auto exported = device_.export_memory(kNumBytes, nullptr);

@@ -1,4 +1,4 @@
-// Parts are added in their order, whatever threads do.
+// Parts are added in their order, whatever the threads do.
 #include "param_server/aggregation.h"
 
 #include <gtest/gtest.h>

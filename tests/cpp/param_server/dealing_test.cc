@@ -21,7 +21,7 @@ std::vector<std::size_t> bytes_by_shard(const std::vector<ShardChunk>& chunks, s
   return bytes;
 }
 
-// By parameter and element: each once, where the layout has it.
+// Checks that the chunks have each element of each parameter once, at its place in the layout.
 void expect_each_element_once(const WeightLayout& layout, const std::vector<ShardChunk>& chunks) {
   std::vector<std::int64_t> next_element(layout.parameters().size(), 0);
   std::size_t end_bytes = 0;
@@ -87,7 +87,7 @@ TEST(Dealing, ChunksAreASixteenthOfAShardWithinTheirLimits) {
   EXPECT_EQ(shard_chunk_bytes_max(16 * kMebibyte), kMebibyte);
   EXPECT_EQ(shard_chunk_bytes_max(32 * kMebibyte), 2 * kMebibyte);
   EXPECT_EQ(shard_chunk_bytes_max(1000 * kMebibyte), 4 * kMebibyte);
-  // 64 MiB at four owners, of which each has 16 chunks of 1 MiB.
+  // Four owners share 64 MiB. Each has 16 chunks of 1 MiB.
   const WeightLayout layout({{"a", DType::kFloat32, 16 << 20}});
   EXPECT_EQ(deal(layout, 4, /*whole_tensors=*/false).size(), 64U);
 }
@@ -122,8 +122,9 @@ TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
 
 TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
 
-// Of links that their flows share evenly: the channels to the other replicas, each a push and then a pull,
-// and those to the spares are equal, or what is left goes to the spares alone, whose links it fills.
+// The time of a round, in the time that all parameters need on a link. The flows of a link get equal parts of
+// its bandwidth: those to the other replicas, each a push and then a pull, and those to the spares. Once the
+// flows to replicas are done, those to spares get all of it.
 double taken(std::int64_t num_replicas, std::int64_t num_spares, double of_replica) {
   const auto replicas = static_cast<double>(num_replicas);
   const auto spares = static_cast<double>(num_spares);

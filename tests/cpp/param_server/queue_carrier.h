@@ -1,5 +1,5 @@
-// Queues in the place of a worker's channels: what one owner of a shard has sent and another has not taken.
-// An item has left when it is taken. One thread.
+// Queues instead of a worker's channels. They have the items that one owner of a shard has sent and another
+// has not taken. An item counts as sent once it is taken. One thread.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ struct QueuedItem {
   std::vector<Bytes> tensors;
 };
 
-// Shared by all owners.
+// The queues that all owners share.
 struct Queues {
   std::map<std::string, std::deque<QueuedItem>> items;
   std::map<std::string, std::deque<std::span<std::byte>>> posted;

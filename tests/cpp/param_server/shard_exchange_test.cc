@@ -1,5 +1,5 @@
-// Replicas in one thread, over queues in the place of channels: each gradient is in exactly one update,
-// whoever is late, every replica has every version, and nothing leaves or lands before it may.
+// Replicas in one thread, over queues instead of channels. However late a replica is, each gradient is in
+// exactly one update, every replica gets every version, and nothing is sent or lands too early.
 #include "param_server/shard_exchange.h"
 
 #include <gtest/gtest.h>
@@ -34,15 +34,15 @@ std::string channel(const std::string& kind, std::int64_t from, std::int64_t to)
   return kind + " " + std::to_string(from) + " " + std::to_string(to);
 }
 
-// Its weights begin as zeros; a step subtracts the mean gradient.
+// One owner. Its weights begin as zeros, and a step subtracts the mean gradient.
 class Owner {
  public:
   Owner(Queues& queues, const Plan& plan, std::int64_t index)
       : queues_(queues), plan_(plan), index_(index), carrier_(queues), exchange_(spec(), carrier_) {}
 
-  // Every element of the gradient is the value.
+  // Pushes a gradient whose elements all have this value.
   void push(std::int64_t round, double value) { push(round, std::vector<double>(num_parameters(), value)); }
-  // By parameter; 0: it has none.
+  // values: by parameter; 0 for no gradient.
   void push(std::int64_t round, const std::vector<double>& values) {
     gradients_.clear();
     for (const double value : values) gradients_.emplace_back(kNumElements, value);
@@ -75,7 +75,7 @@ class Owner {
     double* const written = weights(write_slot(), index_, chunk);
     std::copy_n(weights(slot_, index_, chunk), kNumElements, written);
     if (gradients.parts.empty()) return true;
-    // In a round of which nobody else has a part there is no memory for a mean, nor a need.
+    // If no other replica has a part of the round, there is one part, which needs no mean.
     EXPECT_TRUE(gradients.is_mean || gradients.parts.size() == 1);
     const TensorView& mean_view = gradients.is_mean ? gradients.place : gradients.parts[0];
     const auto* const mean = reinterpret_cast<const double*>(mean_view.data);  // NOLINT(*-reinterpret-cast)
@@ -88,7 +88,7 @@ class Owner {
     gradients_.clear();
     return true;
   }
-  // Adds the owner's steps of a round, each to be tried until it says yes.
+  // Adds the owner's steps of a round. Each is called until it returns true.
   void add_round(std::int64_t round, const std::vector<double>& values,
                  std::deque<std::function<bool()>>& steps) {
     const double own = index_ < plan_.num_replicas ? values[static_cast<std::size_t>(index_)] : 0;
@@ -124,7 +124,7 @@ class Owner {
     Bytes& memory = slots_[static_cast<std::size_t>(slot)];
     return reinterpret_cast<double*>(memory.data() + parameter_of(shard, chunk) * kChunkBytes);  // NOLINT
   }
-  // Elements of the newest version of all shards.
+  // The values of all elements in the newest version of all shards.
   [[nodiscard]] std::set<double> contents() {
     std::set<double> found;
     for (std::int64_t shard = 0; shard < plan_.num_owners(); ++shard) {
@@ -195,7 +195,7 @@ class Owner {
   ShardExchange exchange_;
 };
 
-// By pointer, as an exchange knows where its owner's memory is.
+// Makes the owners. They must not move, because an exchange has addresses of its owner's memory.
 std::vector<std::unique_ptr<Owner>> make_owners(Queues& queues, const Plan& plan) {
   std::vector<std::unique_ptr<Owner>> owners;
   for (std::int64_t index = 0; index < plan.num_owners(); ++index) {
@@ -216,7 +216,7 @@ TEST_P(ShardExchangeOfAnyDelay, HasEachGradientInOneUpdateAndEveryVersionAtEvery
     std::vector<std::deque<std::function<bool()>>> steps(owners.size());
     double expected = 0;
     for (std::int64_t round = 0; round * plan.num_replicas < num_minibatches; ++round) {
-      // Distinct powers of two: a sum names every gradient that is in it.
+      // Gradients are distinct powers of two, so that a sum shows which gradients it has.
       std::vector<double> values(static_cast<std::size_t>(plan.num_replicas));
       double sum = 0;
       std::int64_t count = 0;

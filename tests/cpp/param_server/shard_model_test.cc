@@ -1,6 +1,6 @@
-// Replicas and their shards together, in a small model of which every interleaving is explored: the programs
-// of transfers.h, queues that lose and reorder nothing but may be as slow as they like, and the rounds' real
-// bookkeeping. A gradient is a power of two, so that content says which gradients it is made of.
+// Explores every interleaving of replicas and their shards in a small model. The model has the programs of
+// transfers.h, the real ShardRounds and ShardUpdates, and queues that keep all items in order but may be
+// slow. A gradient is a power of two, so that a content shows which gradients it is made of.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ using Content = std::int64_t;  // a bit per minibatch
 using Shard = std::vector<Content>;
 using Version = std::vector<Shard>;  // by shard
 
-// Of the first stage alone; what other stages send is there at once.
+// A model of the first stage. Items of other stages are always there.
 struct Model {
   ScheduleOptions options;
   Rounds rounds;
@@ -63,7 +63,7 @@ struct Replica {
   friend auto operator<=>(const Replica&, const Replica&) = default;
 };
 
-// All that there is at one time. The bookkeeping follows from the rest, but for what it would refuse.
+// The whole state at one time.
 struct State {
   std::vector<Replica> replicas;
   std::map<std::pair<std::int64_t, std::int64_t>, std::deque<Item>> pushes;  // from, to
@@ -117,7 +117,7 @@ class Explorer {
  private:
   [[nodiscard]] std::int64_t num_chunks() const { return model_.num_chunks; }
 
-  // The replica's next instruction, if it can be done.
+  // Does the replica's next instruction, if that is possible.
   [[nodiscard]] bool step(State& state, std::int64_t index) {
     Replica& replica = state.replicas[static_cast<std::size_t>(index)];
     const std::vector<Instruction>& program = model_.programs[static_cast<std::size_t>(index)];
@@ -159,7 +159,7 @@ class Explorer {
     replica.stashed[instruction.minibatch] = version;
     std::vector<Content> contents;
     for (std::int64_t shard = 0; shard < model_.num_replicas(); ++shard) {
-      // No forward mixes versions: all of a shard is there, and of the version that is asked for.
+      // No forward mixes versions: every shard is there as a whole, in the version that the forward reads.
       ASSERT_TRUE(shard == index ||
                   replica.pulled[static_cast<std::size_t>(shard)] >= instruction.version.value());
       for (const Content content : version[static_cast<std::size_t>(shard)]) {
@@ -170,8 +170,8 @@ class Explorer {
     read_.insert(contents);
   }
 
-  // Of version v: all gradients of the rounds before v, and no others; of an asynchronous shard all of the
-  // replica's own, and no later one of its own.
+  // Checks that version v has exactly the gradients of the rounds before v. An asynchronous shard must have
+  // all of these that are the replica's own, and no later one of its own.
   void check_read(Content content, std::int64_t index, const Instruction& instruction) const {
     Content expected = 0;
     Content own = 0;
@@ -228,7 +228,7 @@ class Explorer {
     }
   }
 
-  // An asynchronous shard takes the next chunk of what the client has pushed, and answers it.
+  // Lets an asynchronous shard apply the next chunk that the client has pushed, and answer it.
   [[nodiscard]] bool serve(State& state, std::int64_t index, std::int64_t client) {
     const auto pushed = state.pushes.find({client, index});
     if (!model_.options.asynchronous || pushed == state.pushes.end() || pushed->second.empty()) return false;
@@ -263,14 +263,14 @@ class Explorer {
     }
     const auto shard = static_cast<std::size_t>(from);
     EXPECT_EQ(++replica.pulled[shard], round + 1);
-    // A shard that has come lies in its version, and in what is made of that later.
+    // A shard that has come is in its version, and in the later ones that are made from it.
     for (auto& [number, version] : replica.versions) {
       if (number >= round + 1) version[shard] = contents;
     }
     return true;
   }
 
-  // Each gradient once: a bit that is there already would be carried into the next.
+  // Adds a gradient. If it were there already, its bit would be carried into the next one.
   static void add(Replica& owner, std::int64_t chunk, Content gradient) {
     Content& content = owner.master[static_cast<std::size_t>(chunk)];
     EXPECT_EQ(content & gradient, 0);
@@ -325,7 +325,7 @@ class ShardModel : public testing::TestWithParam<Case> {};
 TEST_P(ShardModel, EveryInterleavingAppliesEachGradientOnceAndReadsWhatItsVersionSays) {
   Explorer explorer(make_model(GetParam()));
   explorer.run();
-  // However they interleave, bsp and ssp end alike.
+  // All interleavings of bsp and ssp end in the same state.
   EXPECT_TRUE(GetParam().asynchronous || explorer.num_ends() == 1) << explorer.num_ends();
   EXPECT_GT(explorer.num_states(), 100U);
 }
@@ -348,7 +348,8 @@ INSTANTIATE_TEST_SUITE_P(Small, ShardModel,
 TEST(ShardModelOfAsynchronousShards, WhatIsReadDependsOnWhoIsFasterAndOfOthersMayBeMixed) {
   Explorer explorer(make_model({{2}, 4, 0, true}));
   explorer.run();
-  // Minibatch 2, of replica 0, reads its own gradient, 1, and that of minibatch 1, 2, in any of the chunks.
+  // Minibatch 2, of replica 0, reads its replica's gradient (1) in every chunk, and that of minibatch 1 (2)
+  // in any of the chunks.
   std::set<std::vector<Content>> of_minibatch_2;
   for (const std::vector<Content>& contents : explorer.read()) {
     const bool has_own = std::ranges::all_of(contents, [](Content content) { return (content & 1) != 0; });

@@ -69,7 +69,7 @@ TEST(ShardRoundsDeathTest, AnUpdateWithoutAMemberOrWithAStrangerAborts) {
   EXPECT_DEATH((void)rounds.publish(0, first_replicas(1)), "2 gradients of chunk 0 from 1 members");
 }
 
-// Gradients of distinct powers of two: an update's sum names what it is made of.
+// Gradients are distinct powers of two, so that an update's sum shows which gradients it has.
 TEST(ShardRounds, UnderAnyReorderingEveryUpdateHasEachOfItsGradientsOnce) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 200; ++trial) {

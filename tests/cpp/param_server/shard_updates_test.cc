@@ -63,7 +63,7 @@ TEST(ShardUpdates, ForgetAnOrderThatHasGrownTooLong) {
   EXPECT_EQ(updates.num_updates(0), static_cast<std::int64_t>(ShardUpdates::kNumOrderedMax) + 2);
 }
 
-// Gradients of distinct powers of two: the sum names what a part is made of, however they are mixed.
+// Gradients are distinct powers of two, so that a part's sum shows which gradients it has, in any order.
 TEST(ShardUpdates, UnderAnyOrderEveryPartHasEachGradientOnce) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 100; ++trial) {

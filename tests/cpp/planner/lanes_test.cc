@@ -1,4 +1,4 @@
-// The traffic of lines to the millisecond: several senders at once, chunk by chunk, and one receiver.
+// The exact times at which lines carry items: several items at once, chunk by chunk, and one receiver.
 #include "planner/lanes.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ namespace {
 
 using Span = std::pair<double, double>;
 
-// What is sent now; of chunks when the first and the last of them were made.
+// An item that is sent now, with the times at which its first and last chunk were made.
 struct Sent {
   double transfer_ms = 0;
   double first_ms = -1;
@@ -24,7 +24,7 @@ class LanesTest : public ::testing::Test {
  protected:
   std::size_t add_line() { return network_.add_line(); }
 
-  // From when to when the line carries each.
+  // The spans in which the line carries the items.
   std::vector<Span> carried_by(std::size_t line, double now_ms, const std::vector<Sent>& sent) {
     const std::size_t before = transfers_.size();
     std::vector<SentItem> items;
@@ -49,7 +49,7 @@ class LanesTest : public ::testing::Test {
     return spans;
   }
 
-  // When an item begins to come to worker 1, by a line of its sender alone.
+  // When an item begins to come to worker 1. Its sender has a line of its own.
   double begins_to_come(EdgeKind kind, double ready_ms, double transfer_ms) {
     Lane& lane = lanes_.emplace_back();
     lane.edge.kind = kind;
@@ -82,7 +82,7 @@ TEST_F(LanesTest, chunks_that_were_there_earlier_take_what_the_line_idled_before
   EXPECT_EQ(carried_by(line, 20, {{2, 13, 16, 2}}), (std::vector<Span>{{15, 17}}));  // all of it
   EXPECT_EQ(carried_by(line, 20, {{1}}), (std::vector<Span>{{20, 21}}));
   EXPECT_EQ(carried_by(line, 22, {{4, 10, 10}}), (std::vector<Span>{{21, 25}}));
-  // Of four chunks the last is made half a millisecond before it is sent: half of it is to leave then.
+  // The last of four chunks is made half a millisecond before the send, so half of it is still to leave.
   EXPECT_EQ(carried_by(line, 40, {{4, 30, 39.5, 4}}), (std::vector<Span>{{30, 40.5}}));
   EXPECT_EQ(carried_by(line, 40, {{1}}), (std::vector<Span>{{40.5, 41.5}}));
 }

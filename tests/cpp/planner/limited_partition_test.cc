@@ -1,5 +1,5 @@
-// The partition within limits: equal to the one without where nothing limits, memory, speeds, and refusals.
-// Python's tests/python/planning/test_limits.py enumerates all plans.
+// The partition within limits: it equals the one without limits if nothing limits it. Also memory, speeds,
+// and refusals. tests/python/planning/test_limits.py enumerates all plans.
 #include "planner/limited_partition.h"
 
 #include <gtest/gtest.h>
@@ -72,9 +72,9 @@ TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
 }
 
 TEST(LimitedPartition, WhatCrossesHasSlotsAndGradientsAndDataAreWithTheirReaders) {
-  // Of the first stage two minibatches of the data and four items of its output, of the second one minibatch
-  // and four items of its input beside what it saves; each makes and drops two of them, more than a step's
-  // temporary.
+  // The first stage has two minibatches of data and four items of its output. The second has one minibatch of
+  // data, four items of its input, and saved tensors. Each has two items as temporaries, which are larger
+  // than a step's.
   std::vector<LayerCost> layers = equal_layers(2);
   layers[0].activation_bytes = 7;
   PlanLimits limits;

@@ -1,4 +1,4 @@
-// The partition against an enumeration of all plans, its ties, and what it refuses.
+// The partition against an enumeration of all plans, its choice between equal plans, and its errors.
 #include "planner/partition.h"
 
 #include <gtest/gtest.h>
@@ -64,8 +64,8 @@ void for_each_plan(std::int64_t num_layers, std::int64_t num_workers, bool strai
   }
 }
 
-// (bottleneck, workers, stages) of the best plan. The library's own times decide ties, so that rounding
-// cannot; they are compared with the formula apart from this.
+// (bottleneck, workers, stages) of the best plan. It uses the library's own stage times, so that rounding
+// does not decide between equal plans. Another test compares these times with the formula.
 std::tuple<double, std::int64_t, std::size_t> brute_force(const Layers& layers, std::int64_t num_workers,
                                                           double bandwidth, bool straight) {
   std::tuple<double, std::int64_t, std::size_t> best{std::numeric_limits<double>::infinity(), 0, 0};
@@ -92,7 +92,7 @@ void expect_equals_brute_force(const Layers& layers, std::int64_t num_workers, d
   for (const PlannedStage& stage : plan.stages) EXPECT_EQ(stage.num_replicas, 1);
 }
 
-// Layers with figures of either kind: real ones, and small integers with zeros, which tie often.
+// Layers with random real figures, or with small integers and zeros, which give many equal plans.
 Layers random_layers(std::mt19937_64& generator, std::int64_t num_layers, bool is_integer) {
   std::uniform_real_distribution<double> real(0, 1);
   std::uniform_int_distribution<int> integer(0, 3);
@@ -135,7 +135,7 @@ TEST(Partition, EqualsBruteForceWithoutParametersOrActivations) {
   }
 }
 
-// The fewest replicas come from a closed form; here every count of many is tried against it.
+// The library computes the fewest replicas by a formula. This test tries every number of replicas.
 TEST(Partition, OneLayerGetsTheBestOfAllReplicaCounts) {
   std::mt19937_64 generator(3);
   std::uniform_real_distribution<double> real(0, 1);

@@ -1,5 +1,5 @@
-// Times per minibatch by their closed forms, and lists that are refused. tests/python/planning has those of
-// whole timelines.
+// Times per minibatch against formulas, and lists that are refused. tests/python/planning tests whole
+// timelines.
 #include "planner/replay.h"
 
 #include <gtest/gtest.h>
@@ -98,7 +98,7 @@ TEST(Replay, what_leaves_by_one_link_waits_for_each_other) {
 }
 
 TEST(Replay, what_replicas_send_one_worker_comes_by_its_one_link) {
-  // Three at once: a minibatch in 3 / 3 ms of compute, and an activation of each in 4 ms.
+  // Three replicas work at once: a minibatch takes 3 / 3 ms of compute, and each activation takes 4 ms.
   StageDurations last = make_stage(0.25, 0.5);
   ScheduleOptions options = make_options("pipedream", {3, 1});
   options.in_flight = {8, 1};
@@ -108,7 +108,7 @@ TEST(Replay, what_replicas_send_one_worker_comes_by_its_one_link) {
 }
 
 TEST(Replay, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_before_it) {
-  // Of a minibatch at a time, so that everything is waited for.
+  // With one minibatch at a time every item is waited for.
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
   EXPECT_DOUBLE_EQ(steady_ms(make_options("model_parallel", {1, 1}), 4, Timing{stages, {{0.5, 0.75, 0.125}}}),
                    6 + 0.5 + 0.75 + 2 * 0.125);
@@ -140,7 +140,7 @@ TEST(Replay, who_waits_wakes_for_its_next_item_of_each_kind) {
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0}}), 6 + 2 * 0.25 + 2 * 0.5);
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, SharedCores{2, {1, 1}}, {2.0}}),
                    6 + 2 * 0.25 + 2 * 0.5);
-  // And what is lost slowly.
+  // Adds extra time that an item takes only after a longer wait.
   for (StageDurations& stage : stages) stage.wakings.push_back({1, 0, 0});
   EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, Timing{stages, {{}}, std::nullopt, {2.0, 3.0}}),
                    6 + 2 * 1.25 + 2 * 0.5);

@@ -1,4 +1,4 @@
-// A stage's memory, term by term; the search that keeps to it is tested in limited_partition_test.cc.
+// A stage's memory, term by term. limited_partition_test.cc tests the search that keeps within it.
 #include "planner/stage_memory.h"
 
 #include <gtest/gtest.h>
@@ -25,8 +25,8 @@ std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last
 
 constexpr double kDropped = 2 * 10;  // by a backward
 
-// Of a straight plan with three microbatches in flight at the first of its stages, each of which has 60 bytes
-// of parameters; a minibatch crosses with 40 bytes, saves 80 and has 16 of data.
+// The memory of a straight plan with three microbatches in flight at the first stage. Each stage has 60 bytes
+// of parameters. A minibatch has 40 bytes at the boundary, 80 saved bytes, and 16 bytes of data.
 std::vector<double> memory_with_microbatches(std::int64_t m) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 40, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60}};
@@ -38,12 +38,12 @@ std::vector<double> memory_with_microbatches(std::int64_t m) {
 }
 
 TEST(StageMemory, WhatIsInFlightIsOfMicrobatches) {
-  // Versions and gradients; data; what is kept; two slots; what a backward drops, of a later microbatch with
-  // gradients that are added.
+  // Versions and gradients; data; kept activations; two slots; a backward's temporaries. A later microbatch
+  // adds a layer's gradients to these.
   EXPECT_EQ(memory_with_microbatches(1)[0], (3 + 1) * 60 + 3 * 16 + 3 * (80 + 40) + 2 * 40 + 2 * 40);
   EXPECT_EQ(memory_with_microbatches(2)[0], (2 + 1) * 60 + 2 * 16 + 3 * (40 + 20) + 2 * 20 + (2 * 20 + 60));
   EXPECT_EQ(memory_with_microbatches(4)[0], (2 + 1) * 60 + 2 * 16 + 3 * (20 + 10) + 2 * 10 + (2 * 10 + 60));
-  // Two slots, the gradients of two that are in flight upstream, one that is released late.
+  // Two slots, the gradients of the microbatches that are in flight upstream, and one that is released late.
   EXPECT_EQ(memory_with_microbatches(4)[1], (1 + 1) * 60 + 16 + (20 - 10) + (2 + 3 + 1) * 10 + (2 * 10 + 60));
 }
 
@@ -91,8 +91,8 @@ TEST(StageMemory, ARecomputeKeepsOutputsUntilTheyHaveLeftAndGradientsOfAllInFlig
                                  2 * 10 + 100 + 10 + (3 + 1) * 10 + kDropped}));
 }
 
-// Codecs add this to a plan of two stages. 10 bytes that cross are 5 as activations, and 2 as gradients,
-// whose residual has 10.
+// The bytes that codecs add to a plan of two stages. 10 bytes at the boundary are encoded to 5 as
+// activations, and to 2 as gradients, which have a residual of 10.
 std::vector<double> encoded_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
                                    std::vector<std::int64_t> in_flight, bool stages_apart) {
   const MemoryCosts costs{.model_copies = 0,
@@ -161,7 +161,7 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
   EXPECT_EQ(tight->stages, (std::vector<PlannedStage>{{0, 0, 1}, {1, 1, 1}}));
 }
 
-// Of 90 bytes in two layers of 60 and 30, at each of r replicas with one version.
+// The weights' memory at each of r replicas, with one version of 90 bytes in two layers of 60 and 30.
 double weights_of(std::int64_t replicas, const MemoryCosts& costs) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 30}};

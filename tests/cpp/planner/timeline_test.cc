@@ -1,4 +1,4 @@
-// The figures of a timeline: the bubble, and the window after every warm-up and before every cool-down.
+// The summary of a timeline: the bubble, and the window after every warm-up and before every cool-down.
 #include "planner/timeline.h"
 
 #include <gtest/gtest.h>

@@ -22,7 +22,7 @@
 namespace pipedream {
 namespace {
 
-// A host device that counts what the pool asks of it, and can be as small as a test needs.
+// A host device that counts the pool's allocations, and has as little memory as a test needs.
 class CountingDevice final : public Device {
  public:
   explicit CountingDevice(std::size_t num_bytes_max = std::numeric_limits<std::size_t>::max(),

@@ -1,4 +1,4 @@
-// The arena that torch's allocator takes its segments from.
+// The arena from which torch's allocator takes its segments.
 #include "pool/segment_arena.h"
 
 #include <gtest/gtest.h>
