@@ -101,8 +101,9 @@ class Versions:
         return max(self._oldest(owner, minibatch), seen - self._staleness)
 
     def mean_delay(self, stage_index: int) -> float:
-        """Returns the mean, over whole rounds and long after the start, of the number of the stage's updates
-        between the version that a forward reads and the version that its gradient changes.
+        """Returns the stage's mean delay in updates. The delay of a microbatch is the number of updates
+        between the version that its forward reads and the version that its gradient changes. The mean is over
+        whole rounds, long after the start.
         """
         per_round = [self.minibatches_per_round(index) for index in range(len(self._num_replicas))]
         period = math.lcm(*per_round)

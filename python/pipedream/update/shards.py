@@ -110,9 +110,9 @@ class Chunk:
 
 
 class ShardLayout:
-    """The chunks of a stage's parameters, in the order of the slot. They are equal at all its replicas.
-    Tied parameters have slots of their own, and are dealt as if they lay after the others. Parameters that
-    all replicas update are dealt to nobody."""
+    """The chunks of a stage's parameters, in the order of the slot, and the shard that owns each. The layout
+    is equal at all replicas. Tied parameters have slots of their own; they get chunks as if they lay behind
+    the other parameters. Parameters that every replica updates for itself are in no chunk."""
 
     def __init__(
         self,
