@@ -1,7 +1,8 @@
-// Bytes of tensor per second that one thread encodes and decodes, per codec and size, beside one memcpy of
-// the tensor: the aim is the speed of memory. Numbers are normal, as gradients are. topk is measured with its
-// feedback: the residual is that of the rounds before. Its limit is one pass that adds the tensor to the
-// residual, "add".
+// Measures how many bytes of a tensor one thread encodes and decodes per second, for each codec and size, and
+// for comparison one memcpy of the tensor: the aim is the speed of memory. The numbers are normally
+// distributed, as gradients are. topk is measured with its error feedback: the residual is that of the rounds
+// before. topk cannot be faster than one pass that adds the tensor to the residual, which is measured as
+// "add".
 //
 //   pd_codec_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=5
 //       --benchmark_report_aggregates_only=true
@@ -46,7 +47,7 @@ class Workspace {
     memories_.push_back(device_->allocate(num_bytes, MemoryKind::kDevice));
     return memories_.back()->data();
   }
-  // 16-bit elements are what their codec makes of float32.
+  // 16-bit elements are made from float32 by the codec of their type.
   void fill() {
     if (work_.dtype == DType::kFloat64) return fill_normal(reinterpret_cast<double*>(work_.values));
     if (work_.dtype == DType::kFloat32) return fill_normal(reinterpret_cast<float*>(work_.values));

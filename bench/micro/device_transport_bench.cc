@@ -1,13 +1,14 @@
-// How fast tensors go from device to device through a channel between two processes of one host, beside what
-// the machine copies, in one run.
+// Measures how fast tensors go from device to device through a channel between two processes of one host and,
+// in the same run, how fast the machine copies.
 //
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_device_transport_bench [--sender DEVICE] [--receiver DEVICE] [--rounds N]
 //                             [--seconds S] [--sizes BYTES,...] [--json]
 //
-// DEVICE is cuda:0 unless given, or host: then what needs a device of its own says why it is left out. The
-// channel's ways are those of docs/transport.md: CUDA IPC, shared host memory, tcp. The copies are one
-// stream's, eight buffers in turn as a channel has: device to pinned host and back, which is PCIe's rate
-// where the device is on it, and device to device, to the receiver's where that is another one.
+// DEVICE is cuda:0 unless given. It may be host: then measurements that need a device are left out, and the
+// bench says why. The channel's ways are those of docs/transport.md: CUDA IPC, shared host memory, tcp. The
+// copies are done on one stream, with eight buffers in turn as a channel has: from the device to pinned host
+// memory and back, which is the rate of PCIe if the device is on it, and from device to device (to the
+// receiver's device if that is another one).
 //
 // Each round runs all ways in turn, the first one another each time; ratios are medians over the rounds. The
 // receiver is a process of its own, as CUDA IPC needs; an item has arrived when its bytes are in device
@@ -139,7 +140,7 @@ class Way {
   Way& operator=(const Way&) = delete;
   virtual ~Way() = default;
 
-  // Moves so many messages; when the last one had arrived, now_ns().
+  // Moves so many messages. Returns the time at which the last one had arrived, by now_ns().
   virtual std::int64_t move(std::int64_t num_messages) = 0;
 };
 
@@ -187,7 +188,7 @@ class ReceiverProcess {
 
 class ChannelWay final : public Way {
  public:
-  // why_not: set where the two cannot go by this road.
+  // why_not: set to the reason if the two processes cannot use this road.
   ChannelWay(const Settings& settings, Road road, std::size_t num_bytes, std::string& why_not)
       : receiver_(settings.receiver, road, num_bytes), worker_(make_worker(settings.sender, road)) {
     const std::string offer = receiver_.expect("offer");
@@ -231,7 +232,7 @@ class ChannelWay final : public Way {
   TensorView view_;
 };
 
-// Copies of one stream, between one buffer and as many as a channel has.
+// Copies on one stream, between one buffer and as many others as a channel has.
 class CopyWay final : public Way {
  public:
   CopyWay(const std::string& from, MemoryKind from_kind, const std::string& to, MemoryKind to_kind,
@@ -302,7 +303,7 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// As many messages as take settings.seconds, and at least four windows.
+// Chooses so many messages that they take settings.seconds, but at least four windows.
 void choose_num_messages(Contender& contender, double seconds) {
   const std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = seconds_of(*contender.way, num_messages);
@@ -319,7 +320,7 @@ double ratio(const Contender& ours, const Contender& other) {
   return median(std::move(ratios));
 }
 
-// "name: ratio" of a channel's way to each copy.
+// The ratio of a channel's way to each copy, as "name: ratio".
 std::string ratios_of(const Contender& contender, const std::vector<Contender>& all, const char* format) {
   std::string text;
   for (const Contender& other : all) {

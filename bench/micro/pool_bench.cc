@@ -1,13 +1,14 @@
-// Measures what memory costs a pipeline: the allocations of a 1F1B schedule replayed against the pool,
-// malloc, mimalloc (where libmimalloc.so.2 is installed) and a best-fit pool with coalescing, as caching
-// device allocators are made. Nothing is written into the memory, so the first touch that malloc's fresh
-// pages cost is not even counted. The counter `pair` is the time of one lease and its release; the target for
-// ours is 50 ns or less, and less than every other, at every size.
+// Measures what memory costs a pipeline: the allocations of a 1F1B schedule are replayed with our pool,
+// malloc, mimalloc (where libmimalloc.so.2 is installed) and a best-fit pool with coalescing, which is how
+// caching device allocators work. Nothing is written into the memory, so the time that the first writes to
+// malloc's fresh pages take is not even counted. The counter `pair` is the time of one lease and its release;
+// the target for our pool is 50 ns or less, and less than every other allocator, at every size.
 //
 //   pd_pool_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=20
 //       --benchmark_min_time=0.05 --benchmark_report_aggregates_only=false
 //
-// Random interleaving spreads the repetitions of all sides over the whole run, so that a ratio is of one run.
+// Random interleaving spreads the repetitions of all sides over the whole run, so that a ratio compares times
+// of the same run.
 #include <benchmark/benchmark.h>
 #include <dlfcn.h>
 
@@ -49,8 +50,9 @@ struct Trace {
   std::int64_t num_pairs = 0;
 };
 
-// Forward: the input's slot and the labels' stay until the backward; what is sent is staged, and leaves while
-// the next item runs. Backward: the gradient's slot, and its staging buffer.
+// A forward leases the slots of the input and the labels, which stay until the backward, and a staging buffer
+// for the output, which is sent while the next item runs. A backward leases the slot of the gradient and its
+// staging buffer.
 class TraceMaker {
  public:
   Trace make() {

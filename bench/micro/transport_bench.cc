@@ -1,6 +1,6 @@
-// How fast tensors move between two workers, beside what the machine can do, in one run: our channel over
-// ZeroMQ and over shared memory, bare ZeroMQ with the same receive copy, raw TCP, a ring in memory, one
-// memcpy.
+// Measures how fast tensors move between two workers and, in the same run, what the machine can do: our
+// channel over ZeroMQ and over shared memory, bare ZeroMQ with the same receive copy, raw TCP, a ring in
+// memory, one memcpy.
 //
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_transport_bench [--rounds N] [--seconds S] [--sizes BYTES,...] [--json]
 //                             [--only WAY,...] [--sender-netns NAME --receiver-netns NAME --address IP]
@@ -12,8 +12,8 @@
 // message is under way at a time and its latency, from the call that sends to the receiver's thread having
 // it, is measured too.
 //
-// One process: the sides are threads, so that one clock times both. It starts itself again with malloc
-// keeping its memory: else fresh pages are measured.
+// Both sides are threads of one process, so that one clock times both. The bench starts itself again with
+// settings that make malloc keep its memory, because otherwise the cost of fresh pages would be measured.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -161,7 +161,7 @@ class Way {
 
   // Returns when the message may be sent, not when it has arrived; kNumInFlightMax are under way at most.
   virtual void send() = 0;
-  // Waits for all that was sent; when the last one arrived, now_ns().
+  // Waits for all messages that were sent. Returns the time at which the last one arrived, by now_ns().
   virtual std::int64_t finish() = 0;
 };
 
@@ -542,7 +542,7 @@ std::vector<Contender> contenders(const Settings& settings, std::size_t num_byte
   return all;
 }
 
-// As many messages as take settings.seconds, and at least four windows.
+// Chooses so many messages that they take settings.seconds, but at least four windows.
 void choose_num_messages(Contender& contender, double seconds) {
   std::int64_t num_messages = 2 * kNumInFlightMax;
   double taken = time_messages(*contender.way, num_messages);

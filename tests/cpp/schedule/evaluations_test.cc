@@ -27,7 +27,7 @@ Programs make_evaluating(const ScheduleOptions& options, std::int64_t num_miniba
   return programs;
 }
 
-// "F0 F1 B0 U0 E1.0 E1.1": what is computed.
+// The computing instructions of one worker as text: "F0 F1 B0 U0 E1.0 E1.1".
 std::string evaluations_on_paper(const ScheduleOptions& options, std::int64_t worker,
                                  std::int64_t num_minibatches, const std::vector<Evaluated>& evaluated) {
   std::string text;
@@ -130,7 +130,8 @@ std::string name_of(const ScheduleOptions& options) {
   return name + (options.ties.empty() ? "" : ", tied") + (options.uses_allreduce ? ", allreduce" : "");
 }
 
-// At every boundary, more of them than an edge holds, and none.
+// One evaluation at every boundary between minibatches: some with more validation minibatches than an edge
+// holds, and some with none.
 std::vector<Evaluated> everywhere(const ScheduleOptions& options, std::int64_t num_minibatches) {
   std::vector<Evaluated> evaluated;
   const std::int64_t group = minibatches_between_drains(options);

@@ -1,4 +1,4 @@
-// An instruction's text and its way back.
+// Instructions are written as text and parsed back.
 #include "schedule/instruction.h"
 
 #include <gtest/gtest.h>

@@ -15,7 +15,7 @@
 namespace pipedream {
 namespace {
 
-// Two forwards, then two backwards, with an update after each of these.
+// Two forwards, then two backwards, with an update after each backward.
 constexpr const char* kByPairs = R"(
 worker 0
 body every 2 minibatches
@@ -376,8 +376,8 @@ TEST(ListedProgram, NamesTheTimeOfTheBodyAtWhichARunWouldFail) {
       "has read version 0, and the stage keeps 2: where several are kept a backward reads its forward's");
 }
 
-// The warm-up of a stage with two microbatches a minibatch has half of minibatch 0 alone, so that the reads
-// of version 0 in the body are of version 1 the second time.
+// A stage has two microbatches per minibatch, and its warm-up has only the first one of minibatch 0. So the
+// lines of the body that read version 0 read version 1 when the body is repeated.
 constexpr const char* kHalfAMinibatchAhead = R"(
 worker 0
 warm-up
@@ -423,7 +423,8 @@ UPDATE stage 0 minibatch 1 writes version 2
   EXPECT_EQ(note_on(kByPairs), "");
 }
 
-// Three forwards stand in the warm-up, and the body's reads repeat two updates too new.
+// The warm-up has three forwards, and when the body is repeated its backward reads a version that is two
+// updates newer than the one that its forward has read.
 TEST(ListedProgram, NotesHowManyMinibatchesBelongIntoTheWarmUp) {
   EXPECT_NE(note_on(R"(
 worker 0
@@ -453,7 +454,7 @@ TEST(ListedProgram, NotesTheVersionToReadWhereALineNamesAnother) {
   }
 }
 
-// A second microbatch in flight at each replica, of a round of two minibatches.
+// Stage 0 has two replicas, so its rounds have two minibatches; stage 1 has one replica.
 constexpr const char* kReplicated = R"(
 worker 0
 body every 2 minibatches
@@ -558,7 +559,8 @@ TEST(ListedProgram, OfSeveralStagesAtAWorkerNeedNotDrain) {
             std::string::npos);
 }
 
-// All uses of a microbatch read what the input stage has read, or the owner where that is older.
+// For one microbatch all stages read the same version of a tied parameter: the one that the input stage has
+// read, or the one that the owner has read if that is older.
 TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
   for (const ScheduleOptions& plain : named_schedules()) {
     ScheduleOptions named = plain;
@@ -588,8 +590,8 @@ TEST(ListedProgram, ReadsTiedParametersAsTheScheduleOfItsNameDoes) {
   }
 }
 
-// Reads that go back and forth: a version that came for one microbatch is there for a later one that reads an
-// older one.
+// The versions that are read go up and down: a tied version that came for one microbatch is kept for a later
+// microbatch that reads an older version than the one in between.
 TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
   std::string text = kDrainsAfterThree;
   for (const char* stage : {"0", "1"}) {
@@ -608,7 +610,7 @@ TEST(ListedProgram, KeepsTiedVersionsThatAreReadAgain) {
   }
 }
 
-// Stage 1 wants a forward more than stage 0 gives before its first backward.
+// Before its own first backward, stage 1 does one more forward than stage 0 does before its first backward.
 TEST(ListedProgram, NamesADeadlock) {
   const std::string text = R"(
 worker 0

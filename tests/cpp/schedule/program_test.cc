@@ -1,5 +1,5 @@
-// The programs in the shape they have in the papers, their weight versions against the formulas, and the
-// cursor that walks them.
+// The programs have the shape that the papers show and the weight versions of the formulas, and a cursor
+// walks them.
 #include "schedule/program.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace pipedream {
 namespace {
 
-// Versions of all instructions of one kind, in program order.
+// The versions of all instructions of one opcode, in program order.
 Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t worker,
                    std::int64_t num_minibatches) {
   Counts versions;
@@ -181,7 +181,7 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
       const ScheduleOptions flush = make_options("flush", straight(num_workers), num_microbatches);
       EXPECT_EQ(make_compute_programs(make_interleaved(num_workers, 1, num_microbatches), 3),
                 make_compute_programs(flush, 3));
-      // Whatever the plan says is in flight.
+      // Whatever the plan's number in flight is.
       ScheduleOptions interleaved = make_options("interleaved", flush.in_flight, num_microbatches);
       interleaved.in_flight.assign(interleaved.in_flight.size(), 7);
       EXPECT_EQ(make_compute_programs(interleaved, 3), make_compute_programs(flush, 3));
@@ -189,7 +189,7 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
   }
 }
 
-// The table in docs/schedules.md, written out once more.
+// A second implementation of the table in docs/schedules.md.
 std::int64_t version_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
                                 std::int64_t minibatch, std::int64_t microbatch, std::int64_t m) {
   const std::int64_t k = minibatch * m + microbatch;
@@ -397,7 +397,8 @@ Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int6
   }
 }
 
-// Steps before the cursor would first forward a minibatch that does not exist: the latest moment to learn.
+// The number of steps before the cursor would first forward a minibatch that does not exist: the latest
+// moment at which it can learn the number of minibatches.
 std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t worker,
                                   std::int64_t num_minibatches) {
   ComputeCursor cursor(options, Rank(worker));

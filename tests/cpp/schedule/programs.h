@@ -1,4 +1,5 @@
-// Helpers of this folder's tests: options by name, all workers' programs, and programs as on paper.
+// Helpers of this folder's tests: options for a schedule's name, the programs of all workers, and programs as
+// the short text that papers use.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ using Counts = std::vector<std::int64_t>;
 using Instructions = std::vector<Instruction>;
 using Programs = std::vector<Instructions>;
 
-// S, S - 1, ..., 1: what a straight pipeline needs.
+// S, S - 1, ..., 1: the numbers of microbatches in flight that a pipeline without replicas needs.
 inline Counts straight(std::int64_t num_stages) {
   return derive_in_flight(Counts(static_cast<std::size_t>(num_stages), 1));
 }
@@ -30,7 +31,7 @@ inline ScheduleOptions make_options(const std::string& schedule, const Counts& i
   return options;
 }
 
-// Why the options are refused; empty when they are not.
+// The reason for which the options are refused; empty when they are accepted.
 inline std::string error_of(const ScheduleOptions& options) {
   try {
     check_schedule_options(options);
@@ -50,7 +51,7 @@ inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t n
   return options;
 }
 
-// Replicas of every stage, with what is in flight as derived from them.
+// Options for these numbers of replicas; the number of microbatches in flight is derived from them.
 inline ScheduleOptions make_replicated(const std::string& schedule, const Counts& num_replicas,
                                        std::int64_t num_microbatches = 1, std::int64_t staleness = 0) {
   ScheduleOptions options = make_options(schedule, derive_in_flight(num_replicas), num_microbatches);
@@ -85,7 +86,7 @@ inline Programs with_transfers(const ScheduleOptions& options, const Programs& c
   return programs;
 }
 
-// All that plans of several stages can have, but for interleaved.
+// All schedules that a plan of several stages can have, except interleaved.
 inline const std::vector<std::string> kStraightSchedules = {
     "pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel"};
 
@@ -95,8 +96,9 @@ inline std::vector<std::string> pipeline_schedules() {
   return names;
 }
 
-// What is computed: "F0 F1 | F2 B0 U0 | B1 U1": minibatches, and bars between the phases. With microbatches
-// "F0.1"; with several stages at the worker the stage comes first, "F4:0.1".
+// The computing instructions as text: "F0 F1 | F2 B0 U0 | B1 U1", in which the numbers are minibatches and
+// the bars separate the phases. With microbatches "F0.1"; if the worker has several stages, the stage comes
+// first: "F4:0.1".
 inline std::string on_paper(const ScheduleOptions& options, std::int64_t worker,
                             std::int64_t num_minibatches) {
   std::string text;

@@ -13,8 +13,9 @@
 namespace pipedream {
 namespace {
 
-// "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0": > push to a replica, < push from it, } pull to it, { pull from
-// it, Rn norm from a rank, Sn norm to it; activations and gradients are left out.
+// A program as text: "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0". ">" is a push to a replica, "<" a push from
+// one, "}" a pull that is sent to a replica, "{" one that comes from it, "Rn" a norm from a rank and "Sn" a
+// norm to it. Activations and gradients are left out.
 std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
@@ -77,7 +78,8 @@ TEST(Replicas, StalenessLetsTheUpdateWaitForHalfAsManyMoreRounds) {
   EXPECT_EQ(sync_on_paper(options, 0, 8),
             "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 {1:0 F6 B4 >1:4 <1:3 U2 }1:2 B6 >1:6 <1:5 U4 }1:4 <1:7 U6 "
             "}1:6 {1:2 {1:4 {1:6");
-  // Nobody waits at a stage with one replica: it updates at once, and reads one version older all the same.
+  // A stage with one replica waits for no other one: it updates at once. It reads a version that is one older
+  // all the same.
   EXPECT_EQ(on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
   EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(5)), WeightVersion(4));
   EXPECT_EQ(num_gradients_kept(options, StageIndex(0)), 2);
@@ -126,7 +128,8 @@ TEST(Replicas, ThatReduceTogetherDeadlockWhereOneUpdatesOutOfTurn) {
   options.uses_allreduce = true;
   Programs programs = make_programs(options, 4);
   EXPECT_EQ(replay(options, programs, 4).error, "");
-  // Stage 0 sends minibatch 1 only after the gradient of minibatch 0, which replica 0 sends after its update.
+  // Stage 0 sends minibatch 1 only after it has received the gradient of minibatch 0, and replica 0 sends
+  // that only after its update.
   Instructions& last = programs[1];
   const auto of = [](Opcode opcode) {
     return [opcode](const Instruction& instruction) { return instruction.opcode == opcode; };
@@ -228,7 +231,7 @@ TEST(Replicas, OfOtherSchedulesAddUpTheNormsOfTheirStage) {
   EXPECT_EQ(sync_on_paper(options, 2, 2), "F1 B1 >0:1 <0:0 Sn1:0 Rn1:0 U0 }0:0 {0:0");
 }
 
-// The rules of docs/schedules.md and program.h, written out once more.
+// A second implementation of the rules in docs/schedules.md and program.h.
 std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
                                 std::int64_t microbatch, bool of_backward) {
   const auto replicas = [&](std::int64_t of) { return options.placement.num_replicas(StageIndex(of)); };
@@ -252,7 +255,7 @@ std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t sta
 
 using Ties = std::vector<TiedStages>;
 
-// Every stage shares something with every other.
+// Every stage shares a parameter with every other stage.
 Ties all_tied(std::size_t num_stages) {
   Ties ties;
   for (StageIndex owner; owner.value() < static_cast<std::int64_t>(num_stages); owner = owner.next()) {
@@ -267,7 +270,7 @@ Ties all_tied(std::size_t num_stages) {
 const std::vector<Counts> kPlans = {{2, 1},    {1, 2},    {3, 1},    {2, 2},    {3, 2},       {2, 3},
                                     {2, 1, 1}, {1, 2, 1}, {4, 2, 1}, {1, 3, 2}, {2, 3, 1, 2}, {15, 1}};
 
-// Every schedule that the plan allows.
+// The options of every schedule that a plan with these replicas allows.
 std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num_microbatches) {
   std::vector<ScheduleOptions> all;
   for (const std::string& schedule : kStraightSchedules) {
@@ -280,7 +283,7 @@ std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num
   return all;
 }
 
-// Of a pipeline of several stages, and of one.
+// Asynchronous schedules of pipelines of several stages, and of one stage.
 std::vector<ScheduleOptions> all_asynchronous() {
   std::vector<ScheduleOptions> all;
   for (const Counts& plan : kPlans) {
@@ -369,8 +372,8 @@ TEST(AsynchronousShards, ThatNobodyAsksLetTheReplicaWait) {
   EXPECT_NE(error.find("SEND push stage 0 to stage 0 replica 1 minibatch 0"), std::string::npos) << error;
 }
 
-// A list that learns late how many minibatches there are does the same, but for pulls that it has done before
-// a forward that does not exist.
+// A cursor that learns late how many minibatches there are gives the same instructions, except for pulls that
+// it has given before a forward of a minibatch that does not exist.
 TEST(AsynchronousShards, DoTheSameHoweverLateTheEndIsKnown) {
   for (const ScheduleOptions& options : all_asynchronous()) {
     if (options.placement.num_replicas(StageIndex(0)) == 15) continue;
@@ -506,7 +509,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     options.exchanges_norms = draw(2) == 1;
     options.uses_allreduce = draw(3) == 1;
     if (draw(2) == 1) options.ties = all_tied(plan.size());
-    // More in flight than is needed, where it does not rise downstream.
+    // More in flight than is needed, if the number then does not rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {
       options.in_flight[stage] +=
@@ -525,7 +528,8 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
   }
 }
 
-// "St0" is sent to replica 0, "Rv1" received from replica 1: t a tied gradient, v a tied version.
+// The transfers of tied parameters as text: "St0" sends a tied gradient (t) to rank 0, "Rv1" receives a tied
+// version (v) from rank 1.
 std::string ties_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
@@ -568,7 +572,8 @@ TEST(Replicas, OfAUserEachReceiveEveryVersionAndSendTheGradientsOfTheirMinibatch
   EXPECT_EQ(ties_on_paper(options, 2, 3), "F1 B1 St0:1 U0 U2 Rv0:0 Rv0:2");
 }
 
-// Written out once more: what vertical sync would read at the owner, k rounds older, where stages differ.
+// A second implementation of the rule. Stages that would read different versions read the one that
+// vertical_sync would read at the owner; every version is older by the staleness.
 TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
   for (const Counts& plan : kPlans) {
     for (const ScheduleOptions& options : all_of(plan, 4)) {
@@ -644,8 +649,9 @@ TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
   }
 }
 
-// Walks a cursor that learns the number of minibatches where an engine does: at the activation, at a first
-// stage the forward, or the push of a minibatch that does not exist.
+// Walks a cursor that learns the number of minibatches when an engine does: when its next instruction is for
+// a minibatch that does not exist and receives its activation, does its forward (at a first stage), or
+// receives its push.
 Instructions walk(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   ProgramCursor cursor(options, Rank(rank));
   Instructions instructions;
@@ -707,7 +713,7 @@ TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) 
 
 class BrokenReplicas : public testing::Test {
  protected:
-  // The first at the worker that begins so.
+  // The worker's first instruction whose text begins with `text`.
   Instructions::iterator find(std::size_t worker, const std::string& text) {
     Instructions& program = programs_.at(worker);
     const auto found = std::find_if(program.begin(), program.end(), [&](const Instruction& instruction) {
@@ -781,7 +787,8 @@ TEST_F(BrokenReplicas, ShardThatMissesTheRoundInWhichItsReplicaHasNoMinibatch) {
 }
 
 TEST(Replicas, UpdateOfALaterRoundIsRefusedEvenWhereItsBackwardsAreDone) {
-  // With a staleness of 1 the first update waits for the backward of the second round, so both are done here.
+  // With a staleness of 1 the first update comes after the backward of the second round, so both backwards
+  // come before it here.
   ScheduleOptions options = make_replicated("pipedream", {2}, 1, 1);
   options.uses_allreduce = true;
   Programs programs = make_programs(options, 3);
@@ -900,8 +907,8 @@ TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesOfARoundAsAreInFlightBesideOne) {
             "update needs at least 4 microbatches of each replica: use 4");
 }
 
-// A list with the window n_s would wait for ever where it is refused: the update that it reads comes after
-// the backward that its forward waits for.
+// With n_s in flight, a list that is refused would wait for ever: a forward reads a version whose update
+// needs backwards that come only after this forward.
 TEST(Replicas, OfTwoBwAreRefusedExactlyWhereTheyWouldBeStuck) {
   for (const Counts& plan : kPlans) {
     for (std::int64_t m = 1; m <= 12; ++m) {
@@ -912,7 +919,8 @@ TEST(Replicas, OfTwoBwAreRefusedExactlyWhereTheyWouldBeStuck) {
         as_other.schedule = "pipedream";
         const Rounds rounds = rounds_of(as_other, stage);
         const std::int64_t in_flight = options.in_flight[static_cast<std::size_t>(stage.value())];
-        // Own microbatch k' reads floor(k' / c) - 1, which is made of those before floor(k' / c) c - c + c.
+        // Own microbatch k' reads version floor(k' / c) - 1, which needs the first c (floor(k' / c) - 1) own
+        // backwards. Before its forward k' - in_flight + 1 of them are done.
         for (std::int64_t own = 0; own < 100; ++own) {
           const std::int64_t read = std::max<std::int64_t>(0, own / rounds.own_per_round() - 1);
           waits |= read * rounds.own_per_round() > std::max<std::int64_t>(0, own - in_flight + 1);

@@ -1,4 +1,4 @@
-// Spares: owners of shards beside the replicas of a stage, without minibatches.
+// Spares: workers that own shards of a stage as its replicas do, but compute no minibatches.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -111,7 +111,8 @@ TEST(Spares, AreAcceptedByTheValidatorInEveryPlanScheduleAndLength) {
   }
 }
 
-// Where an engine learns the number of minibatches: at the push of one that does not exist.
+// Walks a cursor that learns the number of minibatches when an engine does: when its next instruction
+// receives the push of a minibatch that does not exist.
 Instructions walk(const ScheduleOptions& options, Rank rank, std::int64_t num_minibatches) {
   ProgramCursor cursor(options, rank);
   Instructions instructions;
@@ -144,7 +145,7 @@ TEST(Spares, WalkTheSameListHoweverLateTheyLearnTheNumberOfMinibatches) {
 
 class BrokenSpares : public testing::Test {
  protected:
-  // Of the spare, without the first instruction that begins so.
+  // Removes the first instruction of the spare's program whose text begins with `text`.
   void leave_out(const std::string& text) {
     Instructions& program = programs_.back();
     const auto found = std::find_if(program.begin(), program.end(), [&](const Instruction& instruction) {

@@ -1,5 +1,5 @@
-// Random programs and mutants of them. What the validator accepts is checked against facts that hold for
-// every right list and that use none of its rules.
+// Random programs, and mutants of them. A mutant that the validator accepts is checked against facts that
+// hold for every correct list; these checks use none of the validator's rules.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -82,7 +82,7 @@ void mutate(Programs& programs, Draws& draws) {
   Instructions& program = programs[static_cast<std::size_t>(draws.below(std::ssize(programs)))];
   if (program.empty()) return;
   auto position = program.begin() + draws.below(std::ssize(program));
-  // Updates are few and have most of the rules.
+  // Updates are few, and most rules are about them: so they are chosen more often.
   if (draws.one_in(3)) {
     position = std::find_if(position, program.end() - 1, [](const Instruction& instruction) {
       return instruction.opcode == Opcode::kUpdate;
@@ -136,7 +136,7 @@ class StageFacts {
       const std::string text = to_string(instruction);
       if (instruction.opcode == Opcode::kUpdate) {
         if (instruction.version.value() != ++newest) return text + " skips a version";
-        // All minibatches of its round, and of those before it, went backward.
+        // The backwards of all minibatches of this round and of earlier rounds are done.
         const auto next = updates_.upper_bound(instruction.minibatch.value());
         const bool is_early =
             !to_backward.empty() && (next == updates_.end() || *to_backward.begin() < *next);
@@ -160,7 +160,8 @@ class StageFacts {
   std::set<std::int64_t> updates_;
 };
 
-// Empty where the accepted mutant does what the programs do, in an order that trains.
+// Empty if the accepted mutant has the same instructions as the programs, in an order that trains correctly;
+// else the fault.
 std::string find_fault(const ScheduleOptions& options, const Programs& programs, const Programs& mutant) {
   for (std::size_t worker = 0; worker < programs.size(); ++worker) {
     if (texts_of(programs[worker]) != texts_of(mutant[worker])) {

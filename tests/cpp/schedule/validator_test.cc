@@ -321,7 +321,7 @@ class BrokenList : public testing::Test {
     num_minibatches_ = num_minibatches;
     programs_ = make_compute_programs(options, num_minibatches);
   }
-  // With transfers.
+  // Lets the test work on all programs with their transfers.
   void use_all(const ScheduleOptions& options, std::int64_t num_minibatches) {
     use(options, num_minibatches);
     programs_ = make_programs(options, num_minibatches);

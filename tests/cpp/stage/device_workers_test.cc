@@ -70,7 +70,7 @@ class DeviceWorkers : public testing::TestWithParam<std::string> {
   }
   static Deadline patience() { return Clock::now() + kPatience; }
 
-  // The bytes in the sender's device, sent as a tensor beside a second one.
+  // Copies the bytes to the sender's device and sends them as a tensor, together with a second tensor.
   void send(const std::vector<std::byte>& bytes) {
     const std::shared_ptr<Memory> memory = sending_device_->allocate(kBytesMax + 64, MemoryKind::kDevice);
     copy(*sending_device_, memory->data(), bytes.data(), bytes.size());
@@ -203,7 +203,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here(
 // ---- What a device may refuse, which only the tests' one does when asked ----
 
 #if defined(PD_CUDA_STUB)
-// A GPU has queues for few streams: work of more of them waits for each other as it happens.
+// A GPU has hardware queues for a few streams only: if there are more streams, work of one may have to wait
+// for work of another.
 TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
   const auto num_streams = [] {
     return cuda_stub::num_calls("cudaStreamCreateWithFlags") - cuda_stub::num_calls("cudaStreamDestroy");
@@ -226,7 +227,7 @@ TEST(DeviceOfAWorker, HasFewStreamsHoweverManyChannelsThereAre) {
   EXPECT_LE(num_streams() - num_before, 6U);  // and two of the framework: 8, CUDA_DEVICE_MAX_CONNECTIONS
 }
 
-// As python/pipedream/budget/memory.py counts it.
+// The memory is the one that python/pipedream/budget/memory.py counts.
 TEST(DeviceOfAWorker, HasRoomForOneEncodedItemOfEachEndOfAChannel) {
   WorkerOptions options;
   options.device = "cuda:0";

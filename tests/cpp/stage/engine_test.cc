@@ -1,5 +1,5 @@
-// The engine alone, without channels: order, slots, accounting, and what it refuses. The pipelines of
-// worker_pipeline_test.cc show it between neighbours.
+// The engine alone, without channels: order, slots, accounting, and what it refuses. worker_pipeline_test.cc
+// tests it in whole pipelines.
 #include "stage/engine.h"
 
 #include <gtest/gtest.h>
@@ -72,7 +72,7 @@ class Engine : public testing::Test {
     engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, std::vector<EdgeChannel>(), wakeup_,
                                             num_spans_max);
   }
-  // A failure stays.
+  // Makes the wakeup anew: once it has a failure, it keeps it.
   static void renew(Wakeup& wakeup) {
     std::destroy_at(&wakeup);
     std::construct_at(&wakeup);
@@ -80,7 +80,7 @@ class Engine : public testing::Test {
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
   }
-  // DONE when something else than work came.
+  // The engine's next work item; DONE if none came in time or the engine has failed.
   WorkItem next() {
     auto work = engine_->next_work(Clock::now() + kPatience);
     EXPECT_TRUE(work.ok()) << work.failure().message;
@@ -91,8 +91,8 @@ class Engine : public testing::Test {
     if (!work.opcode) return std::nullopt;
     return engine_->complete(*work.opcode, {}, compute_ns);
   }
-  // The next work item of a run of so many minibatches; DONE at its end. What follows the last minibatch is
-  // taken back on the way.
+  // The next work item of a run of so many minibatches; DONE at its end. If the engine gives a forward after
+  // the last minibatch, it is told that the data has ended.
   WorkItem next_of(std::int64_t num_minibatches) {
     WorkItem work = next();
     if (work.opcode != Opcode::kForward || work.minibatch.value() < num_minibatches) return work;
@@ -110,7 +110,7 @@ class Engine : public testing::Test {
     }
     return done;
   }
-  // Calls check() for every schedule, worker and number of minibatches, with the engine made.
+  // For every schedule, worker and number of minibatches: makes the engine, then calls check().
   template <class Check>
   void for_every_run(Check check) {
     for (const ScheduleOptions& options : every_schedule()) {
@@ -156,7 +156,8 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
   });
 }
 
-// Of what travels only what goes with no other item is handed out: the ties' and the norms'.
+// The engine hands out SENDs and RECVs only for tied parameters and norms. Activations and gradients travel
+// with the forwards and backwards.
 Instructions without_activations_and_gradients(Instructions program) {
   std::erase_if(program, [](const Instruction& instruction) {
     const EdgeKind kind = instruction.edge.kind;
@@ -174,7 +175,8 @@ TEST_F(Engine, HandsOutWhatTiesAndNormsExchangeWhereTheProgramHasIt) {
       for (const std::int64_t num_minibatches : {0, 1, 2, 7}) {
         SCOPED_TRACE(describe(options, worker, num_minibatches));
         make(options, worker);
-        // A user learns of the end by the activation that does not come; these engines have no channels.
+        // A stage with an upstream learns of the end when an activation does not come; these engines have no
+        // channels that could tell it.
         if (!options.ties.empty() && slots_.contains(last)) continue;
         EXPECT_EQ(run(num_minibatches),
                   without_activations_and_gradients(make_program(options, Rank(worker), num_minibatches)));
@@ -202,8 +204,8 @@ TEST_F(Engine, StartsAtAnyMinibatchFromTheVersionsThatAreThere) {
   }
 }
 
-// The slots hold their version's number here, poison while they are written and from when they are said to be
-// free.
+// Each slot holds the number of its version here. It is filled with poison while it is written, and again as
+// soon as the engine says that it is free.
 TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   for_every_run([&](Rank /*worker*/, std::int64_t num_minibatches) {
     std::map<StageIndex, std::vector<std::int64_t>> contents;
@@ -238,7 +240,7 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   });
 }
 
-// Replica 0 of a stage with two, which exchanges shards of one chunk over queues.
+// Replica 0 of a stage with two replicas. They exchange shards of one chunk over queues.
 class ExchangingEngine : public Engine {
  protected:
   void make_exchanging(const std::vector<std::int64_t>& replicas) {
@@ -307,7 +309,7 @@ TEST_F(ExchangingEngine, OneSendARoundIsHandedOutAndTheOthersVersionLandsInTheSl
   }
 }
 
-// By the program: the version of this backward is neither the newest nor read by a later item.
+// Whether, in the program, the version of this backward is neither the newest one nor read by any later item.
 bool is_last_read(const Instructions& program, std::size_t position) {
   const Instruction& backward = program[position];
   const auto reads_it_later = [&](const Instruction& later) {
@@ -321,7 +323,8 @@ bool is_last_read(const Instructions& program, std::size_t position) {
   return backward.version != WeightVersion(newest) && std::none_of(here + 1, program.end(), reads_it_later);
 }
 
-// A run that goes on where this one ends reads what a longer one would.
+// When a run continues where this one has ended, its items read the versions that those of one longer run
+// would read.
 TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     const Instructions program = make_compute_program(options_, worker, num_minibatches);
@@ -354,7 +357,7 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
     }
     return num_freed;
   };
-  // Versions 0 to 20 - n are read and superseded.
+  // Versions 0 to 20 - n are read, and a newer one has replaced each of them.
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 0), 18);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 1), 19);
   EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 2), 0);
@@ -367,8 +370,9 @@ TEST_F(Engine, NumberOfSlotsFreedInARun) {
   EXPECT_EQ(count(make_interleaved(2, 2, 4), 1), 0);
 }
 
-// A stage with one microbatch in flight and an old version: the microbatches of a minibatch read it one after
-// the other, with nobody in between who holds it. It was said to be free after the first of them.
+// A stage with one microbatch in flight reads an old version: the microbatches of a minibatch read it one
+// after the other, and between two of them nothing holds it. The engine once said that it is free after the
+// first one.
 TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
   make(make_options("2bw", {1}, 3));
   std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
@@ -447,8 +451,9 @@ TEST_F(ExchangingEngine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
   }
 }
 
-// Completes what a run of so many minibatches hands out, with evaluations of so many validation minibatches
-// before minibatch 2 and at the end. evaluates_first: the former before its first forward is done.
+// Completes all items of a run of so many minibatches, with evaluations of so many validation minibatches:
+// one at minibatch 2 and one at the end. evaluates_first: the first one is begun before the first forward of
+// minibatch 2 is done.
 Instructions run_evaluating(StageEngine& engine, std::int64_t num_minibatches, std::int64_t num_evaluated,
                             bool evaluates_first = false) {
   Instructions done;
@@ -559,8 +564,8 @@ TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
   EXPECT_EQ(totals.elapsed_ns, spans.back().completed_ns - spans.front().asked_ns);
 }
 
-// The host asks for items 1 and 2 while the device is still at the item before: of item 1's wait it was idle
-// for none, of item 2's for all.
+// The host asks for items 1 and 2 while the device still computes the item before. During item 1's wait the
+// device was never idle, during item 2's all the time; only the time in which it was idle counts as wait.
 TEST_F(Engine, WhatADeviceDidIsToldLaterAndOfAWaitCountsWhatItWasIdleFor) {
   make_pipedream(1);
   for (const std::int64_t wait_ns : {0, 1'000'000'000, 1}) {

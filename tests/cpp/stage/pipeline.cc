@@ -83,13 +83,14 @@ void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_i
     if (!part.activations_in.empty()) {
       const StageIndex upstream(stage - 1);
       const std::int64_t in_flight_upstream = num_microbatches_in_flight(schedule, upstream);
-      // A slot per microbatch until its backward, and one more may arrive.
+      // Each microbatch holds a slot until its backward, and one more may arrive meanwhile.
       worker.add_receive_channel(spec(part.activations_in, upstream, 2 * stage, in_flight + 1));
       worker.add_send_channel(spec(part.gradients_out, upstream, 2 * stage + 1, in_flight_upstream));
     }
     if (!part.activations_out.empty()) {
       const StageIndex downstream(stage + 1);
-      // As many as the schedule has in flight: what is released late needs the channel's spare places.
+      // Exactly as many as the schedule has in flight. An item that is released late needs the spare places
+      // that the channel adds itself.
       worker.add_send_channel(spec(part.activations_out, downstream, 2 * stage + 2, in_flight));
       worker.add_receive_channel(spec(part.gradients_in, downstream, 2 * stage + 3, 2));
     }
@@ -127,8 +128,8 @@ std::uint64_t next_weight_of(std::uint64_t weight, std::uint64_t weight_gradient
   return mix(weight, weight_gradient);
 }
 
-// The same, minibatch after minibatch without a pipeline: the versions are those in docs/schedules.md, all of
-// them are kept, and there are no slots.
+// Computes the same one minibatch after the other, without a pipeline. It reads the versions that
+// docs/schedules.md says; it keeps all versions and has no slots.
 class Replay {
  public:
   Replay(const ScheduleOptions& schedule, std::int64_t num_minibatches)
@@ -161,7 +162,7 @@ class Replay {
   [[nodiscard]] std::uint64_t weight(std::int64_t stage, std::int64_t version) const {
     return weights_.at(static_cast<std::size_t>(stage)).at(static_cast<std::size_t>(version));
   }
-  // What goes into the stage's forward, and what comes out of its backward.
+  // The input of the stage's forward, and the output of its backward.
   [[nodiscard]] std::uint64_t input(std::int64_t stage, std::int64_t minibatch,
                                     std::int64_t microbatch) const {
     return inputs_.at({stage, minibatch, microbatch});
@@ -214,7 +215,7 @@ class Replay {
   std::map<Key, std::uint64_t> gradients_;
 };
 
-// ---- What crosses a boundary: numbers, then padding of a size that varies, nothing included ----
+// ---- Messages between stages: some numbers, then padding, whose size varies and may be 0 ----
 
 struct Message {
   std::vector<std::uint64_t> numbers;
@@ -249,7 +250,7 @@ std::vector<std::byte> padding_of(const WorkItem& work, std::int64_t padding_byt
   return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(number_of(work)));
 }
 
-// Where the tensors are, for the thread that computes: the host's memory, or a device's.
+// The memory in which a worker's tensors are: the host's or a device's. Used by the thread that computes.
 class Place {
  public:
   Place() = default;
@@ -275,7 +276,7 @@ class Place {
     stream_->copy(data, from, num_bytes);
     stream_->synchronize();
   }
-  // The message as an item to send; on a device soon.
+  // The message as an item to send. On a device the copy that makes it may still be under way.
   [[nodiscard]] Outgoing outgoing(const std::shared_ptr<Message>& message) const {
     Outgoing outgoing;
     outgoing.tensors = message->views();
@@ -300,7 +301,7 @@ class Place {
   std::shared_ptr<Stream> stream_;  // what the worker computes on
 };
 
-// The value in an item; checks that all of the rest is what was sent for this work.
+// The value in an item. Also checks that everything else in it is what was sent for this work item.
 std::uint64_t value_of(const Place& place, const ReceivedItem& item, const WorkItem& work,
                        std::int64_t padding_bytes_max) {
   EXPECT_EQ(item.fields.data_fingerprint, number_of(work));
@@ -367,7 +368,7 @@ class PipelineWorker {
     try {
       while ((started_ || open()) && work_once()) {
       }
-    } catch (const DeviceError& error) {  // as Python tells those of the user's code
+    } catch (const DeviceError& error) {  // as Python reports errors of the user's code
       const std::string where = started_ ? worker_->engine().position() + ": " : "";
       report_.failure = Failure{FailureKind::kDeviceError, where + error.what()};
     }
@@ -380,7 +381,7 @@ class PipelineWorker {
     }
     if (worker_) {
       stages_.clear();
-      // As a launcher does: what ended this worker is passed on. One that vanished has said nothing.
+      // Passes on why this worker has ended, as a launcher does. A worker that vanished has told no reason.
       const bool tells = pipeline_.fault == Fault::kAbort || pipeline_.fault == Fault::kDevice;
       if (report_.failure && tells) worker_->abort(report_.failure->message);
       worker_->close(report_.failure ? 1 : 60);
@@ -562,7 +563,8 @@ class PipelineWorker {
     worker_->engine().complete(Opcode::kUpdate, {}, now_ns() - began_ns);
   }
 
-  // Of the stages after the worker's first: their programs are over without them.
+  // Receives the end at every stage of the worker but its first. The programs of these stages are over
+  // without it.
   void take_later_ends() {
     for (const StageChannelNames& part : parts_) {
       if (part.stage == parts_.front().stage) continue;
@@ -599,7 +601,7 @@ class PipelineWorker {
   [[nodiscard]] std::uint64_t value_in(const ReceivedItem& item, const WorkItem& work) const {
     return value_of(place_, item, work, pipeline_.padding_bytes_max);
   }
-  // What the stage's forward starts from.
+  // The value from which the stage's forward starts.
   [[nodiscard]] std::uint64_t input_value(const WorkItem& work,
                                           const std::optional<ReceivedItem>& received) const {
     const std::uint64_t input =
@@ -633,7 +635,7 @@ class PipelineWorker {
         << worker_->engine().position() << ", version " << work.read_version.value();
     return weights.front();
   }
-  // Some time between nothing and a few dozen microseconds, so that the workers meet in many orders.
+  // Waits between nothing and a few dozen microseconds, so that the workers' steps come in many orders.
   void jitter() {
     const Deadline end = Clock::now() + std::chrono::microseconds(random_() % 40);
     while (Clock::now() < end) std::this_thread::yield();

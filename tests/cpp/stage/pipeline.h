@@ -1,5 +1,5 @@
-// Whole pipelines for the tests of this folder: the channels of a worker, and a run of all workers of a
-// schedule, each on a thread of its own, that checks everything they compute.
+// Whole pipelines for the tests of this folder: makes the channels of a worker, and runs all workers of a
+// schedule, each on a thread of its own, and checks everything that they compute.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline std::string gradients_name(std::int64_t stage) {
   return "gradients of stage " + std::to_string(stage) + " to stage " + std::to_string(stage - 1);
 }
 
-// The schedule on so many stages in a straight line; interleaved has 4 of them on 2 workers.
+// The schedule for so many stages without replicas, one per worker; interleaved has 4 stages on 2 workers.
 [[nodiscard]] ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stages,
                                             std::int64_t num_microbatches);
 
@@ -58,8 +58,8 @@ struct PipelineOptions {
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
-  // The engine of a worker with several stages takes the end of its first one; whether the test takes those
-  // of the others, which come later than the worker is done.
+  // The engine of a worker with several stages takes the end that its first stage receives. This says whether
+  // the test takes the ends of the other stages, which come after the worker is done.
   bool takes_every_end = true;
   Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
   std::int64_t faulty_stage = 0;
@@ -85,7 +85,7 @@ struct WorkerReport {
 // One report per worker. What they compute is compared with a replay of the schedule's formulas.
 [[nodiscard]] std::vector<WorkerReport> run_pipeline(const PipelineOptions& options);
 
-// The reports are those of a run that went through.
+// Checks that the reports are those of a run that came to its end without a failure.
 void expect_complete(const std::vector<WorkerReport>& reports, const PipelineOptions& options);
 
 }  // namespace pipedream

@@ -1,6 +1,6 @@
-// In the steady state a pipeline calls the allocator for nothing of its own, on any thread: engines,
-// channels, transports and copy streams of two workers. What a caller makes to describe its tensors is the
-// caller's.
+// In the steady state a pipeline allocates nothing, on any thread: the engines, channels, transports and copy
+// streams of two workers. The vectors with which a caller describes its tensors are not counted as the
+// pipeline's.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -26,7 +26,7 @@ constexpr std::int64_t kNumMinibatches = 500;  // measured
 constexpr std::size_t kItemBytes = 5000;
 constexpr std::size_t kChunkBytes = 1024;
 
-// Where both compute threads stand still while the main thread looks at the counter.
+// Both compute threads wait here while the main thread reads the counter.
 using Gate = std::barrier<>;
 
 class SteadyWorker {
@@ -52,7 +52,7 @@ class SteadyWorker {
   }
 
   [[nodiscard]] Worker& worker() { return *worker_; }
-  // While the threads stand at the gate.
+  // To be called while the threads wait at the gate.
   [[nodiscard]] std::uint64_t num_vectors() const { return num_vectors_; }
 
   void run(Gate& gate) {
@@ -103,7 +103,7 @@ class SteadyWorker {
     }
     engine.complete(*work.opcode, std::move(made), 0);
   }
-  // Microbatches of a stage go backward in the order of their forwards, so a ring has the places.
+  // The backwards of a stage come in the order of its forwards, so the stashes can be a ring.
   std::optional<ReceivedItem>& stash_of(const WorkItem& work) {
     std::vector<std::optional<ReceivedItem>>& stashes = stashes_.at(work.stage);
     const std::int64_t position =
@@ -183,7 +183,7 @@ TEST_P(PipelineSteadyState, AllocatesNothingOfItsOwn) {
   SteadyWorker a("inproc", staged, schedule, 0);
   SteadyWorker b("inproc", staged, schedule, 1);
   const Count count = measure(a, b);
-  // One vector of views for each item: both directions of every boundary.
+  // The callers make one vector of views per item: each microbatch crosses every boundary in both directions.
   const auto num_items = static_cast<std::uint64_t>(kNumMinibatches * schedule.num_microbatches * 2 *
                                                     (num_stages(schedule) - 1));
   EXPECT_GE(count.num_of_callers, num_items - 100);  // less what was on its way at the first look

@@ -18,7 +18,7 @@ bool is_allowed(const std::string& schedule, std::int64_t num_stages, std::int64
   return schedule != "2bw" || num_microbatches >= num_stages;
 }
 
-// Every second stage, so that those that recompute meet those that do not.
+// Lets every second stage recompute, so that stages that do are neighbours of stages that do not.
 void recompute_every_second_stage(ScheduleOptions& schedule, std::int64_t first) {
   schedule.recompute.assign(schedule.in_flight.size(), false);
   for (auto stage = static_cast<std::size_t>(first); stage < schedule.recompute.size(); stage += 2) {
@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Pipeline,
                                           testing::ValuesIn(pipeline_schedules()),
                                           testing::Values<std::int64_t>(1, 2, 3, 4)),
                          case_name);
-// Staging does not know the schedule: one of each kind.
+// Staging does not depend on the schedule, so one schedule of each kind is enough.
 INSTANTIATE_TEST_SUITE_P(Staged, Pipeline,
                          testing::Combine(testing::Values("inproc", "zmq"), testing::Values(true),
                                           testing::Values("pipedream", "interleaved"),
@@ -104,8 +104,9 @@ TEST_P(Transports, MoreInFlightThanAStraightLineNeedsIsMoreDelay) {
   }
 }
 
-// The end goes through the channels of every stage, though a worker learns it from its first one: whoever
-// waits for the others finds it there, and whoever leaves without them disturbs nobody.
+// The end comes on the channels of every stage, though a worker learns of it from its first stage. A caller
+// that waits for the ends of the other stages receives them, and one that leaves without them disturbs no
+// other worker.
 TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
   const std::vector<std::pair<std::int64_t, std::int64_t>> shapes = {{2, 2}, {2, 3}, {3, 2}};
   for (const auto& [num_workers, num_chunks] : shapes) {
@@ -127,7 +128,7 @@ TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
 
 // ---- One host ----
 
-// Items of a few bytes and of some ten thousand.
+// With items of a few bytes, and with items of some ten thousand bytes.
 class OneHost : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
@@ -174,7 +175,7 @@ TEST_P(OneHost, ItsWorkersUseTheWireWhenTheyMayNotShare) {
   }
 }
 
-// True: those of CUDA.
+// The parameter is true for CUDA's devices, false for the tests' own.
 class DevicesOfOneHost : public testing::TestWithParam<bool> {};
 
 TEST_P(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
@@ -202,7 +203,7 @@ TEST_P(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
   }
 }
 
-// Through staging buffers, by the wire or placed there by the sender.
+// A tensor that the sender does not place in the receiver's device goes through staging buffers.
 TEST_P(DevicesOfOneHost, EveryTensorIsStagedWhereItIsNotPlaced) {
   PipelineOptions pipeline;
   pipeline.on_device = true;

@@ -38,7 +38,8 @@ class Faults : public testing::TestWithParam<std::string> {
     options.faulty_minibatch = minibatch;
     return options;
   }
-  // Stages 0 and 1 in one thread: a sends activations to b, b gradients to a; also items to a.
+  // The workers of stages 0 and 1 in one thread: a sends activations to b, and b sends gradients and other
+  // items to a.
   void make_pair(std::int64_t num_items = 2) {
     WorkerOptions worker;
     worker.transport = GetParam();
@@ -142,7 +143,7 @@ TEST_P(Faults, WorkerThatVanishesEndsTheOthersWithWhereTheyWere) {
   }
 }
 
-// With two workers of two stages each is the other's upstream and downstream.
+// If two workers have two stages each, each one is the other's upstream and downstream.
 TEST_P(Faults, WorkersWithSeveralStagesEndAsTheOthersDo) {
   for (const Fault fault : {Fault::kAbort, Fault::kDestroyed, Fault::kClosed}) {
     for (std::int64_t stage = 0; stage < 4; ++stage) {
@@ -207,7 +208,8 @@ TEST_P(Faults, EndOnAGradientChannelIsRefused) {
             "stage 0 at minibatch 0 (BACKWARD): gradients of stage 1 to stage 0: ended with items still due");
 }
 
-// The tensors are the user's: too large for the plan, they are refused before anything has changed.
+// The tensors are the user's: if they are too large for the plan, they are refused before anything has
+// changed.
 TEST_P(Faults, CompletionThatDoesNotFitThePlanCanBeRepeated) {
   make_pair();
   start_pair();
@@ -381,7 +383,7 @@ TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
   }).join();
 }
 
-// Before there is an engine and after it has ended, too.
+// Also before there is an engine, and after it has ended.
 TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
   make_pair();
   std::atomic<bool> done{false};
@@ -423,8 +425,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), t
 
 // ---- Errors of the device ----
 
-// Whichever call of it fails, on whichever thread, and whatever that leaves undone: its worker says where it
-// was and what the device said, and so learn the others.
+// Whichever call of the device fails, on whichever thread, and whatever is left undone by it: the worker
+// reports where it was and what the device said, and the other workers learn that too.
 class DeviceFaults : public testing::TestWithParam<std::tuple<std::string, bool>> {};
 
 TEST_P(DeviceFaults, AreToldByEveryWorkerWithStageMinibatchAndTheDevicesWords) {
@@ -590,7 +592,7 @@ TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 0U);
 }
 
-// Who writes to the rendezvous store could do it.
+// Anyone who can write to the rendezvous store could exchange them.
 TEST_F(OneChannel, ExchangedMemoriesLeaveTheWire) {
   const ChannelSpec one = spec();
   ChannelSpec two = spec();

@@ -1,4 +1,5 @@
-// The addresses at which a listener may bind, by name. A transport asks for leave.
+// The addresses at which a listener may bind, as they are written. A transport asks this check before it
+// binds.
 #include "transport/zmq/bind_address.h"
 
 #include <gtest/gtest.h>
@@ -91,7 +92,8 @@ TEST(ConnectAddress, LoopbackNeedsNothingAndEverythingElseKeysOrAnExplicitWord) 
   insecure.insecure = true;
   TransportOptions with_keys;
   with_keys.keys = CurveKeys{};
-  // What who may write to the rendezvous store could name, libzmq's and the resolver's own forms among it.
+  // Addresses that someone who may write to the rendezvous store could name. Some are in forms that only
+  // libzmq or the resolver knows.
   for (const char* address :
        {"tcp://10.0.0.1:40001", "tcp://[fe80::1]:40001", "tcp://host.example.com:40001",
         "tcp://localhost:40001", "tcp://127.0.0.1:0;10.0.0.1:40001", "tcp://127.0.0.1 ;10.0.0.1:40001",
@@ -107,7 +109,7 @@ TEST(ConnectAddress, TransportAsksBeforeItConnects) {
   Recorder recorder;
   const std::unique_ptr<Transport> transport = make_transport("zmq");
   if (!transport) GTEST_SKIP() << "libzmq is not available, or not asked for";
-  // With a token, as a stranger would name one: the address alone is what is wrong.
+  // It has a token, as a stranger's endpoint would have: only the address is wrong.
   const std::string endpoint = "tcp://192.0.2.1:40001 token=00112233445566778899aabbccddeeff";
   try {
     transport->connect(link_options(), endpoint, recorder);

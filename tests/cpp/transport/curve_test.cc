@@ -1,4 +1,4 @@
-// Keys: which are refused and how, who may talk to whom, and that each refusal names itself.
+// Keys: which ones are refused and how, who may talk to whom, and that each refusal says its reason.
 #include "transport/zmq/curve.h"
 
 #include <gtest/gtest.h>
@@ -75,7 +75,7 @@ class CurveTransports : public testing::Test {
       return error.what();
     }
   }
-  // How a connection that is tried ends.
+  // The failure with which an attempt to connect ends.
   static Failure failure_of(const std::optional<CurveKeys>& keys, const std::string& endpoint) {
     Recorder recorder;
     const std::unique_ptr<Transport> connecting = transport(keys);

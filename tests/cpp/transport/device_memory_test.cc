@@ -1,6 +1,7 @@
 // Device memory that two processes map, on a device of the tests (support/hostile_device.h) and on CUDA where
-// there is one: what one writes the other reads, what is not meant is refused, the maker frees last, and an
-// offer says whether any of it works. The other process is a fork of the test that executes it again.
+// there is one. One process reads what the other writes; memory that is not the one described by the address
+// is refused; the maker frees the memory last; and an offer says whether any of this works. The other process
+// is a fork of the test that executes the test again.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -81,7 +82,7 @@ class OtherProcess {
   OtherProcess(const OtherProcess&) = delete;
   OtherProcess& operator=(const OtherProcess&) = delete;
 
-  // The next line that begins so, without that; empty when it has ended.
+  // The next line that begins with the prefix, without the prefix; empty when the process has ended.
   [[nodiscard]] std::string wait_for(const std::string& prefix) const {
     for (;;) {
       std::string line;
@@ -207,7 +208,7 @@ TEST_P(DeviceMemory, MakerWaitsForNobodyWhoWasKilled) {
   }
 }
 
-// Many may be freed together: each waits until the same time.
+// Many memories may be freed together: all of them wait until the same time.
 TEST(DeviceSharedMemory, MakerWaitsUntilTheDeadlineAndThenLeavesIt) {
   HostileDevice device;
   auto made = SharedMemory::make_on(device, kNumBytes, kUse);
@@ -283,7 +284,7 @@ std::vector<std::string> devices_here() {
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceMemory, testing::ValuesIn(devices_here()),
                          [](const auto& device) { return device.param; });
 
-// Of the tests' device: what a driver keeps open is its own affair.
+// Checked for the tests' device only: a driver may keep descriptors open.
 TEST(DeviceSharedMemory, DescriptorsAndMappingsAreGivenBack) {
   const auto num_descriptors = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});

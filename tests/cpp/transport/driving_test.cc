@@ -1,5 +1,6 @@
-// Who drives a transport, and that nothing is lost between two who do: every transport. Where a test says
-// which thread something runs on it tries until that thread finds nobody driving.
+// Which thread drives a transport, and that nothing is lost when another thread takes over: for every
+// transport. If a test needs something to run on a certain thread, it tries again until no other thread is
+// driving.
 #include <gtest/gtest.h>
 #include <sys/time.h>
 
@@ -17,7 +18,8 @@
 namespace pipedream {
 namespace {
 
-// Deadlines, at which the transport thread would deliver what was lost, come later than the test gives up.
+// At a deadline the transport thread would deliver what was lost. So deadlines are later than the time at
+// which the test gives up.
 constexpr double kNoDeadlineS = 1e4;
 
 Deadline in_patience() { return Clock::now() + kPatience; }
@@ -66,7 +68,7 @@ class Driving : public testing::TestWithParam<std::string> {
     connecting_ = make_transport(GetParam(), options);
   }
   void open_link() {
-    // Another thread may deliver what one waits for.
+    // The thread that waits is woken, because another thread may deliver the frame for which it waits.
     at_listener_.after_frame = [this] { listening_->interrupt(); };
     at_connector_.after_frame = [this] { connecting_->interrupt(); };
     listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
@@ -75,7 +77,7 @@ class Driving : public testing::TestWithParam<std::string> {
     ASSERT_TRUE(at_connector_.wait_open());
   }
 
-  // Whether `function` ran on this thread, sooner or later.
+  // Posts `function` until it has run on this thread; whether it did.
   template <class Function>
   [[nodiscard]] static bool runs_here(Transport& transport, Function function) {
     return wait_until([&] {
@@ -205,7 +207,7 @@ TEST_P(Driving, ErrorOfATaskLeavesWhatWasPostedBesideItInItsOrder) {
   EXPECT_TRUE(wait_until(has_thrown_here));
 }
 
-// A post drives nothing, so that the transport thread runs it.
+// A post does not drive the transport, so the transport thread runs the task.
 TEST_P(Driving, ErrorOnTheTransportThreadIsTheFailureOfItsLinks) {
   open_link();
   connecting_->post([] { throw std::runtime_error("out of memory"); });
@@ -229,7 +231,7 @@ TEST_P(Driving, ErrorOfATaskEndsAWaitAndTheNextOneMayWait) {
     return has_thrown.load();
   };
   try {
-    // The transport thread may run the task; then this one asks again.
+    // The transport thread may run the task; then this thread tries again.
     while (!has_thrown.load()) {
       EXPECT_TRUE(connecting_->drive_until(Clock::now() + std::chrono::milliseconds(1), wait_for_error));
     }
@@ -309,7 +311,7 @@ TEST_P(Driving, EveryTaskRunsOnceAndAloneHoweverItIsPosted) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // No more posts: what is still in the queue has its driver.
+  // Nothing more is posted: a thread must already be running what is still in the queue.
   EXPECT_TRUE(wait_until([&] {
     int num_seen = 0;
     std::latch looked(1);
@@ -322,7 +324,7 @@ TEST_P(Driving, EveryTaskRunsOnceAndAloneHoweverItIsPosted) {
   }));
 }
 
-// Nothing else is posted that could push the task on.
+// Nothing is posted after the task that would cause it to run.
 TEST_P(Driving, TaskPostedAsADriverStopsIsRun) {
   constexpr int kNumRounds = 3000;
   for (int round = 0; round < kNumRounds; ++round) {
@@ -426,7 +428,7 @@ TEST_P(Driving, WhatIsPostedToASleepingWaiterIsRun) {
 
 // ---- Traffic ----
 
-// A send at the same moment may use up the news of traffic, and no more news comes.
+// A send at the same moment may take the notice that something has arrived, and no further notice comes.
 class DrivingWithTraffic : public Driving {
  protected:
   void send_both_ways(bool is_quick, bool waits) {
@@ -512,7 +514,7 @@ TEST_P(Driving, DeadlinesAreKeptWhileOthersDriveAllTheTime) {
       EXPECT_TRUE(listening_->drive_until(Clock::now() + std::chrono::milliseconds(5), [] { return false; }));
     }
   });
-  // Neither has a pulse, so each misses the other's beats.
+  // Neither of them beats, so each finds that the other is silent.
   EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   is_over = true;
@@ -571,7 +573,8 @@ TEST_P(Driving, ShutdownWhileOthersPostSendAndWaitGivesBackEveryFrame) {
       connector.send(credit_frame(0, sent.callback()));
     };
     const auto has_room = [&] { return num_sent.load() - sent.count() < 100; };
-    // What is posted is bounded, as it is by a channel: a queue that grows faster than it is run has no end.
+    // The number of posted tasks is bounded, as a channel bounds it: a queue that grows faster than it is run
+    // never becomes empty.
     std::atomic<bool> is_posted{false};
     std::thread poster([&] {
       while (!is_over.load()) {
@@ -631,7 +634,7 @@ TEST_P(Driving, WaiterHasWhatNobodyWaitsForWithWhatWakesIt) {
     }
     OutgoingFrame end;
     end.header.kind = FrameKind::kEnd;
-    // The transport thread may send it when this thread has ended.
+    // The transport thread may send it after this thread has ended.
     connecting_->post_and_drive([this, end] { connector_->send(end); });
   });
   EXPECT_TRUE(

@@ -1,5 +1,5 @@
-// Two ends of one process: what is pushed is found once, in order. ring_board_test.cc has who is woken for
-// it.
+// Two ends in one process: each frame that is pushed is found once, and in order. ring_board_test.cc tests
+// which reader is woken.
 #include "transport/frame_rings.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ FrameHeaderBytes frame(std::uint64_t sequence) {
   return bytes;
 }
 
-// Of the oldest frame, which is taken; none when there is none.
+// Takes the oldest frame and returns its number; none if there is no frame.
 std::optional<std::uint64_t> taken(FrameRings& rings) {
   FrameHeaderBytes bytes;
   if (!rings.take(bytes)) return std::nullopt;
@@ -121,7 +121,7 @@ TEST(Bells, AreOpenedOnlyWhereTheirPipeIs) {
   EXPECT_EQ(BellRope::open(address), nullptr);
 }
 
-// A write into a pipe that nobody reads ends the process unless it is prevented.
+// A write into a pipe that no process reads ends the writing process, unless that is prevented.
 TEST(Bells, RingingAfterTheOtherHasEndedDoesNothing) {
   auto bell = std::make_unique<Bell>();
   const auto rope = BellRope::open(bell->address());

@@ -1,4 +1,4 @@
-// Links inside a process alone let the receiver read the sender's own memory.
+// Only with links inside a process does the receiver read the sender's own memory.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
 // A transport with many links to several peers, all of which send at random: nothing is lost or out of order,
-// whoever sleeps meanwhile. Every transport.
+// whichever threads sleep meanwhile. For every transport.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -19,7 +19,7 @@ constexpr std::size_t kNumOthers = 3;
 constexpr std::size_t kNumLinksOfHub = 90;
 constexpr std::size_t kNumFramesOfOthers = 4000;
 
-// One end of a link: checks the order of what comes. After the END there is nothing.
+// One end of a link: checks the order of the frames that come, and that none comes after END.
 class CountingEnd final : public LinkHandler {
  public:
   // num_ends_due: of the whole transport.
@@ -39,7 +39,7 @@ class CountingEnd final : public LinkHandler {
     }
     EXPECT_EQ(number_of(header), num_received_++);
     EXPECT_EQ(payload.empty(), header.kind == FrameKind::kCredit);
-    // Its patience changes with what comes, as a channel's does.
+    // The time for which it may wait changes with every frame, as a channel's does.
     link.let_wait(static_cast<Patience>((number_ + num_received_) % 3));
     return std::nullopt;
   }
@@ -129,7 +129,7 @@ TEST_P(ManyLinks, LoseNothingToWhoeverSleeps) {
   for (const auto& party : parties) {
     party->begin(seed++, party == parties[0] ? kNumOthers * kNumFramesOfOthers : kNumFramesOfOthers);
   }
-  // The last frame may be another thread's, after this one has looked.
+  // The last frame may be received by another thread, after this thread has looked.
   for (const auto& party : parties) {
     EXPECT_TRUE(wait_until([&] {
       party->transport->interrupt();

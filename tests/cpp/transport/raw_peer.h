@@ -22,7 +22,7 @@
 
 namespace pipedream {
 
-// A PAIR socket without our protocol. Says the token of an endpoint that has one.
+// A PAIR socket that does not follow our protocol. It sends the token if the endpoint has one.
 class RawPeer {
  public:
   RawPeer() : zmq_(load_libzmq("")), context_(zmq_.ctx_new()), socket_(zmq_.socket(context_, zmq::kPair)) {
@@ -39,7 +39,7 @@ class RawPeer {
   void set_option(int option, int value) {
     ASSERT_EQ(zmq_.setsockopt(socket_, option, &value, sizeof(value)), 0);
   }
-  // What it needs where there are keys.
+  // Sets the keys that the socket needs if the listener has keys.
   void take_keys(const CurveKeys& keys, const std::string& server_key) {
     set_curve_client(zmq_, socket_, keys, server_key);
   }
@@ -96,7 +96,8 @@ inline std::vector<std::byte> hello_bytes() {
   return header_bytes(FrameKind::kHello, 0, link_options().plan_hash);
 }
 
-// A TCP connection to an endpoint on loopback that speaks no ZeroMQ, or its own. Closed when it dies.
+// A TCP connection to an endpoint on loopback. It sends just the bytes that the test gives it, ZeroMQ's or
+// others. Closed in the destructor.
 class TcpStranger {
  public:
   TcpStranger() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {}
@@ -117,8 +118,8 @@ class TcpStranger {
   void say(std::string_view bytes) {
     EXPECT_EQ(::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
   }
-  // Says it again and again: how many bytes went until the other side had closed, num_bytes_max about at
-  // most.
+  // Sends the bytes again and again until the other side has closed, but not many more than num_bytes_max.
+  // Returns how many were sent.
   std::size_t say_without_end(std::string_view bytes, std::size_t num_bytes_max) {
     std::size_t num_said = 0;
     while (num_said < num_bytes_max) {
@@ -128,7 +129,7 @@ class TcpStranger {
     }
     return num_said;
   }
-  // Until this many bytes have come, or the other side has closed.
+  // Receives until this many bytes have come or the other side has closed.
   std::string hear(std::size_t num_bytes) {
     std::string bytes(num_bytes, '\0');
     std::size_t num_heard = 0;
@@ -149,14 +150,14 @@ class TcpStranger {
   const int fd_;
 };
 
-// ZMTP 3.1 (ZeroMQ RFC 37): what a peer with this mechanism says first.
+// ZMTP 3.1 (ZeroMQ RFC 37): the first bytes that a peer with this mechanism sends.
 inline std::string zmtp_greeting(const std::string& mechanism = "NULL", bool is_server = false) {
   std::string greeting("\xFF\0\0\0\0\0\0\0\1\x7F\3\1", 12);
   greeting += mechanism + std::string(20 - mechanism.size(), '\0');
   return greeting + static_cast<char>(is_server) + std::string(31, '\0');
 }
 
-// Of 255 bytes at most: a longer one has another head.
+// A command of 255 bytes at most: a longer one would need another head.
 inline std::string zmtp_command(const std::string& body) {
   return std::string("\4") + static_cast<char>(body.size()) + body;
 }
@@ -171,10 +172,11 @@ inline std::string plain_initiate() {
   return zmtp_command(std::string("\x8INITIATE\xBSocket-Type\0\0\0\4PAIR", 29));
 }
 inline std::string plain_welcome() { return zmtp_command("\7WELCOME"); }
-// A refusal. libzmq 4.3.5 says "^RROR": an escape in its source takes the name's first letter in.
+// The smallest size of a refusal. libzmq 4.3.5 sends "^RROR": an escape sequence in its source swallows the
+// first letter of the name.
 inline constexpr std::size_t kPlainErrorBytesMin = 11;
 
-// Listens on loopback with the handshake of PLAIN, takes any token, and says no HELLO of ours.
+// Listens on loopback with the handshake of PLAIN, accepts any token, and never sends our protocol's HELLO.
 class SilentListener {
  public:
   SilentListener() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
@@ -194,7 +196,7 @@ class SilentListener {
     return to_string(Endpoint{.address = "tcp://127.0.0.1:" + std::to_string(ntohs(address_.sin_port)),
                               .token = std::string(kTokenChars, '0')});
   }
-  // Shakes hands with one connection and then only listens, until it ends.
+  // Shakes hands on one connection, and then only receives until the connection ends.
   void serve_one() const {
     TcpStranger connection(::accept(fd_, nullptr, nullptr));
     connection.say(zmtp_greeting("PLAIN", true));

@@ -23,10 +23,10 @@
 
 namespace pipedream {
 
-// Ends a deadlocked test; judges no speed.
+// Long enough for every machine: it only ends a test that is deadlocked.
 inline constexpr auto kPatience = std::chrono::seconds(60);
 
-// Any thread.
+// Records every call. All functions may be called from any thread.
 class Recorder final : public LinkHandler {
  public:
   struct Frame {
@@ -63,7 +63,7 @@ class Recorder final : public LinkHandler {
   [[nodiscard]] bool wait_open() {
     return wait([&] { return num_opened_ > 0; });
   }
-  // Whether it opened.
+  // Waits until the link has opened or failed; whether it has opened.
   [[nodiscard]] bool wait_open_or_failure() {
     return wait([&] { return num_opened_ > 0 || !failures_.empty(); }) && num_opened() > 0;
   }
@@ -73,7 +73,7 @@ class Recorder final : public LinkHandler {
   [[nodiscard]] bool wait_frames(std::size_t num_frames) {
     return wait([&] { return frames_.size() >= num_frames; });
   }
-  // The failure, or one that says that none came.
+  // Waits for the failure and returns it, or a failure that says that none came.
   [[nodiscard]] Failure wait_failure() {
     if (!wait([&] { return !failures_.empty(); })) return {FailureKind::kClosed, "no failure came"};
     const std::lock_guard lock(mutex_);
@@ -170,7 +170,7 @@ inline OutgoingFrame tensor_frame(std::int64_t minibatch, std::span<const std::b
   return frame;
 }
 
-// A frame without a tensor, with a number that tells it from others.
+// A frame without a tensor. The number distinguishes it from other frames.
 inline OutgoingFrame credit_frame(std::uint64_t number, std::function<void()> on_sent = {}) {
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kCredit;
@@ -215,7 +215,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   if (chosen != nullptr && std::string(chosen).find(family) == std::string::npos) return nullptr;
   if (name == "inproc") return make_inproc_transport(options);
   try {
-    // What a missing libzmq says must not hide a bad option.
+    // The error about a missing libzmq must not hide a wrong option.
     const CurveKeys& keys = keys_of_tests();
     if (name == "zmq_curve") options.keys = keys;
     options.shares_memory = name == "zmq_rings";
@@ -225,7 +225,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   return make_zmq_transport(options);
 }
 
-// Polls for what no handler tells.
+// Polls for something that no call of a handler tells.
 template <class Predicate>
 [[nodiscard]] bool wait_until(Predicate predicate) {
   for (const auto deadline = Clock::now() + kPatience; Clock::now() < deadline;) {

@@ -1,4 +1,4 @@
-// Two boards of one process: each mark is found once, and who asks to be woken is, once.
+// Two boards in one process: each mark is found once, and a reader that asks to be woken is woken once.
 #include "transport/ring_board.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ TEST_F(Board, MarkIsTakenOnce) {
   EXPECT_EQ(taken(board_), std::set<std::uint32_t>{});
 }
 
-// Its frame may have come after the last look into the ring.
+// The frame of this mark may have come after the reader last looked into the ring.
 TEST_F(Board, MarkThatComesWhileItsLinkIsReadStays) {
   const std::uint32_t link = new_link();
   peer_->tell(link, /*is_urgent=*/false);

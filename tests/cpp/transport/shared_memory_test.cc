@@ -1,6 +1,6 @@
-// Memory that two processes map: what one writes the other reads, what is not meant is refused, and nothing
-// is left behind. The other process is a fork of the test that executes it again, with one test and an
-// address.
+// Memory that two processes map: one process reads what the other writes, memory that is not the one
+// described by the address is refused, and nothing is left behind. The other process is a fork of the test
+// that executes the test again, with one test and an address.
 #include "transport/shared_memory.h"
 
 #include <dlfcn.h>
@@ -30,10 +30,10 @@
 #include "base/failure.h"
 #include "base/scope_exit.h"
 
-// The page size that sysconf says in place of the system's; 0: the system's.
+// The page size that sysconf returns instead of the system's; 0: it returns the system's.
 static long page_bytes_said = 0;
 
-// Before the C library's, for this test program.
+// Replaces the C library's sysconf in this test program.
 extern "C" long sysconf(int name) noexcept {
   if (name == _SC_PAGESIZE && page_bytes_said != 0) return page_bytes_said;
   static const auto by_itself = reinterpret_cast<long (*)(int)>(::dlsym(RTLD_NEXT, "sysconf"));
@@ -49,7 +49,7 @@ constexpr SharedMemoryUse kUse{{0xABCDEF, 4, 17}, 1000};
 constexpr std::byte kWritten{0x5A};
 constexpr std::byte kAnswered{0xA5};
 
-// What open() says of an address that it refuses.
+// The reason that open() gives for refusing the address.
 std::string refusal_of(const std::string& address, const SharedMemoryUse& use = kUse) {
   std::string why;
   const auto memory = SharedMemory::open(address, use, &why);
@@ -78,7 +78,7 @@ struct Mapping {
   const std::byte* end = nullptr;
 };
 
-// The one of this process that holds the address.
+// This process's mapping that contains the address.
 Mapping mapping_of(const std::byte* address) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -344,7 +344,7 @@ TEST(SharedMemory, WrongSizeIsRefused) {
     parts[2] = num_bytes;
     EXPECT_NE(refusal_of(joined(parts)).find("not what the address says"), std::string::npos);
   }
-  // Of the same pages, but not what was made.
+  // A size that needs the same number of pages, but is not the size that was made.
   std::vector<std::string> parts = parts_of(made->address());
   parts[2] = "99999";
   EXPECT_NE(refusal_of(joined(parts)), "");
@@ -372,7 +372,7 @@ TEST(SharedMemory, DescriptorOfAnotherKindIsNotEvenOpened) {
   }
 }
 
-// Of the right name, but without the seal that keeps it from shrinking under the mapping.
+// Memory with the right name, but without the seal that keeps it from shrinking while it is mapped.
 TEST(SharedMemory, MemoryThatMayShrinkIsRefused) {
   const int fd = ::memfd_create("pipedream", MFD_CLOEXEC);
   ASSERT_GE(fd, 0);
@@ -410,7 +410,7 @@ TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
   EXPECT_EQ(num_descriptors(), before);
 }
 
-// Else what all of them have first would lie at one place of the caches.
+// If all memories began at huge pages, their first bytes would all use the same sets of the caches.
 TEST(SharedMemory, SmallOnesDoNotAllBeginWithAHugePage) {
   std::vector<std::unique_ptr<SharedMemory>> memories;
   std::set<std::uintptr_t> places;

@@ -1,5 +1,5 @@
-// Stands in for a slow line to a listener: TCP connections through it share so many bytes a second towards
-// the listener; what comes back is as fast as ever.
+// Behaves as a slow line to a listener: all TCP connections through it together carry so many bytes a second
+// towards the listener. The other direction is not slowed down.
 #pragma once
 
 #include <arpa/inet.h>
@@ -38,7 +38,7 @@ class SlowRelay {
     address_ = "tcp://127.0.0.1:" + std::to_string(ntohs(here.sin_port));
     acceptor_ = std::thread([this] { accept_all(); });
   }
-  // Both ends have closed their connections, or lose them now.
+  // Connections that the two ends have not closed yet are closed here.
   ~SlowRelay() {
     ::shutdown(listener_, SHUT_RDWR);
     acceptor_.join();
@@ -90,7 +90,7 @@ class SlowRelay {
     }
     ::shutdown(to, SHUT_WR);
   }
-  // Pieces of all connections leave one after the other.
+  // The pieces of all connections are sent on one after the other.
   void wait_for_turn(std::size_t num_bytes) {
     Deadline end;
     {

@@ -1,4 +1,5 @@
-// One contract, every transport: order, exactly once, identity, farewell against loss.
+// The contract that every transport keeps: frames come in order and exactly once, peers are who they claim to
+// be, and a farewell is told from a loss.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +20,7 @@
 namespace pipedream {
 namespace {
 
-// Keeps a transport's own thread from all work until it is released.
+// Holds a transport's own thread, so that it does no work until it is released.
 class HeldThread {
  public:
   explicit HeldThread(Transport& transport) {
@@ -78,7 +79,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
       dynamic_cast<LinkCore&>(*connector_).inject(bytes, payload);
     });
   }
-  // What the connector's link would send next after `num_sent` frames, HELLO included.
+  // The header that the connector's link would send next after `num_sent` frames, HELLO included.
   FrameHeader next_header(std::uint64_t num_sent, FrameKind kind = FrameKind::kCredit) {
     FrameHeader header;
     header.kind = kind;
@@ -97,7 +98,7 @@ class TransportContract : public testing::TestWithParam<std::string> {
     EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
     EXPECT_EQ(listener_->counters().num_refused, 1u);
   }
-  // Both transports anew, with beats.
+  // Makes both transports again, with beats.
   void make_transports_with_beats(double peer_timeout_s, bool connector_beats = true) {
     TransportOptions options;
     options.beats = true;
@@ -676,12 +677,12 @@ TEST_P(TransportContract, PeerThatNeverPulsesIsLost) {
   open_link();
   const Failure failures[] = {at_listener_.wait_failure(), at_connector_.wait_failure()};
   for (const Failure& failure : failures) EXPECT_EQ(failure.kind, FailureKind::kPeerLost) << failure.message;
-  // Whoever said so first ended the connection.
+  // The side that noticed it first has ended the connection, so the other side may report something else.
   const std::string both = failures[0].message + failures[1].message;
   EXPECT_NE(both.find("no sign of life for 2 s (0 work items done)"), std::string::npos) << both;
 }
 
-// On a slow link beats wait behind what was sent before them: here they never come.
+// On a slow link beats wait behind the frames that were sent before them. In this test no beat ever comes.
 TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   make_transports_with_beats(2, /*connector_beats=*/false);
   open_link();
@@ -696,7 +697,7 @@ TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   EXPECT_NE(failure.message.find("nothing has come from it for 1 s"), std::string::npos) << failure.message;
 }
 
-// The links of two processes may have one line, on which one of them waits for the others.
+// The links between two processes may share one line, on which one link waits for the others.
 TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes) {
   make_transports_with_beats(2, /*connector_beats=*/false);
   open_link();
@@ -713,7 +714,7 @@ TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   EXPECT_EQ(at_silent_listener.num_failures(), 0u);
-  // And both are lost with it.
+  // When the peer is silent, both links are lost.
   EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_EQ(at_silent_listener.wait_failure().kind, FailureKind::kPeerLost);
   // Before the handlers of this test's own link die.

@@ -1,5 +1,5 @@
-// Whoever else connects to a listener: refused and counted, and the true peer still comes. And who does know
-// the endpoint, but is silent.
+// Strangers that connect to a listener are refused and counted, and the true peer can still connect. Also
+// tests connections that know the endpoint but send nothing.
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <ifaddrs.h>
@@ -72,7 +72,7 @@ TEST_P(ZmqStrangers, ConnectionsThatSayNothingDoNotKeepThePeerOut) {
   expect_true_peer_gets_through();
 }
 
-// Whoever drives is held up, so that nobody reads what libzmq tells of connections.
+// The thread that drives is held up, so that no thread reads what libzmq reports about connections.
 TEST_P(ZmqStrangers, ManyOfThemHoldUpNoConnectionWhileNobodyLooks) {
   std::latch held(1);
   std::latch leaves(1);
@@ -118,8 +118,8 @@ TEST_P(ZmqStrangers, PeerThatIsLostWhileStrangersComeAndGoIsNoticed) {
   });
   held.wait();
   core_of(*connecting).abandon();
-  // One of them is given the descriptor of the connection that ended: the listener's side takes all that are
-  // free, because the strangers have theirs.
+  // One stranger's connection gets the descriptor number of the connection that has ended: the strangers' own
+  // sockets exist already, so the listener's side takes the numbers that are free.
   for (TcpStranger& stranger : strangers) {
     stranger.connect(address_);
     stranger.hear(1);
@@ -200,8 +200,8 @@ TEST_P(ZmqStrangers, ZeroMqWithoutAMechanismIsRefusedAndCounted) {
   expect_true_peer_gets_through();
 }
 
-// libzmq bounds a part of a message and collects as many as come: there must be no way to it before the
-// handshake is over.
+// libzmq limits the size of one part of a message, but collects any number of parts. So a stranger must not
+// be able to send parts before the handshake is over.
 TEST_P(ZmqStrangers, PartsWithoutEndAreNotTakenFromAStranger) {
   constexpr std::size_t kFloodBytesMax = std::size_t{256} << 20;  // far more than sockets hold
   const std::string part = std::string("\3\0\0\0\0\0\1\0\0", 9) + std::string(1 << 16, 'x');  // more follows
@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, ZmqStrangers, testing::Values("zmq", "zmq_c
 
 class ZmqTokens : public ZmqStrangers {
  protected:
-  // One that knows the token.
+  // A connection that knows the token and so has passed the handshake.
   [[nodiscard]] std::unique_ptr<TcpStranger> let_in() const {
     auto peer = std::make_unique<TcpStranger>(address_);
     peer->say(zmtp_greeting("PLAIN") + plain_hello(token()));
@@ -253,7 +253,7 @@ class ZmqTokens : public ZmqStrangers {
   [[nodiscard]] std::string endpoint_with(const std::string& token) const {
     return to_string(Endpoint{.address = address_, .token = token});
   }
-  // How a connection that is tried ends.
+  // The failure with which an attempt to connect ends.
   [[nodiscard]] Failure failure_of(const std::string& endpoint) const {
     Recorder recorder;
     const std::unique_ptr<Transport> connecting = make_transport(GetParam());
@@ -303,7 +303,7 @@ TEST_P(ZmqTokens, WhatIsNearlyTheTokenIsRefusedAndCounted) {
   for (const std::string& said : near_misses) {
     TcpStranger stranger(address_);
     stranger.say(zmtp_greeting("PLAIN") + plain_hello(said));
-    // It is told, and then has the time of a handshake to leave.
+    // The stranger is told that it is refused, and then may stay for as long as a handshake may take.
     const std::string answer = stranger.hear(zmtp_greeting().size() + kPlainErrorBytesMin);
     EXPECT_NE(answer.find("RROR"), std::string::npos);
   }

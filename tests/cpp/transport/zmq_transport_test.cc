@@ -1,5 +1,5 @@
-// Cases of ZeroMQ over TCP alone: killed and stopped processes, raw messages that break the
-// protocol, and how libzmq is found.
+// Tests that only ZeroMQ over TCP needs: killed and stopped processes, raw messages that break the protocol,
+// and how libzmq is found.
 #include <gtest/gtest.h>
 #include <spawn.h>
 #include <sys/prctl.h>
@@ -43,7 +43,8 @@ TransportOptions options_with_beats() {
   for (;;) ::pause();
 }
 
-// This executable, started again, is the peer: a context must not be shared over a fork.
+// The peer is this executable, started again, because a ZeroMQ context must not be used on both sides of a
+// fork.
 class PeerEnvironment final : public testing::Environment {
  public:
   void SetUp() override {
@@ -234,7 +235,7 @@ TEST_F(ZmqTransport, PeerThatNeitherReadsNorBeatsIsLost) {
   EXPECT_TRUE(sent_.wait(32));
 }
 
-// Beats wait behind the payload, and none of its frames is whole for twice as long as a silent peer lives.
+// Beats wait behind the payload, and for twice the peer timeout no frame of it is complete.
 TEST_F(ZmqTransport, PeerOnASlowLineLivesWhileBytesOfAFrameCome) {
   constexpr std::size_t kPayloadBytes = std::size_t{256} << 10;
   options_ = options_with_beats();
@@ -276,7 +277,7 @@ TEST_F(ZmqTransport, AddressThatIsNotThisMachinesIsTheUsersMistake) {
   }
 }
 
-// The ports of loopback that nobody listens at, for now: the system chose them.
+// Ports of loopback at which nothing listens at the moment: the system has chosen them.
 PortRange free_ports(int num_ports) {
   const std::unique_ptr<Transport> transport = make_transport("zmq");
   Recorder recorder;

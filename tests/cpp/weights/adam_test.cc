@@ -124,8 +124,8 @@ struct Parameter {
 template <class T>
 class Adam : public testing::Test {
  protected:
-  // Room for rounding only: weights and gradients are of order 1, and a step divides by a root that may be
-  // small.
+  // Allows for rounding only: weights and gradients are about 1 in size, and a step divides by a root that
+  // may be small.
   static constexpr double kTolerance = 64 * static_cast<double>(std::numeric_limits<T>::epsilon());
 
   std::vector<T> random_values(std::size_t num_elements) {
@@ -223,7 +223,7 @@ TYPED_TEST(Adam, ThreadsAndStreamingChangeNoBit) {
   }
 }
 
-// The gradient is the widened one, and nothing else is rounded.
+// The step uses the gradient widened to float32, and only the weights that are written are rounded.
 TEST(AdamOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
   constexpr std::size_t kNumElements = 1023;
   std::mt19937_64 generator(1);

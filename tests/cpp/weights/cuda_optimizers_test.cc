@@ -27,8 +27,8 @@ namespace {
 
 // More tensors than a launch takes, of sizes around a pack's and a block's; one is misaligned.
 constexpr std::size_t kNumTensors = 51;
-// Arrays of a tensor: weights in and out and gradient are of its elements; then come two moments, their
-// maximum and the master.
+// The arrays of a tensor. The weights in and out and the gradient have the tensor's element type; then come
+// the two moments, their maximum and the master.
 constexpr std::size_t kNumElementArrays = 3;
 constexpr std::size_t kNumArrays = 7;
 constexpr std::size_t kExpAvgSq = 4;
@@ -89,7 +89,7 @@ class CudaOptimizers : public testing::Test {
     return is_square ? value * value : value;
   }
 
-  // The tensors in host memory, or in the device's.
+  // Describes the tensors, in host memory or in the device's.
   template <class Tensor>
   std::vector<Tensor> tensors(bool on_device, bool in_place) {
     std::vector<Tensor> made;

@@ -28,7 +28,8 @@ template <class T>
 class HostKernelSets : public testing::Test {
  protected:
   static constexpr std::int64_t kNumElements = 1000;
-  // Offsets into an allocation: vectors and cache lines then begin anywhere.
+  // The number of offsets into an allocation that are tested, so that vectors and cache lines begin at every
+  // place.
   static constexpr std::int64_t kNumOffsets = 17;
 
   std::vector<T> random_values() {
@@ -134,7 +135,8 @@ TYPED_TEST(HostKernelSets, StreamingWritesNothingBeyondItsElements) {
   }
 }
 
-// The weights in and out are of 2 bytes, masters and moments of 4: their lines begin elsewhere.
+// The weights in and out have elements of 2 bytes, masters and moments of 4 bytes, so their cache lines begin
+// at different elements.
 TEST(HostKernelSetsOfBFloat16, AdamGivesTheSameBits) {
   constexpr std::int64_t kNumElements = 1000;
   constexpr std::int64_t kNumOffsets = 33;

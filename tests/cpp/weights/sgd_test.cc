@@ -62,7 +62,7 @@ template <class T>
 class Sgd : public testing::Test {
  protected:
   static constexpr DType kDType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
-  // Room for rounding only: a fused multiply-add differs from two roundings by an ulp or so.
+  // Allows for rounding only: a fused multiply-add differs from two roundings by about one ulp.
   static constexpr T kTolerance = 16 * std::numeric_limits<T>::epsilon();
 
   std::vector<T> random_values(std::size_t num_elements) {
@@ -81,7 +81,7 @@ TYPED_TEST_SUITE(Sgd, Elements);
 
 constexpr std::int64_t kNumSteps = 3;
 
-// A step of one tensor.
+// Does one step of one tensor.
 template <class T>
 void step(const SgdOptions& options, std::int64_t num_elements, const T* weight_in, T* weight_out,
           const T* gradient, T* momentum_buffer, bool first_step, double gradient_scale = 1,
@@ -208,7 +208,7 @@ TYPED_TEST(Sgd, OneStepOverManyTensorsIsOneStepOverEach) {
   EXPECT_EQ(weights, expected);
 }
 
-// The gradient is the widened one, and nothing else is rounded.
+// The step uses the gradient widened to float32, and only the weights that are written are rounded.
 TEST(SgdOfBFloat16, StepsTheMasterAsAFloat32WeightAndWritesItRounded) {
   std::mt19937_64 generator(1);
   std::normal_distribution<float> distribution;

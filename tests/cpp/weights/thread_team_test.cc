@@ -1,4 +1,5 @@
-// The thread team runs every task once, whoever comes late, and whoever else wants it.
+// The thread team runs every task once, even if threads come late or another caller wants the team at the
+// same time.
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>
@@ -101,7 +102,7 @@ TEST(ThreadTeam, ManyCallersShareItSafely) {
   for (std::thread& caller : callers) caller.join();
 }
 
-// It once waited, at its exit, for threads that are not there.
+// The child once waited at its exit for threads that a fork does not copy.
 TEST(ThreadTeam, AForkedChildRunsAllTasksByItselfAndExits) {
   times_run(ThreadTeam::of_process(), 3, 100);
   const pid_t child = ::fork();

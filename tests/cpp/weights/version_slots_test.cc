@@ -37,7 +37,7 @@ class StageWeights {
     const SlotIndex source = slots_.slot_of(slots_.newest());
     const SlotIndex target = slots_.begin_update();
     const std::int64_t updated = content_at(source) + 1;
-    content_at(target) = kPoison;  // whatever lay there is gone from here on
+    content_at(target) = kPoison;  // the slot's old content is lost from here on
     if (slots_.num_slots() > 1) {
       EXPECT_EQ(content_at(source), slots_.newest().value());
     }

@@ -1,4 +1,5 @@
-// The frame header: what is encoded is what is decoded, and everything else is refused with its field's name.
+// The frame header: a header that is encoded is decoded to the same one, and every wrong header is refused
+// with the name of the field that is wrong.
 #include "wire/frame.h"
 
 #include <gtest/gtest.h>
@@ -62,14 +63,14 @@ FrameHeader tensor_header() {
   return header;
 }
 
-// Its bytes are in the receiver's slot already.
+// The header of a tensor whose bytes the sender has already placed in the receiver's slot.
 FrameHeader placed_header() {
   FrameHeader header = tensor_header();
   std::swap(header.placed_bytes, header.payload_bytes);
   return header;
 }
 
-// A fifth of its bytes, as topk makes of it.
+// The header of a tensor that topk has encoded to a fifth of its bytes.
 FrameHeader encoded_header() {
   FrameHeader header = tensor_header();
   header.codec = CodecKind::kTopK;
@@ -251,7 +252,7 @@ TEST(Frame, RandomBytesAreRefused) {
 }
 
 TEST(Frame, RandomFieldsAreReadOnlyWhereNoRuleIsBroken) {
-  // Small values everywhere, so that many get past the envelope, and some all the way.
+  // All fields have small values, so that many headers pass the first checks and some pass all checks.
   std::mt19937_64 random(4);
   int num_accepted = 0;
   for (int round = 0; round < 50'000; ++round) {
@@ -500,7 +501,8 @@ TEST(Fingerprint, OrderLengthAndSeedCount) {
   EXPECT_EQ(fingerprint(bytes_of(text)), original);
 }
 
-// As when two samples of a minibatch change places: the words of a lane add up to the same then.
+// Two samples of a minibatch may change places, for example: then the sum of each lane's words stays the
+// same.
 TEST(Fingerprint, OrderOfStripesCounts) {
   for (const std::uint64_t label : {1u, 2u, 1000u}) {
     std::vector<std::uint64_t> labels(64, 0);
