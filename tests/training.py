@@ -268,8 +268,8 @@ def expected_versions(
     staleness: int = 0,
     microbatches: int = 1,
 ) -> list[list[tuple[int, int]]]:
-    """Returns [stage][minibatch]: the weight versions that (the forward of the minibatch's first microbatch,
-    the backward of its last one) must read."""
+    """Returns [stage][minibatch] -> (forward, backward): the weight versions that the forward of the
+    minibatch's first microbatch and the backward of its last one must read."""
     how: dict[str, Any] = {"schedule": schedule, "staleness": staleness, "microbatches": microbatches}
     return [
         [(read[0][0], read[-1][1]) for read in of_stage]
@@ -280,7 +280,8 @@ def expected_versions(
 def expected_microbatch_versions(
     plan: Plan, num_minibatches: int, *, schedule: str, staleness: int, microbatches: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Returns [stage][minibatch][microbatch]: the weight versions that (forward, backward) must read."""
+    """Returns [stage][minibatch][microbatch] -> (forward, backward): the weight versions that each must
+    read."""
     m, replicas = microbatches, [stage.num_replicas for stage in plan.stages]
     drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
     rounds = [math.lcm(m, *(replicas if drains else [count])) // m for count in replicas]

@@ -26,7 +26,7 @@ def _make_model() -> nn.Sequential:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a whole checkpoint, a damaged one and one that is not complete."""
+    """A folder with a whole checkpoint, a damaged one, and one that is not complete."""
     path = tmp_path / "C"
     write_checkpoint(path, _make_model(), PLAN, 6)
     damaged = write_checkpoint(path, _make_model(), PLAN, 12)

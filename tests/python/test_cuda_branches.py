@@ -1,8 +1,7 @@
-"""The branches that ask torch.cuda, on a double of its functions (tests/cuda_double.py).
+"""The branches that ask torch.cuda, tested on a stand-in for its functions (tests/cuda_double.py).
 
-These are the branches that no machine without a GPU reaches. Not reached are those of tensors that are on a
-device: the native optimizers' launch, the asynchronous server's stream, the meter of links, and
-the residuals of codecs.
+Without a GPU no other test reaches these branches. Branches for tensors on a device stay untested here: the
+native optimizers' launch, the asynchronous server's stream, the meter of links, and residuals of codecs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 _TOP = Path(__file__).parents[2]
-# The directory of setup.py.
+# The directory in which setup.py builds the core.
 _CMAKE_DIR = _TOP / "build" / "python" / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 _LAYER = {"forward_ms": 10.0, "backward_ms": 20.0, "activation_bytes": 4096, "parameter_bytes": 1 << 30}
@@ -27,8 +27,8 @@ _PROFILE = {
     "layers": [{"name": "a", **_LAYER}, {"name": "b", **_LAYER, "activation_bytes": 0}],
 }
 
-# Stands before the compiler. It copies the objects that CMake's directory of this tree has, so that a wheel
-# costs a configuration and a link.
+# CMake calls this script instead of the compiler. It copies object files that this tree's build has, so that
+# building a wheel takes only a configuration and a link.
 _LAUNCHER = """#!/bin/sh
 for argument; do
   case $previous in
@@ -59,7 +59,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    # An old pipedream.egg-info would add what it lists.
+    # A new --egg-base: an old pipedream.egg-info in this tree would add the files that it lists.
     command = ("egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder)
     _run(sys.executable, "setup.py", "-q", *command, cwd=_TOP)
     (archive,) = folder.glob("*.tar.gz")
@@ -67,7 +67,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compiled_files() -> Iterator[str]:
-    """The files of this tree that were read when the core was compiled, by ninja's own notes."""
+    """Yields the files of this tree that were read when the core was compiled, by ninja's log of
+    dependencies."""
     ninja = Path(sys.executable).parent / "ninja"
     reads = False
     for line in _run(ninja, "-C", _CMAKE_DIR, "-t", "deps", cwd=_TOP).splitlines():
@@ -112,7 +113,8 @@ def test_a_wheel_of_the_source_distribution_works_in_a_clean_environment(sdist: 
     install = (sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", *offline, wheel)
     _run(*install, cwd=tmp_path)
     site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    # Its dependencies: behind its own packages, and without the .pth files of this environment.
+    # Adds this environment's packages for the dependencies: they come after the venv's own packages, and
+    # their .pth files are not read.
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     code = "import pipedream, pipedream._core as core; print(pipedream.__file__, core.__file__)"

@@ -1,4 +1,5 @@
-"""The documents, and the reference that is made from the docstrings. What needs Sphinx is skipped without."""
+"""The documents, and the reference that Sphinx makes of the docstrings. Tests that need Sphinx are skipped
+if it is not installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The examples that need libraries train as a stranger starts them: small and short. Where a library is not
-installed, what is said of that is what is tested."""
+"""The examples that need libraries train, started as a user starts them, with small models. If a library is
+not installed, the example's error is tested instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def _needs(*libraries: str) -> pytest.MarkDecorator:
 
 
 def _run(folder: Path, name: str, *arguments: str, said: str = "2 stages on 2 workers") -> str:
-    """said: part of what it prints; the planner may leave a worker out where a model is so small."""
+    """Runs an example. said: text that it must print; the planner may leave a worker out for a small
+    model."""
     command = [sys.executable, str(_EXAMPLES / name), *arguments, "--output-dir", str(folder)]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -86,7 +87,8 @@ def test_a_missing_library_is_told_in_one_line(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name)
     )
-    # What it imports now has found no torchvision: tests of this process that come later import it anew.
+    # This module would remember that there is no torchvision. monkeypatch removes it afterwards, so that
+    # later tests import it anew.
     monkeypatch.setitem(sys.modules, "torchvision_import", ModuleType("torchvision_import"))
     monkeypatch.syspath_prepend(str(_EXAMPLES))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""tools/gpu_check.py: what it would run, and what becomes of steps that fail, hang or find no time."""
+"""tools/gpu_check.py: the steps that it would run, and its report of steps that fail, hang or find no
+time."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
 
 def test_a_step_that_hangs_ends_with_its_children_at_its_limit(tmp_path: Path) -> None:
     group = gpu_check.Group(tmp_path / "log", 60.0)
-    # The child holds the pipe: reading all that is said would wait for it.
+    # The child keeps the pipe open: reading the whole output would wait for it.
     code = (
         "import subprocess, sys; print('began', flush=True);"
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])"

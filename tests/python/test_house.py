@@ -1,5 +1,5 @@
-"""The order of the house, both halves: a folder imports only itself and folders before it, and what plans
-needs no torch. CONTRIBUTING.md says the order to people."""
+"""The order of folders in Python and C++: a folder imports only itself and folders before it in the list, and
+planning imports no torch. CONTRIBUTING.md explains the order."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _ON_TOP = {"__init__", "__main__", "_core", *_COMMANDS}
 
 
 def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
-    """The package's own modules that a module imports, dotted, without "pipedream.". of_annotations: include
-    imports for types alone."""
+    """Yields the package's modules that a module imports, such as "stage.weights". of_annotations: also those
+    under `if TYPE_CHECKING`."""
     tree = ast.parse(path.read_text())
     if not of_annotations:
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
@@ -80,7 +80,7 @@ def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
 
 
 def _modules() -> dict[str, Path]:
-    """The modules of all folders, such as "stage.weights", each with its file."""
+    """Returns {module, such as "stage.weights": its file} for all folders."""
     return {
         f"{folder}.{path.stem}": path
         for folder in PYTHON_FOLDERS
@@ -102,7 +102,7 @@ def test_python_imports_downwards_only() -> None:
         floor = PYTHON_FOLDERS.index(module.split(".")[0])
         for imported in _imports(path):
             folder = imported.split(".")[0]
-            # The core is below all folders, the command above.
+            # The core is below all folders.
             if folder in ("_core", "__version__"):
                 continue
             if folder not in PYTHON_FOLDERS or PYTHON_FOLDERS.index(folder) > floor:
@@ -187,7 +187,8 @@ def test_planning_needs_no_torch() -> None:
 
 
 def _texts_that_choose(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """In comparisons, in cases, and as keys of a dict where something is looked up. Each with its line."""
+    """Yields (line, text) of texts by which code chooses: in comparisons, in `case`, and as keys of a dict in
+    which something is looked up."""
     for node in ast.walk(tree):
         chosen: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -214,7 +215,7 @@ def test_no_source_but_the_schedules_rules_chooses_by_a_schedules_name() -> None
         asking += [
             f"{module}:{line}: {lines[line - 1].strip()}"
             for line, text in _texts_that_choose(ast.parse(path.read_text()))
-            # The package has a schedule's name.
+            # "pipedream" is also the package's name.
             if text in names and (text != "pipedream" or "schedule" in lines[line - 1])
             if not module.startswith("reference.")
         ]
@@ -234,7 +235,7 @@ def test_no_source_but_the_executors_chooses_by_an_opcodes_name() -> None:
     names = set(re.findall(r'\.name = "(\w+)"', table.read_text()))
     assert {"FORWARD", "BACKWARD", "UPDATE", "EVALUATE", "SEND", "RECV"} <= names
     names -= {"SEND", "RECV"}  # the two ends of an edge
-    # One does what is handed out, the other measures a forward, a backward and an update for predictions.
+    # stage_loop executes instructions. measured_costs measures forwards, backwards and updates.
     may_choose = {"stage.stage_loop", "launch.measured_costs"}
     asking = []
     for module, path in _modules().items():

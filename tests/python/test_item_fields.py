@@ -1,4 +1,4 @@
-"""ItemFields: what goes beside the tensors of an item, with the members of the core's own struct."""
+"""ItemFields, which an item carries beside its tensors, has the members of the core's struct."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""README, the documents and the package's docstring show code that runs as it is shown. Nothing is trained: a
-run goes as far as the start of its processes."""
+"""The code in README, in the documents and in the package's docstring runs as it is shown. Nothing is
+trained: a run stops where it would start its processes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _block_with(text: str, page: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, Any]]]:
-    """Collects (model, job options) of each run() instead of running it, in a folder of its own; profiles are
-    short."""
+    """Collects (model, job options) of each run() instead of running it. The working folder is a new one, and
+    profiling times one minibatch."""
     started: list[tuple[Any, Any]] = []
 
     def run_locally(model: Any, data: Any, options: Any, *_: Any) -> RunResult:
@@ -66,7 +66,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple
 
     measure = profiler.profile
     monkeypatch.setattr(runner, "run_locally", run_locally)
-    # First the package, which takes the function from its module when it is first asked for it.
+    # The package first: it loads its attribute from the module, which must still have the real function then.
     monkeypatch.setattr(pipedream, "profile", profile)
     monkeypatch.setattr(profiler, "profile", profile)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -117,7 +117,7 @@ def _count_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 
 
 def _example() -> dict[str, Any]:
-    """The names that the examples leave to the reader."""
+    """Returns values for the names that the examples do not define."""
     loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     return {
         "__name__": "__main__",
@@ -248,7 +248,7 @@ def test_the_evaluation_of_the_document_runs(runs: list[tuple[Any, Any]]) -> Non
 
 
 def _table_under(heading: str) -> list[list[str]]:
-    """The rows of the table under a heading of README, without its head."""
+    """Returns the rows of the table under a heading of README, without the header row."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -1,5 +1,4 @@
-"""The rules of style that a program can check, over the files that git knows, beside those of clang-format
-and ruff."""
+"""Checks the rules of style that clang-format and ruff do not know, in all files that git tracks."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _NAMES_THAT_SAY_NOTHING = r"n|idx|tmp|foo|bar|(?:data|buf|buffer|value|tensor|re
 
 
 def _files(*folders: str) -> Iterator[Path]:
-    """Those that git knows; without git, those that are there."""
+    """Yields the files that git tracks in these folders; without git, all files."""
     command = ["git", "ls-files", "--", *folders]
     listed = subprocess.run(command, cwd=_TOP, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
@@ -67,7 +66,8 @@ def test_a_source_says_first_what_it_is() -> None:
     silent = []
     for path in _cpp_files():
         first = _text(path).splitlines()[0]
-        # The header of a source, or of what it tests, describes it.
+        # A source file needs no comment if it first includes its own header, or that of the code that it
+        # tests.
         header = re.match(r'#include "[\w/]*?(\w+)\.h"', first)
         is_described = header is not None and header.group(1) == path.stem.removesuffix("_test")
         if not first.startswith("//") and not is_described:
@@ -137,7 +137,7 @@ def test_private_members_of_cpp_end_in_an_underscore() -> None:
 
 
 def test_a_test_of_python_is_named_by_its_fact() -> None:
-    # A fact has a subject and a verb.
+    # A fact has a subject and a verb, so at least two words.
     fact = re.compile(r"test(?:_[a-z0-9]+){2,}\Z")
     found = [
         f"{_place(path, node.lineno)}: {node.name}"
@@ -149,12 +149,12 @@ def test_a_test_of_python_is_named_by_its_fact() -> None:
     assert not found
 
 
-# A list of bindings has nothing to follow, however long it is, nor has a table.
+# Blocks that may be long: declarations, tables, and lists of bindings, which a reader need not follow.
 _NO_CODE = ("namespace", "class", "struct", "enum", "extern", "void bind_")
 
 
 def _function_lengths(path: Path) -> Iterator[tuple[int, int]]:
-    """(line, lines of its body) of each function."""
+    """Yields (line, number of lines of the body) of each function."""
     if path.suffix in _CPP_SUFFIXES:
         begin = 0
         for line, text in enumerate(_text(path).splitlines(), start=1):
@@ -189,7 +189,7 @@ def test_the_changelog_has_a_place_for_what_is_not_released() -> None:
 
 
 _FIRST_WORDS_REFUSED = ("Of", "As", "What", "That", "Where", "Else", "Which")
-# Such a docstring says of what, by whom or when, and leaves out what it is about.
+# A docstring that begins with such a word says when, from where or by whom, but not what the thing is.
 _FIRST_WORDS_REFUSED_IN_PYTHON = ("After", "Before", "Beside", "By", "From", "Per", "Those", "Until", "Whose")
 
 

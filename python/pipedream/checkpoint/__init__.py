@@ -1,1 +1,1 @@
-"""The state of stages, in files and on its way to rank 0."""
+"""The state of stages: in the files of checkpoints, and on its way between ranks."""

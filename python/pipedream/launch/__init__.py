@@ -1,1 +1,1 @@
-"""The start of a run in the caller: its options, where its workers are, local workers."""
+"""Starts runs: checks options, starts local workers, or makes a rank of torchrun a worker."""

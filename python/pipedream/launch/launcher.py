@@ -355,7 +355,7 @@ def _remove_if_left(temporary: Path, name: str) -> None:
         if status.st_uid != os.getuid() or status.st_mode & _OTHERS:
             return
         with _opened(_LOCK, os.O_RDWR, within=folder) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the owner lives
             _empty(folder)
             os.rmdir(temporary / name)  # removes only an empty folder, whichever has the name now
 

@@ -195,7 +195,8 @@ class _Profiling:
     def _measure(
         self, run: _Linked, pair: tuple[int, int], device: torch.device, key: str
     ) -> list[MeasuredLink]:
-        """Measures both directions at the leader; returns nothing at the follower."""
+        """Measures one pair. The leader returns the figures of both directions, the follower an empty
+        list."""
         leader, follower = pair
         core = self._links.make_core(run, device)
         channels = _placed(run, core, device, _channels_of(pair), key)

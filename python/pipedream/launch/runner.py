@@ -352,8 +352,8 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMini
 
 
 def _with_evaluation(model: Model, options: JobOptions) -> JobOptions:
-    """Adds to the options where the plan cuts the model's forward in eval mode. One forward with the first
-    validation minibatch finds that."""
+    """Runs the model once in eval mode with the first validation minibatch. Adds to the options where the
+    plan's cuts are in that forward."""
     validation = options.validation
     if validation is None:
         return options

@@ -82,7 +82,7 @@ CALLER = -1  # in place of a rank: the process that called run(), if it forwards
 
 @dataclass(frozen=True)
 class TieSpec:
-    """A parameter that several stages share, as the channels need it. stages[0] owns it."""
+    """The facts that channels need about a parameter that several stages share. stages[0] owns it."""
 
     stages: tuple[int, ...]
     spec: TensorSpec
@@ -93,7 +93,7 @@ class TieSpec:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The exchange of one shard between replicas, as the channels need it."""
+    """The facts about one shard that the channels between replicas need."""
 
     num_chunks: int
     chunk_bytes_max: int
@@ -109,7 +109,7 @@ class ShardSpec:
 
 
 def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
-    """Returns the name of the channel beside a push that carries factors."""
+    """Returns the name of the channel for factors that belongs to a push's channel."""
     return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
@@ -517,7 +517,7 @@ def data_channels(plan: Plan, forwarded: ForwardedData, schedule: _core.Schedule
 
 
 def _data_ends(plan: Plan) -> list[tuple[str, int, int]]:
-    """(INPUTS or TARGETS, stage, replica) of every reader of data."""
+    """Returns (INPUTS or TARGETS, stage, replica) for every worker that reads data."""
     stages = ((INPUTS, 0), (TARGETS, plan.num_stages - 1))
     return [
         (channel, stage, replica)

@@ -116,7 +116,7 @@ class Pulse:
         self.stop()
 
     def stop(self) -> None:
-        """Stops. May be called again. Afterwards the core is not called any more."""
+        """Stops the pulse; afterwards no thread of it calls the core. Idempotent."""
         self._stopping.set()
         self._thread.join()
 

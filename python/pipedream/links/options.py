@@ -57,7 +57,7 @@ class LinkOptions:
         return self.transport in ("auto", "ipc")
 
     def core_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of _core.Worker."""
+        """Returns the arguments of _core.Worker that concern links."""
         keys = self.keys
         return {
             "transport": "zmq",

@@ -348,7 +348,7 @@ class Rendezvous:
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:
-            pass  # there is no store to stay for
+            pass  # the store is gone, so there is nothing to wait for
 
     def _note_heard(self, store: dist.Store) -> None:
         if self._rank is not None:

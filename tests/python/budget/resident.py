@@ -1,4 +1,4 @@
-"""A layer with some versions of its weight in device memory, for tests of who reads them."""
+"""Makes a layer with some versions of its weight in device memory, for tests of ResidentVersions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST = torch.device("cpu")
 
 
 def memory(num_bytes: int) -> Tensor:
-    """Whose content is NaN."""
+    """Returns memory filled with bytes 0xFF, which floats read as NaN."""
     return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
 

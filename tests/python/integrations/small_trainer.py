@@ -1,4 +1,4 @@
-"""A tiny classifier that a Trainer or a PipelineTrainer trains, at a rank of the farm too."""
+"""Trains a tiny classifier with a Trainer or a PipelineTrainer, also at a rank of the farm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = ["Trained", "assert_same", "make_trainer", "samples", "train"]
 
-NUM_LAYERS = 17  # where the model may be cut, and one more
+NUM_LAYERS = 17  # one more than the places where the model may be cut
 _OPTIONS: dict[str, Any] = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
@@ -41,7 +41,7 @@ class Trained:
     log: list[dict[str, float]]
     weights: dict[str, Tensor]
     files: set[str]
-    """In the output folder, without those that only a Trainer or only a pipeline writes."""
+    """The files in the output folder, without those that only a Trainer or only a pipeline writes."""
 
 
 def _model() -> Any:
@@ -61,7 +61,7 @@ def samples(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def make_trainer(folder: Path, *, is_pipeline: bool, given: dict[str, Any], **options: Any) -> Any:
-    with _without_torchrun():  # TrainingArguments would make a process group, as in a script
+    with _without_torchrun():  # under torchrun TrainingArguments would make a process group
         args = transformers.TrainingArguments(str(folder), **copy.deepcopy(_OPTIONS | options))
     make = PipelineTrainer if is_pipeline else transformers.Trainer
     if is_pipeline:

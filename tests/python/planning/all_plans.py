@@ -1,4 +1,4 @@
-"""Every plan there is, for exact searches to be held against."""
+"""Makes all possible plans, to which tests compare the result of an exact search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["enumerate_plans"]
 
 
 def enumerate_plans(num_layers: int, num_workers: int, straight: bool = False) -> Iterator[tuple[Stage, ...]]:
-    """On at most so many workers; straight: of one replica a stage."""
+    """Yields all plans on at most num_workers workers. straight: only those with one replica per stage."""
 
     def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
         if first == num_layers:

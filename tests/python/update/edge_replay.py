@@ -1,5 +1,4 @@
-"""Replays what several workers' programs send and receive by themselves, in one thread: queues in the
-place of the core's channels."""
+"""Replays the programs of several workers in one thread. Queues replace the core's channels."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ def replay(
     transfers: Sequence[EdgeTransfers],
     compute: Callable[[_core.Instruction], None],
 ) -> set[str]:
-    """transfers: by rank. compute: does what is no SEND or RECV. Gives the edges whose items went between
-    two workers."""
+    """Runs all programs. Returns the edges between two workers on which items of EdgeTransfers travelled.
+
+    transfers: one for each rank. compute: does the instructions that are no SEND or RECV."""
     programs = [
         deque(_core.make_program(options, rank, num_minibatches)) for rank in range(options.num_workers)
     ]
@@ -45,14 +45,14 @@ def replay(
                 if instruction.opcode == "RECV" and queue is not None and not queue:
                     break
                 program.popleft()
-                if edge.kind in ("activation", "gradient"):  # tokens that keep the workers' order
+                if edge.kind in ("activation", "gradient"):  # empty items, which only keep the order
                     made: list[Tensor] = (
                         [] if instruction.opcode == "SEND" or queue is None else queue.popleft()
                     )
                 else:
                     received: list[Tensor] = []
                     if instruction.opcode == "RECV" and queue is not None:
-                        # Read no sooner: what is sent lies where it is until the receiver has it.
+                        # Copies only now: the sender's tensors must stay unchanged until they are received.
                         received = [tensor.clone() for tensor in queue.popleft()]
                     made = own.do(_work(instruction, received))
                     travelled.add(str(edge))

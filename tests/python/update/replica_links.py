@@ -1,4 +1,4 @@
-"""Queues in the place of the core's channels and exchange, for the replicas of one stage."""
+"""Replaces the core's channels and its ShardExchange by queues, for tests of one stage's replicas."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _KINDS = ("push_to", "push_from", "factors_to", "factors_from", "pull_to", "pull
 
 
 class ReplicaLinks:
-    """Items that were sent and not received, by channel; one object for all replicas."""
+    """Replaces the core for all replicas. Holds the items that were sent and not received, by channel."""
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Any]] = {}
         self.known_end: int | None = None
         self.sent: list[str] = []
         self.num_calls = 0
-        """By which items were sent."""
+        """Calls of send_items()."""
 
     def make_exchange(self, **spec: Any) -> Any:
         return QueuedExchange(self, **spec)
@@ -70,15 +70,16 @@ class ReplicaLinks:
 
 
 class QueuedExchange:
-    """Stands for the core's ShardExchange where all that it waits for has come; it makes no means."""
+    """Replaces the core's ShardExchange. It never waits: items must be there already. It gives the parts of a
+    gradient, but not their mean."""
 
     def __init__(self, links: ReplicaLinks, *, rounds: _core.Rounds, replica: int, **spec: Any) -> None:
         self.links, self.rounds, self.replica = links, rounds, replica
         self.chunks, self.peers, self.slots = spec["chunks"], spec["peers"], spec["own_slots"]
         self.waits: list[int] = []
-        """For what was pushed to leave: rounds that may stay."""
+        """The argument of each wait_for_pushes()."""
         self.pushed: dict[int, tuple[int, list[Tensor] | None]] = {}
-        """By replica, of the next round: microbatches, and the factors that have come."""
+        """replica -> (microbatches, factors if any) that it has pushed for the next round."""
         self._own: list[Tensor | None] | None = None
         self._newest = rounds.first_version
         self._newest_pulled = dict.fromkeys(self.peers, rounds.first_version)
@@ -96,7 +97,7 @@ class QueuedExchange:
             self.links.put(self._channel(other, "push_to"), [], fields)
 
     def begin_push_from(self, other: int) -> None:
-        """RECV push."""
+        """Does the instruction RECV push."""
         factors = self._channel(other, "factors_from")
         if factors:
             tensors, fields = self.links.queues[factors].popleft()
@@ -176,7 +177,7 @@ class QueuedExchange:
 
 
 def channels_of(replica: int, num_replicas: int) -> ReplicaChannels:
-    """Named by sender and receiver: "push 0 1"."""
+    """Returns the names of a replica's channels. "push 0 1" is the one from replica 0 to replica 1."""
 
     def names(what: str, *, sends: bool) -> Mapping[int, str]:
         others = [other for other in range(num_replicas) if other != replica]

@@ -1,5 +1,5 @@
-"""Replays what the replicas of one stage do, by their programs, in one thread: whoever is chosen does its
-next instruction, so that any delay may be tried, and what every forward reads is kept."""
+"""Replays the programs of one stage's replicas in one thread. A test chooses which replica does its next
+instruction, so that it can try any delays. The weights that each forward reads are recorded."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def options_of(num_replicas: tuple[int, ...], sync: str, staleness: int = 0) -> 
 
 @dataclass
 class Read:
-    """The versions that one forward has read."""
+    """The weights that one forward has read."""
 
     version: int
     content: list[Tensor]
     contained: tuple[int, int] | None
-    """With asynchronous shards, as RunResult.updates_read."""
+    """The updates in these weights, as in RunResult.updates_read; None unless shards are asynchronous."""
 
 
 class ReplayedReplica:
-    """One replica of the first stage. Its weights begin as zeros; SGD with lr 1."""
+    """One replica of the first stage. Its weights begin as zeros, and SGD has lr 1."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ReplayedReplica:
         return [leaf.detach().clone() for leaf in self.weights.own.leaves(self.slot_of(version))]
 
     def may_go_on(self) -> bool:
-        """Whether its next instruction has what it waits for."""
+        """Whether the replica's next instruction need not wait."""
         if not self.program:
             return False
         instruction, edge = self.program[0], self.program[0].edge
@@ -142,7 +142,7 @@ class ReplayedReplica:
             self.server.apply(read, write, 1.0, lambda step: step())
             self.newest += 1
         elif edge is not None and edge.kind == "push" and instruction.opcode == "SEND":
-            if minibatch != self._pushed:  # for all others
+            if minibatch != self._pushed:  # one push() sends to all other replicas
                 self.server.push(minibatch, self._gradient_slot)
             self._pushed = minibatch
         elif edge is not None and edge.kind == "push":
@@ -153,7 +153,7 @@ class ReplayedReplica:
             self.exchange.tell_end()
 
     def clients_waiting(self) -> list[int]:
-        """Replicas of which something has come that an asynchronous shard may serve now."""
+        """Returns the replicas whose pushes this replica's asynchronous shard can serve now."""
         return [q for q in self._awaits_end if self.links.num_queued(f"push {q} {self.replica}")]
 
     def serve(self, other: int) -> None:
@@ -163,12 +163,12 @@ class ReplayedReplica:
         self.server.serve(other, item)
 
     def _contained(self, server: AsynchronousServer, version: int) -> tuple[int, int]:
-        """So far, of the own shard and the others'."""
+        """Returns the fewest and the most updates that a shard of this version contains so far."""
         own, others = (found.get(version, ()) for found in (server._contained, self.exchange.contained()))
         return min(*own, *others), max(*own, *others)
 
     def _backward(self, minibatch: int, version: int) -> None:
-        """By autograd, so that hooks see it."""
+        """Computes the gradients by autograd, so that hooks are called."""
         self._gradient_slot = self.slot_of(version)
         self.server.begin_last_backward(minibatch, 1.0)
         leaves = self.weights.own.leaves(self._gradient_slot)
@@ -208,7 +208,8 @@ class ShardReplay:
         ]
 
     def run(self, choose: Callable[[int], int]) -> None:
-        """choose: of so many that can go on, who does."""
+        """Runs until nobody can go on. choose: gets the number of possible moves, returns the index of
+        one."""
         while True:
             moves: list[Callable[[], None]] = [r.go_on for r in self.replicas if r.may_go_on()]
             moves += [

@@ -1,4 +1,4 @@
-"""A stage of layers and the versions of its weights, in memory of the tests' own."""
+"""Makes a stage of layers and its weight versions, in memory that the test owns."""
 
 from __future__ import annotations
 
