@@ -31,11 +31,11 @@ _Path = Annotated[
 def show_command(
     path: _Path,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compare the files' sizes alone, and not their checksums.")
+        bool, typer.Option("--quick", help="Check only the files' sizes, not their checksums.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is in a checkpoint, or which checkpoints a folder has, and whether their files are whole."""
+    """Show a checkpoint, or a list of the checkpoints in a folder. Check whether their files are whole."""
     if (path / MANIFEST_NAME).exists():
         fields = _describe_checkpoint(path, quick)
         print_result(_show_checkpoint(fields), fields, as_json)
@@ -52,14 +52,16 @@ def export_command(
     path: _Path,
     output: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="To write: .safetensors, or .pt for a state_dict of torch.save."),
+        typer.Argument(
+            metavar="FILE", help="The file to write: .safetensors, or .pt for torch.save's format."
+        ),
     ],
     ema: Annotated[
-        bool, typer.Option("--ema", help="The averages of callbacks.EMA in the place of the weights.")
+        bool, typer.Option("--ema", help="Write the averages of callbacks.EMA instead of the weights.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the whole model of a checkpoint, the newest whole one of a folder, into one file."""
+    """Write the model of a checkpoint into one file. Given a folder, take its newest whole checkpoint."""
     check_output(output)
     from pipedream.checkpoint.whole_model import export_checkpoint
 
@@ -72,9 +74,8 @@ def export_command(
 
 
 def _describe_checkpoint(checkpoint: Path, quick: bool) -> dict[str, Any]:
-    """Returns the fields to show. "problems" has a line for each; the checkpoint is whole if there are
-    none.
-    """
+    """Returns the fields to show. "problems" has a line for each problem; it is empty if the checkpoint is
+    whole."""
     if not is_complete(checkpoint):
         problem = f"{checkpoint} is not complete: it is being written, or its run ended while writing it"
         return {"path": os.fspath(checkpoint), "problems": [problem]}

@@ -1,8 +1,9 @@
-"""The command line: pipedream explain | profile | profile-links | run | keys, and the commands of
-planning_commands.py and checkpoint_commands.py. One process, its main thread.
+"""The command line: pipedream explain | profile | profile-links | run | keys.
 
-The exit status is 0, 2 for a user's mistake, and 1 for any other failure. Either error is one line on stderr.
-With --json stdout has exactly one JSON object. Nothing here imports torch before a command needs it.
+planning_commands.py and checkpoint_commands.py have the other commands. A command runs on the main thread of
+its process. The exit status is 0 for success, 2 for a user's mistake, and 1 for any other failure; an error
+is one line on stderr. With --json stdout has exactly one JSON object. Nothing here imports torch before a
+command needs it.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ _USER_ERROR_STATUS = 2
 _FAILURE_STATUS = 1
 _INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
 
-# `run` without a plan profiles first. This is long enough for steady figures, and short compared with the
-# training.
+# `run` without a plan profiles first. 10 s give steady figures and are short compared with a training.
 _PROFILE_BEFORE_RUN_S = 10.0
 
 _PLANNED_WITH_AUTO = ("schedule", "microbatches")
@@ -79,7 +79,7 @@ _RESULT_FIELDS = (
 app = typer.Typer(
     name="pipedream",
     help="Pipeline-parallel training of PyTorch models.",
-    epilog="PIPEDREAM_TRACEBACK=1 shows where in the code an error arose.",
+    epilog="PIPEDREAM_TRACEBACK=1 shows the whole traceback of an error.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -87,8 +87,8 @@ app = typer.Typer(
 
 _TARGET = typer.Argument(
     metavar="TARGET",
-    help="path/to/file.py:function or package.module:function; the function returns a mapping or an"
-    " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
+    help="A function: path/to/file.py:function or package.module:function. It returns a mapping or an object"
+    " with model, data, loss_fn, for `run` an optimizer, and any other argument of pipedream.run.",
 )
 _Target = Annotated[str, _TARGET]
 
@@ -112,14 +112,14 @@ def pipedream(
 def profile_command(
     target: _Target,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile here.")] = None,
-    minibatches: Annotated[int, typer.Option(help="Minibatches to time at most.")] = 1000,
-    seconds: Annotated[float | None, typer.Option(help="Seconds to time at most.")] = None,
+    minibatches: Annotated[int, typer.Option(help="The most minibatches to time.")] = 1000,
+    seconds: Annotated[float | None, typer.Option(help="The most seconds to time.")] = None,
     calibrated_for: Annotated[
         int | None,
         typer.Option(
             "--calibrate",
             metavar="WORKERS",
-            help="Measure by short runs with so many workers on this machine what a run adds, for"
+            help="Also measure the costs of a run, by short runs with so many workers on this machine, for"
             " `partition --cost-model calibrated`.",
         ),
     ] = None,
@@ -165,7 +165,7 @@ def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
 
 
 def _given(job: Job, *names: str) -> dict[str, Any]:
-    """Returns those of these arguments of run() that the job has."""
+    """Returns the values that the job has for these arguments of run()."""
     return {name: job.options[name] for name in names if name in job.options}
 
 
@@ -176,15 +176,18 @@ def explain_command(
         Path | None, typer.Option(metavar="FILE", help="Save a picture here: .svg, .png or .pdf.")
     ] = None,
     plan_path: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Mark the cuts of this plan in the picture.")
+        Path | None, typer.Option("--plan", metavar="FILE", help="Mark this plan's cuts in the picture.")
     ] = None,
     options: Annotated[
-        bool, typer.Option("--options", help="Show which options exclude each other, and why.")
+        bool,
+        typer.Option("--options", help="Show which options exclude each other, and why. Needs no TARGET."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere; or, with
-    --options, which options exclude each other."""
+    """Show where a model can be cut, which tensors cross there, and why it cannot be cut elsewhere.
+
+    With --options, show which options exclude each other.
+    """
     if options:
         print_result(*describe_exclusions(), as_json)
         return
@@ -256,17 +259,24 @@ def run_command(
         typer.Option(
             "--plan",
             metavar="FILE",
-            help="A file from `partition`, or each stage's replicas, such as 2-1.",
+            help="A file that `partition` saved, or the number of replicas of each stage, such as 2-1.",
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Without --plan: profile and plan for so many.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="With --workers, for example 10Gbit/s.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Instead of --plan: profile first, and plan for so many workers.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="With --workers: bandwidth of the links between workers, for example 10Gbit/s."),
+    ] = None,
     links: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
+        typer.Option(
+            metavar="FILE", help="With --workers: the links that `profile-links` measured, not --bandwidth."
+        ),
     ] = None,
     straight: Annotated[
-        bool, typer.Option("--straight", help="With --workers: one replica per stage.")
+        bool, typer.Option("--straight", help="With --workers: give every stage one replica.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
@@ -276,8 +286,8 @@ def run_command(
 ) -> None:
     """Train a model as a pipeline of worker processes.
 
-    What TARGET returns besides model, data and loss_fn are arguments of pipedream.run. An option given here
-    counts more than the job's own, and that more than the default.
+    TARGET may return any argument of pipedream.run. An option of this command overrides the value that TARGET
+    returns, and that overrides the default.
     """
     from pipedream.launch.fork_server import start_server
     from pipedream.launch.target import load_job
@@ -318,18 +328,23 @@ def run_command(
 
 @app.command("profile-links")
 def profile_links_command(
-    transport: Annotated[str, typer.Option(help="As of `run`: auto, tcp, shm or ipc.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="How tensors travel, as for `run`: auto, tcp, shm or ipc.")
+    ] = "auto",
     keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This machine's, made by `pipedream keys`.")
+        Path | None, typer.Option(metavar="FILE", help="This machine's key file, made by `pipedream keys`.")
     ] = None,
-    bind: Annotated[str | None, typer.Option(help="The address or interface to listen on.")] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="This machine's address or interface on which workers listen.")
+    ] = None,
     ports: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="The ports to listen at, as 29600-29620.")
+        str | None,
+        typer.Option(metavar="RANGE", help="The ports at which workers listen, such as 29600-29620."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Without keys on a network that you trust.")
+        bool, typer.Option("--insecure", help="Listen without keys, on a network that you trust.")
     ] = False,
-    seconds: Annotated[float, typer.Option(help="For each figure of a pair at most.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="The most seconds for each figure of a pair.")] = 1.0,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -362,7 +377,7 @@ def keys_command(
     ],
     machines: Annotated[
         int | None,
-        typer.Option(help="A file per machine, machine-0.json and so on, each with its own pair."),
+        typer.Option(help="Make a file for each of so many machines: machine-0.json, machine-1.json, ..."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -472,7 +487,8 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        # The descriptor is for other processes and C++. The name is for another sys.stdout.
+        # Child processes and C++ write to file descriptor 1. Python code writes to sys.stdout, which may be
+        # another file.
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
@@ -498,7 +514,7 @@ app.add_typer(checkpoint_app)
 
 
 def _run_command(arguments: list[str] | None) -> int:
-    """Runs a command and returns the exit status. Only here do errors become one line."""
+    """Runs a command and returns the exit status. Turns errors into one line."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         status = app(given or ["--help"], prog_name="pipedream", standalone_mode=False)
@@ -515,7 +531,7 @@ def _run_command(arguments: list[str] | None) -> int:
     except PipelineError as error:
         return _fail(error, _FAILURE_STATUS)
     except Exception as error:
-        # Wrong options. Typer's exception for them is not among its public names.
+        # Typer's exception for wrong options has no public name; it has this method.
         if hasattr(error, "format_message"):
             return _fail(describe_usage_error(error), _USER_ERROR_STATUS)
         return _fail(error, _FAILURE_STATUS, f"{type(error).__name__}: {error}")

@@ -42,9 +42,8 @@ def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> Non
 
 
 def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    """Returns the value of the option that is given, in partition()'s form. Raises ValueError unless one
-    is.
-    """
+    """Returns --links or --bandwidth in the form for partition(). Raises ValueError unless exactly one is
+    given."""
     if links is not None and bandwidth is None:
         return LinkProfile.load(links)
     if bandwidth is not None and links is None:
@@ -52,12 +51,12 @@ def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile
     raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
 
 
-# Keys are the beginnings of pydantic's names for errors. Typer reads values by pydantic.
+# Typer reads values by pydantic. Keys are the first words of pydantic's error types, such as "int_parsing".
 _WANTED = {"int": "a whole number", "float": "a number"}
 
 
 def describe_usage_error(error: Any) -> str:
-    """Describes typer's exception for wrong options by the value, and by the remedy if the value is wrong."""
+    """Returns the text for typer's exception for wrong options: "--workers is 'x': give a whole number"."""
     cause = error.__cause__ or error.__context__
     option = getattr(error, "param", None)
     if option is not None and hasattr(cause, "errors"):

@@ -1,4 +1,4 @@
-"""The commands that plan and show what would be run: partition, table, simulate, trace. Torch-free."""
+"""The commands that plan, predict and draw: partition, table, simulate, trace. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,16 +27,23 @@ __all__ = ["add_planning_commands"]
 
 _BANDWIDTHS = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s"
 
-_Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
-_Sync = Annotated[str, typer.Option(help="How replicas agree: bsp, ssp, asp or allreduce, as of run.")]
+_Microbatches = Annotated[int | None, typer.Option(help="Microbatches per minibatch.")]
+_Sync = Annotated[
+    str, typer.Option(help="How replicas agree on weights: bsp, ssp, asp or allreduce, as for `run`.")
+]
 _Staleness = Annotated[
-    int, typer.Option(help="How many rounds older a version replicas may read than without.")
+    int, typer.Option(help="With --sync ssp: by how many rounds weights may be older than with bsp.")
 ]
 _OptimizerCopies = Annotated[
-    float, typer.Option(help="Of the weights, as its state: 0 plain SGD, 1 momentum, 2 Adam.")
+    float,
+    typer.Option(help="Size of the optimizer's state, in copies of the weights: 0 SGD, 1 momentum, 2 Adam."),
 ]
 _Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
+    bool, typer.Option("--recompute", help="Repeat every forward before its backward, to save memory.")
+]
+_Links = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Use the links that `profile-links` measured, instead of --bandwidth."),
 ]
 
 
@@ -49,58 +56,70 @@ def add_planning_commands(app: typer.Typer) -> None:
 
 def partition_command(
     profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `profile` saved.")],
-    workers: Annotated[int, typer.Option(help="Workers to use at most.")],
+    workers: Annotated[int, typer.Option(help="The most workers to use.")],
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of the links between workers, for example 10Gbit/s.")
+        str | None, typer.Option(help="Bandwidth of the links between workers, for example 10Gbit/s.")
     ] = None,
-    links: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
-    ] = None,
-    straight: Annotated[bool, typer.Option("--straight", help="One replica per stage.")] = False,
+    links: _Links = None,
+    straight: Annotated[bool, typer.Option("--straight", help="Give every stage one replica.")] = False,
     cost_model: Annotated[
-        str, typer.Option(help="What predicts the times: paper, or calibrated, of a calibrated profile.")
+        str,
+        typer.Option(help="How times are predicted: paper, or calibrated, which needs a calibrated profile."),
     ] = "paper",
     memory: Annotated[
         str | None,
-        typer.Option(metavar="M[,M,...]", help="Of all workers, for example 16GiB, or of each by its rank."),
+        typer.Option(
+            metavar="M[,M,...]",
+            help="Memory of a worker, for example 16GiB; or a list with one value per worker, by rank.",
+        ),
     ] = None,
     optimizer_copies: _OptimizerCopies = 1.0,
     recompute: Annotated[
         bool,
-        typer.Option("--recompute/--no-recompute", help="Whether forwards may run again to save memory."),
+        typer.Option("--recompute/--no-recompute", help="Whether stages may repeat forwards to save memory."),
     ] = True,
     schedule: Annotated[
         str,
         typer.Option(
-            help="Plan for: pipedream, unstashed, vertical_sync, 2bw, flush, gpipe; auto chooses it, and the"
-            " microbatches."
+            help="The run's schedule: pipedream, unstashed, vertical_sync, 2bw, flush or gpipe; auto chooses"
+            " schedule and microbatches."
         ),
     ] = "pipedream",
     microbatches: Annotated[
-        str | None, typer.Option(metavar="M", help="Of a minibatch, or auto; without it chosen.")
+        str | None,
+        typer.Option(metavar="M", help="Microbatches per minibatch, or auto; without it, chosen if needed."),
     ] = None,
     delay_max: Annotated[
-        float, typer.Option(help="With auto: updates that a gradient may be late in the mean; 0 is flush.")
+        float,
+        typer.Option(
+            help="With auto: the most updates by which gradients may be late in the mean; 0 is flush."
+        ),
     ] = DELAY_MAX,
     workers_per_host: Annotated[
-        int | None, typer.Option(help="That share a machine's cores, for the calibrated model.")
+        int | None, typer.Option(help="With --cost-model calibrated: workers that share a machine's cores.")
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option(metavar="X,X,...", help="Of each worker; 2 takes half as long.")
+        str | None,
+        typer.Option(
+            metavar="X,X,...", help="Speed of each worker, by rank; one of speed 2 takes half the time."
+        ),
     ] = None,
     boundaries: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="The last layer of each stage but the last one.")
+        str | None,
+        typer.Option(metavar="N,N,...", help="Fix the last layer of each stage, except the last stage's."),
     ] = None,
-    replicas: Annotated[str | None, typer.Option(metavar="N-N-...", help="Of each stage.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N-N-...", help="Fix the number of replicas of each stage.")
+    ] = None,
     spare_workers: Annotated[
-        int, typer.Option(help="Besides, as hosts without a GPU, that may serve as spare shards.")
+        int,
+        typer.Option(help="Further workers, such as hosts without a GPU, that may serve as spare shards."),
     ] = 0,
     codec: Annotated[
         str | None,
         typer.Option(
-            help="For runs with it: pushes=factors, which `run` takes from the plan. With --memory also a"
-            " codec of what crosses, for which there is room then."
+            help="Plan for runs with a codec: pushes=factors, which `run` then takes from the plan. With"
+            " --memory also a codec of activations and gradients, for which memory is reserved."
         ),
     ] = None,
     sync: _Sync = "bsp",
@@ -108,13 +127,14 @@ def partition_command(
     whole_tensors: Annotated[
         bool,
         typer.Option(
-            "--whole-tensors", help="Room for optimizers that need whole tensors, or norms of gradients."
+            "--whole-tensors",
+            help="Reserve memory for an optimizer that needs whole tensors, or for norms of gradients.",
         ),
     ] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cut a profiled model into the fastest stages."""
+    """Plan a profiled model: cut it into the stages with the smallest predicted time per minibatch."""
     check_output(output)
     plan = partition(
         Profile.load(profile_file),
@@ -151,18 +171,19 @@ def table_command(
         list[Path],
         typer.Argument(metavar="PROFILE...", help="Files that `profile` saved, or folders of them."),
     ],
-    workers: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of workers.")] = "4,8,16",
+    workers: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Numbers of workers to plan for.")
+    ] = "4,8,16",
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="B,B,...", help=f"Of the links between workers; without it {_BANDWIDTHS}."),
+        typer.Option(
+            metavar="B,B,...", help=f"Bandwidths of the links between workers; without it {_BANDWIDTHS}."
+        ),
     ] = None,
-    links: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
-    ] = None,
+    links: _Links = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict how much faster the best plans are than one worker and than data parallel."""
+    """Predict how much faster the best plans are than one worker, and than data parallelism."""
     from pipedream.planning.speed_table import describe_speeds, make_speeds, read_profiles
 
     counts = _numbers("--workers", workers, int)
@@ -203,17 +224,14 @@ def simulate_command(
         str,
         typer.Option(
             help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel, or"
-            " auto, which is the plan's."
+            " auto: the schedule for which the plan was made."
         ),
     ] = "pipedream",
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of the links between workers; without it the plan's.")
+        str | None, typer.Option(help="Bandwidth of the links between workers; without it the plan's.")
     ] = None,
-    links: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
-    ] = None,
-    minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
+    links: _Links = None,
+    minibatches: Annotated[int | None, typer.Option(help="The number of minibatches to simulate.")] = None,
     microbatches: _Microbatches = None,
     recompute: _Recompute = False,
     optimizer_copies: _OptimizerCopies = 1.0,
@@ -221,14 +239,18 @@ def simulate_command(
         bool | None,
         typer.Option(
             "--factors/--no-factors",
-            help="Replicas push as with run's --codec pushes=factors; without it as the plan was made for.",
+            help="Whether replicas push factors, as with run's --codec pushes=factors. Default: as planned.",
         ),
     ] = None,
     sync: _Sync = "bsp",
     staleness: _Staleness = 0,
     trace_file: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Of a run of this plan: what differs from it is named."),
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="The trace of a run of this plan: show how the prediction differs.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -239,7 +261,7 @@ def simulate_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
+    """Simulate a plan: time per minibatch, when each worker works, load of the links. Nothing is run."""
     from pipedream.simulate.measured_trace import compare_with_trace
     from pipedream.simulate.plan_simulation import simulate_plan
     from pipedream.simulate.schedule_picture import check_picture_path, is_drawn
@@ -264,7 +286,7 @@ def simulate_command(
     simulated = make(minibatches=minibatches)
     notes = []
     if output is not None:
-        check_picture_path(output)  # after the other options: it may only miss matplotlib
+        check_picture_path(output)  # last, because it may fail only for lack of matplotlib
         shows_few = minibatches is None and is_drawn(output)
         drawn = make(minibatches=minibatches_to_draw(simulated.traced.options)) if shows_few else simulated
         counters = [
@@ -285,23 +307,29 @@ def trace_command(
         str,
         typer.Option(
             help="pipedream, vertical_sync, unstashed, 2bw, flush, gpipe, interleaved, model_parallel,"
-            " data_parallel, or auto, which is the plan's."
+            " data_parallel, or auto: the schedule for which the plan was made."
         ),
     ] = "pipedream",
-    stages: Annotated[int | None, typer.Option(help="Stages, without --plan.")] = None,
+    stages: Annotated[int | None, typer.Option(help="The number of stages, if --plan is not given.")] = None,
     plan_file: Annotated[
         Path | None,
         typer.Option(
-            "--plan", metavar="FILE", help="A plan's stages, or just the replicas of each, for example 2-1."
+            "--plan",
+            metavar="FILE",
+            help="A plan that has the stages, or the number of replicas of each stage, such as 2-1.",
         ),
     ] = None,
-    minibatches: Annotated[int | None, typer.Option(help="How many to show.")] = None,
+    minibatches: Annotated[int | None, typer.Option(help="The number of minibatches to show.")] = None,
     microbatches: _Microbatches = None,
     workers: Annotated[
-        int | None, typer.Option(help="For interleaved: workers that share the stages; else half as many.")
+        int | None,
+        typer.Option(
+            help="With interleaved: workers that share the stages; without it half as many as stages."
+        ),
     ] = None,
     in_flight: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="In flight at every stage, for example 4,3,2,1.")
+        str | None,
+        typer.Option(metavar="N,N,...", help="Minibatches in flight at each stage, for example 4,3,2,1."),
     ] = None,
     recompute: _Recompute = False,
     sync: _Sync = "bsp",
@@ -310,17 +338,21 @@ def trace_command(
         str | None,
         typer.Option(
             metavar="F,B[,U]",
-            help="Forward and backward of a microbatch and update, in ms; without it a backward takes as"
-            " long as two forwards, and each of r replicas r times as long as a stage that has one.",
+            help="Milliseconds of a microbatch's forward and backward, and of an update. Without it a"
+            " backward takes two forwards, and each of r replicas takes r times as long as a single one.",
         ),
     ] = None,
-    transfer: Annotated[float, typer.Option(help="A microbatch's way to the next stage, in ms.")] = 0.0,
+    transfer: Annotated[
+        float, typer.Option(help="Milliseconds that a microbatch travels to the next stage.")
+    ] = 0.0,
     shard: Annotated[
-        float, typer.Option(help="The way of a shard, pushed or pulled, to another replica, in ms.")
+        float, typer.Option(help="Milliseconds that a shard travels to another replica, pushed or pulled.")
     ] = 0.0,
     program_file: Annotated[
         Path | None,
-        typer.Option("--program", metavar="FILE", help="Check and show the lists in FILE, as --text prints."),
+        typer.Option(
+            "--program", metavar="FILE", help="Check and show the program in FILE, in the form of --text."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -330,12 +362,15 @@ def trace_command(
         ),
     ] = None,
     versions: Annotated[
-        bool | None, typer.Option("--versions/--no-versions", help="Weight versions in the picture.")
+        bool | None,
+        typer.Option("--versions/--no-versions", help="Whether the picture shows weight versions."),
     ] = None,
-    as_text: Annotated[bool, typer.Option("--text", help="Print the workers' instruction lists.")] = False,
+    as_text: Annotated[
+        bool, typer.Option("--text", help="Print the schedule as a program: each worker's instructions.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
+    """Show a schedule as a picture like the papers', or as lists of instructions. Nothing is run."""
     from pipedream.planning.plan_schedule import minibatches_per_body
     from pipedream.planning.simulator import simulate
     from pipedream.simulate.schedule_picture import check_picture_path, draw_text
@@ -367,7 +402,7 @@ def trace_command(
         program_file,
     )
     if output is not None:
-        check_picture_path(output)  # after the other options: it may only miss matplotlib
+        check_picture_path(output)  # last, because it may fail only for lack of matplotlib
     stage_times = traced.balanced(given_times) if times is None else given_times
     per_body = minibatches_per_body(traced.options)
     simulation = simulate(traced.programs, stage_times, transfer, minibatches_per_body=per_body)

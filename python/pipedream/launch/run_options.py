@@ -253,8 +253,8 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "pipedream",
         _check_schedule,
         CommandOption(
-            "How minibatches and weight versions are ordered; auto: as the plan was made for; or a file"
-            " (.txt) with a program.",
+            "The order of minibatches and weight versions: a schedule's name, auto for the plan's own, or"
+            " a file (.txt) with a program.",
             read=_schedule_given,
         ),
     ),
@@ -263,7 +263,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "pieces that every minibatch is cut into",
         1,
         _check_microbatches,
-        CommandOption("Cut every minibatch into so many.", int),
+        CommandOption("The number of microbatches into which every minibatch is cut.", int),
     ),
     RunOption(
         "weight_fn",
@@ -285,7 +285,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "recompute",
         "`True`, or the stages that run their forward again before the backward",
         command=CommandOption(
-            "Every stage repeats its forward before the backward.",
+            "Repeat every forward before its backward, to save memory.",
             bool,
             flags=("--recompute/--no-recompute",),
         ),
@@ -295,14 +295,14 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         'what a worker may use: `"8GiB"`, or bytes',
         None,
         _or_none(lambda name, value: parse_size(value, name)),
-        CommandOption("What a worker may use, for example 8GiB.", metavar="SIZE"),
+        CommandOption("The most memory of a worker, for example 8GiB.", metavar="SIZE"),
     ),
     RunOption(
         "autocast",
         '`"bfloat16"`, or `"float16"` with loss scaling',
         None,
         _check_autocast,
-        CommandOption("bfloat16 or float16."),
+        CommandOption("Compute in bfloat16 or float16."),
     ),
     RunOption(
         "max_grad_norm",
@@ -325,8 +325,8 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         None,
         lambda _, value: parse_codec(value),
         CommandOption(
-            "What activations and gradients become between stages: bf16, fp16, int8, topk or"
-            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8,pushes=bf16 or pushes=factors.",
+            "Compress activations and gradients between stages: bf16, fp16, int8, topk or topk:0.05. Or"
+            " WHERE=CODEC,..., such as activations=bf16,1->0=int8,pushes=bf16 or pushes=factors.",
             read=parse_codec_text,
         ),
     ),
@@ -335,26 +335,26 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "a file of `pipedream keys`: encrypts all links",
         None,
         _or_none(lambda _, value: keys_of(value)),
-        CommandOption("Encrypt all links with a file from `keys`.", Path, metavar="FILE"),
+        CommandOption("Encrypt all links with this file, made by `pipedream keys`.", Path, metavar="FILE"),
     ),
     RunOption(
         "bind",
         "the address or interface that workers listen on",
-        command=CommandOption("Address or interface that workers listen on.", metavar="ADDRESS"),
+        command=CommandOption("The address or interface on which workers listen.", metavar="ADDRESS"),
     ),
     RunOption(
         "ports",
         'the ports that workers listen at, `"29600-29620"`; `None`: `PIPEDREAM_PORTS`, else any',
         None,
         _or_none(parse_ports),
-        CommandOption("Ports that workers listen at, as 29600-29620.", metavar="RANGE"),
+        CommandOption("The ports at which workers listen, such as 29600-29620.", metavar="RANGE"),
     ),
     RunOption(
         "insecure",
         "`True` listens without keys where others can reach it",
         False,
         command=CommandOption(
-            "Listen without keys where other machines can reach it.", bool, flags=("--insecure",)
+            "Listen without keys on an address that other machines can reach.", bool, flags=("--insecure",)
         ),
     ),
     RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
@@ -364,21 +364,21 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         ' `"allreduce"`',
         "bsp",
         _choice_of(*SYNCS),
-        CommandOption("How the replicas of a stage are kept alike: bsp, ssp, asp or allreduce."),
+        CommandOption("How the replicas of a stage agree on weights: bsp, ssp, asp or allreduce."),
     ),
     RunOption(
         "staleness",
         "how many rounds older versions may be than under bsp",
         0,
         _check_staleness,
-        CommandOption("With --sync ssp: how many rounds older versions may be.", int),
+        CommandOption("With --sync ssp: by how many rounds weights may be older than with bsp.", int),
     ),
     RunOption(
         "sync_every",
         "after so many updates of their own replicas take the mean of their weights",
         1,
         check_count,
-        CommandOption("After so many updates of their own replicas take the mean of their weights.", int),
+        CommandOption("Let replicas make so many updates each before they average their weights.", int),
     ),
     RunOption(
         "validation",
@@ -391,7 +391,9 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "a folder, or `pipedream.Checkpoints(folder, every=...)`: saves the run there, and continues from it",
         None,
         lambda _, value: checkpoints_of(value),
-        CommandOption("Save the run in this folder, and continue from it.", Path, metavar="FOLDER"),
+        CommandOption(
+            "Save checkpoints in this folder, and continue from the newest one there.", Path, metavar="FOLDER"
+        ),
     ),
     RunOption("recovery", "from lost workers", is_built=False),
     RunOption(
@@ -412,7 +414,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "of all random numbers; `None` continues from the caller's generators",
         None,
         _check_seed,
-        CommandOption("Seed of every worker's random numbers.", int),
+        CommandOption("The seed of all random numbers.", int),
     ),
     RunOption(
         "on_nonfinite",
@@ -437,7 +439,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "a folder: each stage writes its trained weights there",
         None,
         _or_none(_check_save),
-        CommandOption("A folder into which each stage writes its trained weights.", Path, metavar="FOLDER"),
+        CommandOption("Let each stage write its trained weights into this folder.", Path, metavar="FOLDER"),
     ),
     RunOption("progress", "show epoch, loss and samples/s on stderr", True),
     RunOption(
