@@ -244,12 +244,16 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         _check_factory("that each stage calls with its parameters", "torch.optim.SGD, lr=0.1"),
     ),
     RunOption(
-        "epochs", "times through the data", 1, check_count, CommandOption("Times through the data.", int)
+        "epochs",
+        "how often the data are iterated",
+        1,
+        check_count,
+        CommandOption("Times through the data.", int),
     ),
     RunOption(
         "schedule",
-        'a name of [schedules.md](schedules.md), or `"auto"`: what the plan was made for, with its'
-        " `microbatches`; or a `pipedream.Program`",
+        'a name of [schedules.md](schedules.md); `"auto"`: the plan\'s schedule and `microbatches`; or'
+        " a `pipedream.Program`",
         "pipedream",
         _check_schedule,
         CommandOption(
@@ -260,14 +264,14 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "microbatches",
-        "pieces that every minibatch is cut into",
+        "the number of pieces of every minibatch",
         1,
         _check_microbatches,
         CommandOption("The number of microbatches into which every minibatch is cut.", int),
     ),
     RunOption(
         "weight_fn",
-        "`(targets)` -> what a microbatch counts; `None`: its samples",
+        "`(targets)` -> how much a microbatch counts in the mean; `None`: its samples",
         None,
         _or_none(check_function),
     ),
@@ -283,7 +287,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "recompute",
-        "`True`, or the stages that run their forward again before the backward",
+        "`True`, or the stages that keep no activations and repeat their forward before the backward",
         command=CommandOption(
             "Repeat every forward before its backward, to save memory.",
             bool,
@@ -292,7 +296,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "memory",
-        'what a worker may use: `"8GiB"`, or bytes',
+        'the memory that a worker may use: `"8GiB"`, or bytes',
         None,
         _or_none(lambda name, value: parse_size(value, name)),
         CommandOption("The most memory of a worker, for example 8GiB.", metavar="SIZE"),
@@ -320,8 +324,9 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "codec",
-        '`"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per direction, pair of stages or'
-        ' `"pushes"`, where `"factors"` may be, too',
+        'sends fewer bytes: `"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per'
+        ' direction, pair of stages or `"pushes"`, which also takes `"factors"`'
+        " ([transport.md](transport.md#codecs))",
         None,
         lambda _, value: parse_codec(value),
         CommandOption(
@@ -332,7 +337,7 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "keys",
-        "a file of `pipedream keys`: encrypts all links",
+        "a key file made by `pipedream keys`: encrypts all links",
         None,
         _or_none(lambda _, value: keys_of(value)),
         CommandOption("Encrypt all links with this file, made by `pipedream keys`.", Path, metavar="FILE"),
@@ -351,38 +356,40 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "insecure",
-        "`True` listens without keys where others can reach it",
+        "`True` lets workers listen without keys where other machines can reach them",
         False,
         command=CommandOption(
             "Listen without keys on an address that other machines can reach.", bool, flags=("--insecure",)
         ),
     ),
-    RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
+    RunOption(
+        "peer_timeout", "seconds after which a silent worker counts as lost", 15.0, _check_peer_timeout
+    ),
     RunOption(
         "sync",
-        'how the replicas of a stage are kept alike: `"bsp"`, `"ssp"` with `staleness`, `"asp"`,'
-        ' `"allreduce"`',
+        'how [replicas of a stage](parameter-server.md) agree on weights: `"bsp"`, `"ssp"` with'
+        ' `staleness`, `"asp"`, `"allreduce"`',
         "bsp",
         _choice_of(*SYNCS),
         CommandOption("How the replicas of a stage agree on weights: bsp, ssp, asp or allreduce."),
     ),
     RunOption(
         "staleness",
-        "how many rounds older versions may be than under bsp",
+        'with `"ssp"`: by how many rounds the versions that replicas read may be older than with `"bsp"`',
         0,
         _check_staleness,
         CommandOption("With --sync ssp: by how many rounds weights may be older than with bsp.", int),
     ),
     RunOption(
         "sync_every",
-        "after so many updates of their own replicas take the mean of their weights",
+        "above 1, each replica updates weights of its own, and all take their mean after so many updates",
         1,
         check_count,
         CommandOption("Let replicas make so many updates each before they average their weights.", int),
     ),
     RunOption(
         "validation",
-        '`pipedream.Validation(data, metrics={}, every="epoch")`: held-out data that are evaluated',
+        'held-out data to evaluate: `pipedream.Validation(data, metrics={}, every="epoch")`',
         None,
         _check_validation,
     ),
@@ -402,16 +409,18 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         None,
         _or_none(check_function),
     ),
-    RunOption("callbacks", "objects that are told of the run, and may steer it", (), _check_callbacks),
+    RunOption(
+        "callbacks", "[objects](callbacks.md) that hear of the run, and may steer it", (), _check_callbacks
+    ),
     RunOption(
         "state",
-        "where another run has ended: `result.state`",
+        "`result.state` of a run to [continue](#going-on-where-a-run-ended)",
         None,
         _or_none(_check_state),
     ),
     RunOption(
         "seed",
-        "of all random numbers; `None` continues from the caller's generators",
+        "the seed of all random numbers; `None` continues from the caller's generators",
         None,
         _check_seed,
         CommandOption("The seed of all random numbers.", int),
@@ -430,7 +439,8 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "weights",
-        "of a model on the meta device: a function of a module, or safetensors; `None`: the modules' own",
+        "initial weights of a model on the meta device: a function of a module, or safetensors;"
+        " `None`: the modules' own",
         None,
         _check_weights,
     ),
