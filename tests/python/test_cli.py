@@ -57,7 +57,7 @@ class Outcome:
         self.status, self.stdout, self.stderr = status, stdout, stderr
 
     def error(self) -> str:
-        """The one line on stderr, nothing being on stdout."""
+        """Returns the error's line. Asserts that stdout is empty and stderr has only that line."""
         assert self.stdout == ""
         assert self.stderr.startswith("pipedream: error: ")
         assert self.stderr.count("\n") == 1
@@ -81,7 +81,8 @@ class Caller:
 def call(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Caller]:
-    """main() in a folder with a profile and a target, whose imports are taken away afterwards."""
+    """Calls main() in a folder with a profile, a plan and a target. Removes the target's module
+    afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("RANK", raising=False)
@@ -95,7 +96,8 @@ def call(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stands in for the profiler and the runner, which need torch: notes what the command gave them."""
+    """Replaces the profiler and run(), which need torch, and records the arguments that a command gives
+    them."""
     noted: dict[str, Any] = {}
 
     def profile(model: Any, batches: Any, loss_fn: Any, **options: Any) -> Profile:
@@ -124,7 +126,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             describe_channels=lambda: "channel  transport",
         )
 
-    # With its own import of the profiler, which another test may have had it make before.
+    # pipedream.launch.profiling holds a reference to the profiler if an earlier test has imported it.
     monkeypatch.setattr(importlib.import_module("pipedream.launch.profiling"), "profile", profile)
     module = ModuleType("pipedream.profiling.profiler")
     module.profile = profile  # type: ignore[attr-defined]
@@ -467,7 +469,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
 
 
 def job_file(more: str) -> str:
-    """A target whose job has more than TARGET's."""
+    """Writes a target whose job has further values, given as source text. Returns its name."""
     Path("cli_target.py").write_text(
         f"def make():\n    return dict(model='m', data=[1, 2], loss_fn=len, optimizer=list, {more})\n"
     )
@@ -562,7 +564,7 @@ def test_partition_chooses_the_schedule_and_simulate_takes_the_plans(call: Calle
 
 
 def test_straight_gives_a_plan_without_replicas_where_the_fastest_has_some(call: Caller) -> None:
-    # One layer that computes and one that does not: the fastest plan replicates.
+    # One layer computes and the other does not, so the fastest plan has replicas.
     layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
     Profile(layers, model="tiny").save("profile.json")
     arguments = ["partition", "profile.json", "--workers", "2", "--bandwidth", "10Gbps", "--output", "p.json"]
@@ -733,7 +735,7 @@ def test_other_ranks_than_the_first_print_nothing(
 def test_failure_of_a_run_is_one_line_with_its_status(
     call: Caller, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
 ) -> None:
-    # Raised by no line of a user's, as an error of run is.
+    # The mock raises outside user code, as run() does, so the error names no line of it.
     monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(Mock(side_effect=error)))
     outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
     assert (outcome.status, outcome.stdout) == (status, "")

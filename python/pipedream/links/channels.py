@@ -296,8 +296,8 @@ def channels_of_run(
     evaluated: Mapping[int, Boundary] | None = None,
 ) -> list[RunChannel]:
     """Returns all channels of a run: one for each edge of the schedule between two workers, and those for
-    data and weights. Every worker makes the same list, with two exceptions. It leaves the tensors empty at
-    cuts that are not its own. It leaves out the caller's channels if it reads no data.
+    data and weights. Every worker makes the same list, with two exceptions. A worker leaves the tensors
+    empty at cuts that are not its own, and leaves out the caller's channels if it reads no data.
 
     boundaries: the boundaries of the cuts at this worker's stages, by the stage upstream.
     forwarded: None if the caller forwards nothing, or if this worker reads no data.
