@@ -5,11 +5,11 @@
     python examples/char_lm.py --workers 3 --checkpoint-dir results/char_lm/checkpoints
     torchrun --nproc-per-node 2 examples/char_lm.py
 
-Killed, the third continues from its newest checkpoint when it is started again.
+The third command continues from its newest checkpoint if it was killed and is started again.
 
-The planner chooses the schedule unless one is given. All ways to start it give the same losses for the
-same seed and plan. A plan made from timings may differ from run to run, so the first one is kept in the
-output folder and used again.
+The planner chooses the schedule unless you give one. All commands give the same losses for the same seed and
+plan. A plan depends on measured times and may differ from run to run, so the script keeps the first one in
+the output folder and uses it again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 CHARACTERS = string.printable  # any other character of the text becomes "?"
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH_SIZE = 64, 128, 4, 4, 32
-DELAY_MAX = 0.25  # updates: AdamW loses more by late gradients than a few more microbatches cost
+DELAY_MAX = 0.25  # in updates; late gradients cost AdamW more than additional microbatches do
 TEXT_LENGTH, HELD_OUT_LENGTH = 1_000_000, 50_000
 
 
 class Embed(nn.Module):
-    """Characters (batch, context) to vectors (batch, context, WIDTH) that know their position."""
+    """Embeds characters (batch, context) and their positions as vectors (batch, context, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP, each on normalised input and added to what comes in."""
+    """Causal self-attention and an MLP, both with layer norm before and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Characters (batch, context) to scores (batch, context, len(CHARACTERS))."""
+    """Returns layers that map characters (batch, context) to scores (batch, context, len(CHARACTERS))."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embed())
     for number in range(1, BLOCKS + 1):
         layers[f"block{number}"] = Block()
@@ -82,7 +82,7 @@ def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def load_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """(to train on, held out): the start of the standard library's modules, in order of their names."""
+    """Returns (training, held-out) text: the start of the standard library's modules, by name."""
     code = {character: index for index, character in enumerate(CHARACTERS)}
     codes: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -93,7 +93,7 @@ def load_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_loader(text: torch.Tensor, num_minibatches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Random windows of the text, as (characters, the characters that follow them)."""
+    """Returns a loader of random windows of the text, as (characters, the next characters)."""
     windows = text.unfold(0, CONTEXT + 1, 1)
     dataset = TensorDataset(windows[:, :-1], windows[:, 1:])
     sampler = RandomSampler(dataset, num_samples=num_minibatches * BATCH_SIZE)
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
     options = parser.parse_args()
 
-    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
@@ -181,7 +181,7 @@ def main() -> None:
         path = options.output_dir / "plan.json"
         plan = make_plan(model, loader, num_workers, path, options.microbatches)
     else:
-        plan = pipedream.Plan.straight(len(model), num_workers)  # rank 0's plan is used everywhere
+        plan = pipedream.Plan.straight(len(model), num_workers)  # a placeholder: all ranks use rank 0's plan
     if is_main:
         print(plan, "\n", flush=True)
 

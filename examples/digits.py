@@ -24,7 +24,7 @@ BATCH_SIZE = 48
 
 
 def make_model() -> nn.Sequential:
-    """Images (batch, 1, 8, 8) to scores (batch, 10). A plan may cut after any of these layers."""
+    """Returns layers that map images (batch, 1, 8, 8) to scores (batch, 10). A plan may cut after any."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 1
     for number, wider in enumerate((32, 32, 64, 64), start=1):
@@ -40,7 +40,7 @@ def make_model() -> nn.Sequential:
 
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """(to train on, held out): images scaled to 0..1, and the digits they show."""
+    """Returns (training, held-out) data: images scaled to 0..1, and their digits."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("results/digits"))
     options = parser.parse_args()
 
-    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
@@ -88,7 +88,7 @@ def main() -> None:
         profile = pipedream.profile(model, loader, loss_fn, minibatches=60)
         plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
     else:
-        plan = pipedream.Plan.straight(len(model), num_workers)  # rank 0's plan is used everywhere
+        plan = pipedream.Plan.straight(len(model), num_workers)  # a placeholder: all ranks use rank 0's plan
     if is_main:
         print(plan, "\n", flush=True)
 

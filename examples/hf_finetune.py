@@ -5,11 +5,11 @@
     python examples/hf_finetune.py --checkpoint-dir results/hf_finetune/checkpoints
     torchrun --nproc-per-node 2 examples/hf_finetune.py
 
-Stopped by Ctrl-C or killed, the third continues with the same plan when it is started again. The planner
-chooses the schedule unless one is given. Nothing is downloaded: the model is made from a configuration
-(--pretrained FOLDER takes weights that you have), the text is that of this repository, and a token is a byte.
-Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's own. make examples
-brings the libraries.
+The third command continues with the same plan if it was stopped or killed and is started again. The planner
+chooses the schedule unless you give one. Nothing is downloaded: the model is made from a configuration
+(--pretrained FOLDER uses weights that you have), the text is that of this repository, and a token is a byte.
+Batches are dicts of input_ids, attention_mask and labels, and the loss is the model's own. `make examples`
+installs the libraries.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ except ModuleNotFoundError:
 Batch = dict[str, torch.Tensor]
 
 PAD, END, VOCABULARY = 256, 257, 258  # after the 256 bytes
-DELAY_MAX = 0.25  # updates: AdamW loses more by late gradients than a few more microbatches cost
+DELAY_MAX = 0.25  # in updates; late gradients cost AdamW more than additional microbatches do
 IGNORED = -100  # as a label: no token to predict
 ARCHITECTURES = ("gpt2", "llama")
 
 
 def make_model(architecture: str, width: int, blocks: int, context: int) -> nn.Module:
-    """A small one with random weights; its forward takes the entries of a batch and returns a loss."""
+    """Returns a small model with random weights. Its forward takes a batch's entries and returns a loss."""
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": END, "eos_token_id": END, "pad_token_id": PAD}
     heads = max(1, width // 32)
     if architecture == "gpt2":
@@ -63,7 +63,7 @@ def make_model(architecture: str, width: int, blocks: int, context: int) -> nn.M
 
 
 def read_text(given: Path | None) -> bytes:
-    """The file's, or that of this repository's documents and programs."""
+    """Returns the text of the file, or of this repository's documents and programs."""
     if given is not None:
         return given.read_bytes()
     repository = Path(__file__).resolve().parents[1]
@@ -72,7 +72,7 @@ def read_text(given: Path | None) -> bytes:
 
 
 def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
-    """Lines together, as many as fit into the context, each example ending with END."""
+    """Joins as many lines as fit into the context to one example, and ends each example with END."""
     examples: list[list[int]] = []
     current: list[int] = []
     for line in text.splitlines(keepends=True):
@@ -84,7 +84,7 @@ def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
 
 
 def collate(examples: Sequence[Sequence[int]]) -> Batch:
-    """A batch as transformers' models take it, padded to its longest example."""
+    """Returns the batch as transformers' models take it, padded to its longest example."""
     input_ids = torch.full((len(examples), max(map(len, examples))), PAD)
     attention_mask = torch.zeros_like(input_ids)
     for row, example in enumerate(examples):
@@ -95,7 +95,7 @@ def collate(examples: Sequence[Sequence[int]]) -> Batch:
 
 
 def num_tokens(batch: Batch) -> torch.Tensor:
-    """Number of tokens over which the model's loss is the mean: nobody predicts the first."""
+    """Returns the number of tokens over which the loss is the mean: all but each example's first."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
@@ -120,9 +120,10 @@ def make_plan(
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
-    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). microbatches: None lets the
-    planner choose them. optimizer: what a run with it takes on this machine is measured (about a minute),
-    for a closer prediction."""
+    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1"). microbatches:
+    None lets the planner choose the number. optimizer: measures runs with it on this machine (about a minute)
+    for a closer prediction.
+    """
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
     print("profiling", flush=True)
@@ -165,7 +166,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
@@ -198,7 +199,7 @@ def main() -> None:
         plan.save(options.output_dir / "plan.json")
         untrained = evaluate(model, held_out_loader)
     else:
-        plan = pipedream.Plan.straight(num_workers, num_workers)  # rank 0's plan is used everywhere
+        plan = pipedream.Plan.straight(num_workers, num_workers)  # a placeholder: all ranks use rank 0's plan
 
     num_updates = epochs * len(loader)
     result = pipedream.run(

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/image_classifier.py mobilenet_v3_small
 
 The network has random weights and the images are scikit-learn's 1,797 handwritten digits, scaled up, so
-nothing is downloaded. A fifth is held out for the accuracy after each epoch. make examples brings the
+nothing is downloaded. A fifth is held out for the accuracy after each epoch. `make examples` installs the
 libraries.
 """
 
@@ -30,9 +30,9 @@ NUM_CLASSES = 10
 
 
 def make_model(name: str) -> nn.Module:
-    """The network with random weights: images (batch, 3, size, size) to scores (batch, NUM_CLASSES).
+    """Returns the network with random weights; it maps images (batch, 3, size, size) to NUM_CLASSES scores.
 
-    Raises SystemExit, in one line, for a name or a library that is not there."""
+    Raises SystemExit, in one line, for an unknown name or a missing library."""
     if importlib.util.find_spec("torchvision") is None:  # timm needs it, too
         sys.exit("torchvision is not installed: make examples brings it")
     import torchvision
@@ -52,7 +52,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def load_data(size: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """(to train on, held out): images (3, size, size) with mean 0, and the digits they show."""
+    """Returns (training, held-out) samples: images (3, size, size) with mean 0, and their digits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -79,8 +79,9 @@ def make_plan(
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
-    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). optimizer: what a run with it
-    takes on this machine is measured (about a minute), for a closer prediction."""
+    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1"). optimizer:
+    measures runs with it on this machine (about a minute) for a closer prediction.
+    """
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
     print("profiling", flush=True)
@@ -125,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
 
     folder = options.output_dir or Path("results") / options.model
-    folder.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    folder.mkdir(parents=True, exist_ok=True)  # fails early if the folder cannot be made
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
@@ -142,7 +143,7 @@ def main() -> None:
         print(plan, "\n", flush=True)
         plan.save(folder / "plan.json")
     else:
-        plan = pipedream.Plan.straight(num_workers, num_workers)  # rank 0's plan is used everywhere
+        plan = pipedream.Plan.straight(num_workers, num_workers)  # a placeholder: all ranks use rank 0's plan
 
     result = pipedream.run(
         model,

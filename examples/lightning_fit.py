@@ -1,11 +1,11 @@
-"""Trains a LightningModule as a pipeline of workers: the call of Trainer(...).fit(...) is what changes.
+"""Trains a LightningModule as a pipeline of workers. Only the call of Trainer(...).fit(...) changes.
 
     python examples/lightning_fit.py --workers 2
     python examples/lightning_fit.py --resume
     torchrun --nproc-per-node 2 examples/lightning_fit.py
 
-A small language model learns the bytes of this repository's own documents. Nothing is downloaded. make
-examples brings Lightning.
+A small language model learns the bytes of this repository's own documents. Nothing is downloaded. `make
+examples` installs Lightning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 
 
 class ByteModel(L.LightningModule):
-    """A decoder of blocks, as for any Trainer: nothing in it knows of pipelines."""
+    """A small decoder, written as for any Trainer: nothing in it knows of pipelines."""
 
     def __init__(self, width: int, num_blocks: int, context: int, learning_rate: float) -> None:
         super().__init__()

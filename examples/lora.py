@@ -4,9 +4,9 @@
     python examples/lora.py --pretrained FOLDER --target-modules q_proj,v_proj --blocks-adapted 2
     torchrun --nproc-per-node 2 examples/lora.py
 
-The weights of the model are frozen: they have no versions, no gradients and no optimizer state, and where
-nothing upstream of a cut is trained, no gradient crosses it. Nothing is downloaded: model and text are those
-of hf_finetune.py, beside this file. make examples brings the libraries.
+The model's weights are frozen: they have no versions, no gradients and no optimizer state. No gradient
+crosses a cut if nothing before the cut is trained. Nothing is downloaded: model and text are those of
+hf_finetune.py in this folder. `make examples` installs the libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 
 
 def add_adapters(model: nn.Module, options: argparse.Namespace) -> nn.Module:
-    """The model with adapters, which alone are trained, in its last blocks or in all."""
+    """Returns the model with adapters in its last blocks or in all. Only the adapters are trained."""
     first = options.blocks - (options.blocks_adapted or options.blocks)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",

@@ -1,9 +1,9 @@
-"""Importing this makes torchvision importable beside a torch that it was not compiled for.
+"""Makes torchvision importable with a torch that it was not compiled for: import this module first.
 
-PyPI's torchvision is compiled for the CUDA torch. Beside a CPU torch its operators (for detection) do not
-load, and `import torchvision` ends with "operator torchvision::nms does not exist". Classifiers use none of
-them, so it is enough that they are declared. transformers imports torchvision wherever it is installed, so
-its users meet this too. Where torchvision imports as it is, or is not installed, nothing is done.
+PyPI's torchvision is compiled for the CUDA torch. With a CPU torch its operators for detection do not load,
+and `import torchvision` fails with "operator torchvision::nms does not exist". Classifiers do not use these
+operators, so it is enough to declare them. transformers imports torchvision if it is installed, so its users
+meet this error too. If torchvision imports without help, or is not installed, this module does nothing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/trainer.py
     torchrun --nproc-per-node 2 examples/trainer.py
 
-A script for one device has transformers.Trainer in the place of PipelineTrainer, and no `workers`. Nothing is
-downloaded: model and data are made here. make examples brings the libraries.
+A script for one device would use transformers.Trainer instead of PipelineTrainer, without `workers`. Nothing
+is downloaded: the script makes model and data. `make examples` installs the libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAD, VOCABULARY = 0, 64
 
 
 def make_samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Counting sequences of 8 to 40 tokens: each token is the one before plus the step of its sequence."""
+    """Returns sequences of 8 to 40 tokens that count up; each sequence has a step of its own."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(count):
@@ -39,7 +39,7 @@ def make_samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pads to the longest of these samples."""
+    """Pads the samples to the longest of them."""
     tokens = torch.nn.utils.rnn.pad_sequence(
         [sample["input_ids"] for sample in samples], batch_first=True, padding_value=PAD
     )
@@ -58,7 +58,7 @@ def accuracy(predicted: Any) -> dict[str, float]:
 
 
 def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The tokens in the place of all logits, which would take much memory."""
+    """Returns the most likely tokens, which take less memory than all logits."""
     return logits.argmax(-1)
 
 
