@@ -120,9 +120,9 @@ def make_plan(
     microbatches: int | None,
     optimizer: Any = None,
 ) -> pipedream.Plan:
-    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1"). microbatches:
-    None lets the planner choose the number. optimizer: measures runs with it on this machine (about a minute)
-    for a closer prediction.
+    """Returns a plan from a profile. given: a plan's file, or the replicas of each stage ("2-1").
+    microbatches: None lets the planner choose the number. optimizer: measures runs with it on this machine
+    (about a minute) for a closer prediction.
     """
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
