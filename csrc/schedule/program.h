@@ -287,7 +287,7 @@ class ComputeCursor {
   std::vector<StageIndex> stages_;  // chunk by chunk
   ReplicaIndex replica_;            // of the only stage, where it has several
   MicrobatchOrder order_;
-  // The same at all stages here.
+  // These hold for every stage of this worker.
   Rounds rounds_;
   Rounds positions_;  // rounds_ with positions of order_ in place of microbatches
   VersionRule forward_rule_;

@@ -1,4 +1,4 @@
-// Which thread drives a transport, and that nothing is lost when another thread takes over: for every
+// The thread that drives a transport, and that nothing is lost when another thread takes over: for every
 // transport. If a test needs something to run on a certain thread, it tries again until no other thread is
 // driving.
 #include <gtest/gtest.h>
