@@ -97,10 +97,12 @@ void bind_param_server(py::module_& module) {
           [](const ShardUpdates& updates, std::int64_t replica) {
             return updates.round(ReplicaIndex(replica)).value();
           },
-          py::arg("replica"), "Of which the replica's next part is to come.")
-      .def("num_updates", &ShardUpdates::num_updates, py::arg("part"), "Gradients that the part has had.")
-      .def_property_readonly("order", &ShardUpdates::order,
-                             "By replica, whose next part it was; empty where there have been too many.");
+          py::arg("replica"), "The round of the replica's next part.")
+      .def("num_updates", &ShardUpdates::num_updates, py::arg("part"),
+           "The number of gradients applied to the part.")
+      .def_property_readonly(
+          "order", &ShardUpdates::order,
+          "The replicas whose parts were applied, in order; empty if there were too many.");
 }
 
 }  // namespace pipedream

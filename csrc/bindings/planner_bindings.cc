@@ -232,7 +232,7 @@ void bind_planner(py::module_& module) {
       py::arg("all_bytes"), py::arg("largest_bytes"), py::kw_only(), py::arg("num_replicas"),
       py::arg("num_versions"), py::arg("costs"), py::arg("share") = py::none(),
       py::arg("factored_bytes") = 0.0, py::arg("factor_bytes") = 0.0,
-      "What a replica of a stage has of its weights. share: that it owns; None: as much as the others.");
+      "Bytes of weights at a replica of a stage. share: the share that it owns; None: an equal one.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"), py::arg("num_microbatches") = 1,

@@ -62,7 +62,7 @@ void bind_placement(py::module_& module) {
             }
             return ranks;
           },
-          py::arg("stage"), "Of its replicas, in order.")
+          py::arg("stage"), "The ranks of its replicas, in order.")
       .def(
           "replica_at",
           [](const Placement& placement, std::int64_t rank) {
@@ -70,7 +70,7 @@ void bind_placement(py::module_& module) {
             if (places.empty()) throw UserError("nothing is placed at rank " + std::to_string(rank));
             return places.front().replica.value();
           },
-          py::arg("rank"), "Of the first stage there; of a spare, counted on from the replicas.")
+          py::arg("rank"), "The replica of its first stage; spares are numbered after the replicas.")
       .def(
           "stages_at",
           [](const Placement& placement, std::int64_t rank) {
@@ -78,7 +78,7 @@ void bind_placement(py::module_& module) {
             for (const StageIndex stage : placement.stages_at(Rank(rank))) stages.push_back(stage.value());
             return stages;
           },
-          py::arg("rank"), "Ascending; none for a rank that is not in use.")
+          py::arg("rank"), "Its stages, ascending; none if the rank is not in use.")
       .def(
           "__eq__", [](const Placement& placement, const Placement& other) { return placement == other; },
           py::is_operator());
@@ -97,8 +97,8 @@ void bind_rounds(py::module_& module) {
            py::arg("first_minibatch") = 0, py::arg("num_microbatches") = 1)
       .def_readonly("first_minibatch", &Rounds::first_minibatch)
       .def_readonly("num_replicas", &Rounds::num_replicas)
-      .def_readonly("minibatches_per_round", &Rounds::minibatches_per_round, "Of how many an update is made.")
-      .def_readonly("num_microbatches", &Rounds::num_microbatches, "Of every minibatch.")
+      .def_readonly("minibatches_per_round", &Rounds::minibatches_per_round, "Minibatches per update.")
+      .def_readonly("num_microbatches", &Rounds::num_microbatches, "Per minibatch.")
       .def_property_readonly("own_per_round", &Rounds::own_per_round,
                              "Microbatches that each replica has of a whole round.")
       .def(
@@ -111,29 +111,29 @@ void bind_rounds(py::module_& module) {
             }
             return own;
           },
-          py::arg("replica"), py::arg("minibatch"), "Those of the minibatch that the replica has.")
+          py::arg("replica"), py::arg("minibatch"), "The replica's microbatches of the minibatch.")
       .def(
           "is_first_of_minibatch",
           [](const Rounds& rounds, std::int64_t microbatch) {
             return rounds.is_first_of_minibatch(MicrobatchIndex(microbatch));
           },
-          py::arg("microbatch"), "Whether the replica that has it has none of its minibatch before it.")
+          py::arg("microbatch"), "Whether it is its replica's first microbatch of the minibatch.")
       .def(
           "is_last_of_minibatch",
           [](const Rounds& rounds, std::int64_t microbatch) {
             return rounds.is_last_of_minibatch(MicrobatchIndex(microbatch));
           },
-          py::arg("microbatch"), "Whether the replica that has it has none of its minibatch after it.")
+          py::arg("microbatch"), "Whether it is its replica's last microbatch of the minibatch.")
       .def(
           "is_first_of_round",
           [](const Rounds& rounds, std::int64_t minibatch, std::int64_t microbatch) {
             return rounds.is_first_own(rounds.number_of(MinibatchId(minibatch), MicrobatchIndex(microbatch)));
           },
           py::arg("minibatch"), py::arg("microbatch"),
-          "Whether the replica that has the microbatch has none of its round before it.")
+          "Whether the microbatch is its replica's first of the round.")
       .def_property_readonly(
           "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
-          "That is there when the run starts.")
+          "The version with which the run starts.")
       .def(
           "round_of",
           [](const Rounds& rounds, std::int64_t minibatch) {

@@ -158,23 +158,25 @@ void bind_shard_exchange(py::module_& module) {
                               "One owner's end of the exchange of a stage's shards. Compute thread.")
       .def("begin_update", &PyShardExchange::begin_update, py::arg("round"), py::arg("own"),
            py::arg("num_summed"),
-           "own: this replica's gradients of the round by parameter, flat, the sums over so many "
-           "microbatches; None where it has no part of it. (minibatches of the round, factors by replica)")
+           "own: this replica's flat gradients of the round, by parameter: sums over num_summed "
+           "microbatches; None if it has none. Returns (minibatches of the round, factors by replica).")
       .def("wait_for_readers", &PyShardExchange::wait_for_readers, py::arg("slot"),
-           "Until what is in the slot has left for the others.")
+           "Waits until the slot's version has been sent to all other replicas.")
       .def("begin_version", &PyShardExchange::begin_version, py::arg("slot"),
-           "So, and from now on the next version is written there.")
+           "As wait_for_readers(); then the next version is written into the slot.")
       .def("mean_of", &PyShardExchange::mean_of, py::arg("chunk"), py::arg("num_threads") = 1,
-           "Once all have pushed the chunk: of each of its pieces the mean gradient, or (what it is to be "
-           "made "
-           "of, in the order of the replicas, and the memory in which it may lie, or None).")
+           "Waits until all have pushed the chunk. For each of its pieces the mean gradient, or (the parts "
+           "of the "
+           "mean, in the order of the replicas, and memory in which it may lie, or None).")
       .def("publish", &PyShardExchange::publish, py::arg("chunk"),
-           "It is written, and leaves for the others.")
+           "The chunk of the new version is written: sends it to the others.")
       .def("end_version", &PyShardExchange::end_version)
-      .def("end_push", &PyShardExchange::end_push, py::arg("round"), "All of it has been sent.")
+      .def("end_push", &PyShardExchange::end_push, py::arg("round"),
+           "All pushes of the round were given to the channels.")
       .def("wait_for_pushes", &PyShardExchange::wait_for_pushes, py::arg("num_rounds_left"),
-           "Until at most so many rounds have not left.")
-      .def("pull_from", &PyShardExchange::pull_from, py::arg("other"), "Its next version.")
+           "Waits until pushes of at most so many rounds are still to be sent.")
+      .def("pull_from", &PyShardExchange::pull_from, py::arg("other"),
+           "Waits for the next version of this replica's shard.")
       .def("note_version", &PyShardExchange::note_version, py::arg("slot"),
            "The slot has the next version, of an update that is of no round.")
       .def(
@@ -187,7 +189,7 @@ void bind_shard_exchange(py::module_& module) {
             const auto slot = self.exchange().whole_slot();
             return slot ? std::optional(slot->value()) : std::nullopt;
           },
-          "Of that; None where it has been written over.")
+          "The slot of whole_version; None if it has been overwritten.")
       .def("contained", &PyShardExchange::contained,
            "By version, the fewest and the most gradients in the chunks of the others.");
 }

@@ -447,8 +447,9 @@ void bind_worker(py::module_& module) {
                               "One worker: device, pool, transport, channels and stage engine.");
   def_fast<PyWorker, [](PyWorker& self, FastArguments arguments) { return self.advance(arguments); }, 4>(
       worker, "advance",
-      "(tensors, fields, compute_ns, while_waiting): the work item is done and made these tensors, which "
-      "leave the list; the next. As next_work(). while_waiting: called where that has not come, with the "
+      "(tensors, fields, compute_ns, while_waiting): completes the work item, which made these tensors "
+      "(the list is emptied), and returns the next, as next_work(). while_waiting: called if it has not "
+      "come, with the "
       "item "
       "without its tensors if it is known, else with None.");
   worker
@@ -480,8 +481,8 @@ void bind_worker(py::module_& module) {
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
       .def("residuals", &PyWorker::residuals, py::arg("channel"),
-           "Of a channel that this worker sends by, per item in turn and tensor: flat uint8 tensors over "
-           "what its codec has left out so far. After seal(), before the first item or when all have left.")
+           "The residuals of a channel that sends, per item in turn and tensor: flat uint8 tensors over "
+           "what its codec has left out so far. After seal(), before the first item or when all are sent.")
       .def(
           "make_exchange",
           [](PyWorker& self, std::shared_ptr<TensorExchange> tensors, const Rounds& rounds,
@@ -510,19 +511,20 @@ void bind_worker(py::module_& module) {
            "While the first FORWARD of the minibatch at the boundary is being done, or when all is done: the "
            "program has EVALUATEs of its weights. Only at replica 0 of each stage.")
       .def("evaluate_first", &PyWorker::evaluate_first,
-           "Instead of completing the FORWARD of a group's first microbatch at the first stage: where the "
-           "schedule drains, the weights before it are evaluated first. next_work() has the EVALUATEs, then "
+           "Called instead of completing the FORWARD of a group's first microbatch, at the first stage: the "
+           "weights are evaluated before it, where the schedule drains. next_work() gives EVALUATEs, then "
            "that FORWARD again.")
       .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"), py::arg("boundary_events") = 0)
-      .def("num_minibatches", &PyWorker::num_minibatches, "Of the run; None while that is not known here.")
+      .def("num_minibatches", &PyWorker::num_minibatches,
+           "Minibatches of the run; None while that is unknown.")
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
            py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)
       .def("send_items", &PyWorker::send_items, py::arg("items"), py::arg("fields") = ItemFields{},
-           "(channel, tensors) of each. Waits for room.")
+           "items: (channel, tensors) each. Waits for room.")
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
       .def("wait_until_sent", &PyWorker::wait_until_sent, py::arg("channel"), py::arg("num_left_max") = 0,
            py::arg("timeout_s") = 1e9,
-           "Waits until at most so many items have not left, and their memory may change; False at the "
+           "Waits until at most so many items are not sent yet; the others' memory may change. False at the "
            "time-out.")
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
@@ -586,7 +588,7 @@ void bind_worker(py::module_& module) {
         return py::make_tuple(item.slot_bytes(), wire.slot_bytes(), wire.residual_bytes(), wire.encodes());
       },
       py::arg("tensors"), py::arg("codec"),
-      "Of a slot on the device, of one on the wire, of what the codec keeps; and whether it encodes "
+      "Bytes of a slot on the device, of one on the wire, and kept by the codec; whether it encodes "
       "anything.");
   module.def(
       "codec_name", [](const std::string& name) { return codec_name(codec_from_name(name)); },
