@@ -279,7 +279,7 @@ def _server_of_this_process() -> _Server:
     if _server is not None and _server.owner == os.getpid() and _server.is_usable():
         return _server
     if _server is None:
-        atexit.register(_close_server)
+        atexit.register(_close_server_at_exit)
         _server = _Server()
     else:
         _server = _server.replaced()
@@ -291,6 +291,19 @@ def _close_server() -> None:
     if _server is not None:
         _server.close()
         _server = None
+
+
+def _close_server_at_exit() -> None:
+    """Closes the server of a process that ends. Ctrl-C has nothing left to end, and would be a traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        _close_server()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _close_server()
+    finally:
+        if before is not None:  # None is a handler that is not Python's
+            signal.signal(signal.SIGINT, before)
 
 
 def _fork(files: list[int]) -> int:

@@ -244,20 +244,27 @@ import os, signal, sys
 from pipedream.launch import fork_server
 fork_server.start_server()
 print(fork_server._server._process.pid, flush=True)
-os.kill(os.getpid(), getattr(signal, sys.argv[1])) if len(sys.argv) > 1 else None
+if sys.argv[1] == "interrupted":
+    kill = fork_server._Server.kill
+    fork_server._Server.kill = lambda server: (os.kill(os.getpid(), signal.SIGINT), kill(server))
+elif sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("ends_by", [[], ["SIGKILL"]])
-def test_the_server_ends_with_the_process_that_started_it(ends_by: list[str]) -> None:
+@pytest.mark.parametrize("how", ["by itself", "interrupted", "killed"])
+def test_the_server_ends_with_the_process_that_started_it(how: str) -> None:
     paths = os.pathsep.join(path for path in sys.path if path)
     # Its end is the end of file of what it inherited, too.
     done = subprocess.run(
-        [sys.executable, "-c", _CALLER, *ends_by],
+        [sys.executable, "-c", _CALLER, how],
         env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
+        capture_output=True,
         check=False,
+        text=True,
     )
+    # Ctrl-C while the process ends showed a traceback of the server's end.
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL if how == "killed" else 0, "")
     pid = int(done.stdout)
     deadline_s = time.monotonic() + _BOUND_S
     with contextlib.suppress(psutil.NoSuchProcess):
