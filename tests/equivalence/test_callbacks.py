@@ -76,7 +76,7 @@ def test_false_at_an_epochs_end_stops_all_stages_at_a_stated_minibatch(
     recorder = _Recorder(every=5)
     result, _ = _run(training, on_epoch_end=stop_after_two, callbacks=[recorder])
     assert recorder.started[0].decision_lead == lead
-    assert result.stopped_at == 12 + lead == reports[1].takes_effect
+    assert result.stopped_at == 12 + lead == reports[1].takes_effect and not result.is_interrupted
     assert [report.epoch for report in reports] == ([0, 1] if lead == 0 else [0, 1, 2])
     for report in reports:
         assert report.first == 6 * report.epoch

@@ -126,7 +126,7 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert result.stopped_at is not None and 6 <= result.stopped_at < 40
+    assert result.is_interrupted and result.stopped_at is not None and 6 <= result.stopped_at < 40
     assert "stopping when the minibatches in flight are done" in capfd.readouterr().err
     expected, state = train_by_reference(replace(training, num_minibatches=result.stopped_at))
     torch.testing.assert_close(result.losses, expected.losses, rtol=1e-9, atol=1e-12)

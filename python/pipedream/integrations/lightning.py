@@ -45,11 +45,16 @@ __all__ = ["HONOURED", "MEANINGLESS", "REFUSED", "fit"]
 
 _OF_FIT = {
     "autocast": "precision",
+    "callbacks": "fit(callbacks=...)",
+    "checkpoints": "ModelCheckpoint",
     "data": "train_dataloaders",
+    "epochs": "max_epochs",
+    "gather": "the module of rank 0",
     "loss_fn": "training_step",
     "lr_scheduler": "configure_optimizers",
     "max_grad_norm": "gradient_clip_val",
     "microbatches": "fit(microbatches=...)",
+    "on_epoch_end": "fit(callbacks=...)",
     "optimizer": "configure_optimizers",
     "schedule": "fit(schedule=...)",
     "state": "ckpt_path",
@@ -131,6 +136,8 @@ def fit(
         **{"num_sanity_val_steps": 0} | trainer_arguments,
     )
     trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
+    if pipeline.is_interrupted:  # in the last part
+        raise KeyboardInterrupt
     strategy.warn_of_a_late_stop()
     trainer.pipeline_result = pipeline.result
     return trainer
@@ -225,7 +232,8 @@ class _PipelineStrategy:
             return True
         if number == 1:
             self.pipeline.ensure_rows(self.lightning_module.trainer, 0)
-        return number < (self.pipeline.num_batches or 0)
+        # After an interrupt the next batch is the one at which it is raised.
+        return self.pipeline.is_interrupted or number < (self.pipeline.num_batches or 0)
 
     def _has_val_batch(self, number: int) -> bool:
         return self.pipeline.has_val_row

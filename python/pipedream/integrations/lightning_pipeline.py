@@ -101,6 +101,8 @@ class Pipeline:
         """The result of the latest run."""
         self.num_batches: int | None = None
         """Batches of this epoch, if the loader has no length. Known after training on them."""
+        self.is_interrupted = False
+        """Whether Ctrl-C has asked the latest run to end."""
         self._recorder = Recorder()
         self._state: RunState | None = None
         self._optimizer: StageOptimizers | None = None
@@ -118,13 +120,16 @@ class Pipeline:
     # Called by the strategy, for Lightning.
 
     def train_row(self, trainer: Any, batch: int) -> Row:
-        if not self._train_rows:
-            self._run(trainer, self._next_part(trainer, batch))
+        self.ensure_rows(trainer, batch)
         return self._train_rows.popleft()
 
     def ensure_rows(self, trainer: Any, batch: int) -> None:
-        """Trains the next part, unless rows of an earlier one are left."""
+        """Trains the next part, unless rows of an earlier one are left. Raises KeyboardInterrupt if Ctrl-C
+        has ended that one, of which Lightning has heard all by then.
+        """
         if not self._train_rows:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
             self._run(trainer, self._next_part(trainer, batch))
 
     @property
@@ -448,7 +453,14 @@ class Pipeline:
     def _take_rows(self, part: Part) -> None:
         recorder, steps = self._recorder, self.steps
         assert steps is not None
-        train, val = shared([recorder.trained(), recorder.held_out() if part.evaluates else []])
+        assert self.result is not None
+        train, val, self.is_interrupted = shared(
+            [
+                recorder.trained(),
+                recorder.held_out() if part.evaluates else [],
+                self.result.is_interrupted,
+            ]
+        )
         for pieces in train:
             rows = [Row.of(steps.layouts[True], row) for _, row in pieces]
             samples = [count for count, _ in pieces]

@@ -51,6 +51,7 @@ from pipedream.model.validation import Validation
 from pipedream.planning.partition_arguments import AUTO
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_schedule import schedule_of
+from pipedream.report.result import RunResult
 
 if TYPE_CHECKING:
     from pipedream.integrations.transformers import PipelineTrainer
@@ -212,7 +213,7 @@ class Training:
 
     # The run.
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: Plan) -> RunResult:
         trainer, args = self._trainer, self._trainer.args
         data = Steps(
             self._loader,
@@ -247,6 +248,7 @@ class Training:
         )
         if not is_rank_0():
             trainer.state.global_step = len(result.losses)
+        return result
 
     def _validation(self) -> Validation | None:
         trainer, args = self._trainer, self._trainer.args
@@ -284,15 +286,15 @@ class Training:
         if trainer.args.eval_on_start:
             trainer._evaluate(self._trial, self._ignored_keys, skip_scheduler=True)
 
-    def end(self) -> None:
-        """Makes an evaluation that is still due at the last step, and completes the checkpoint of that
-        step.
+    def end(self, *, is_interrupted: bool) -> None:
+        """Makes an evaluation that is still due at the last step, unless that was an interrupt's choice, and
+        completes the checkpoint of that step.
         """
         if not is_rank_0():
             return
         trainer = self._trainer
         step = trainer.state.global_step
-        if trainer.control.should_evaluate:
+        if trainer.control.should_evaluate and not is_interrupted:
             self._evaluate()
             if trainer.control.should_save:  # save_strategy 'best' decides after the evaluation
                 self._step_checkpoints.want(step)

@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from pipedream.common.own_rank import is_rank_0, under_torchrun
+from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.trainer_run import Training
 from pipedream.integrations.training_arguments import check_training_arguments
@@ -125,6 +126,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
 
     # Training.
 
+    @with_short_tracebacks
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         recomputes = bool(self.args.activation_checkpointing)
         self.args.activation_checkpointing = False  # the model's own checkpointing would hide the cuts
@@ -153,14 +155,17 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
             training = self._in_run = Training(self, trial, ignore_keys_for_eval, resume_from_checkpoint)
             plan = training.agree_on_plan(prefix)
         training.begin()
-        training.run(plan)
+        result = training.run(plan)
         self._in_run = None
-        training.end()
-        if prefix is not None:  # only rank 0 has evaluated and saved
-            best = shared_by_rank_0(
-                f"{prefix}/best", lambda: [self.state.best_model_checkpoint, self.state.best_metric]
-            )
-            self.state.best_model_checkpoint, self.state.best_metric = best
+        training.end(is_interrupted=result.is_interrupted)
+        if prefix is not None:  # only rank 0 has evaluated and saved, and decides what an interrupt ends
+            of_rank_0 = [self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted]
+            told = shared_by_rank_0(f"{prefix}/best", lambda: of_rank_0)
+            self.state.best_model_checkpoint, self.state.best_metric, result.is_interrupted = told
+        if result.is_interrupted:
+            interrupt = KeyboardInterrupt()
+            interrupt.losses = result.losses  # type: ignore[attr-defined]  # as on one that run() raises
+            raise interrupt
         return self._finalize_training(trial, training.num_train_samples, training.began_s)
 
     def evaluate(

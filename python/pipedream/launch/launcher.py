@@ -157,6 +157,7 @@ def run_locally(
             _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+        result.is_interrupted = board.is_stop_asked
         result.ema = read_averages(stages, options.plan, folder)
         state = _adopted_state(folder)
         rng_of_data = rng_of_forwarded()

@@ -413,4 +413,8 @@ def _run_this_rank(
         noticed = noticed_checkpoints(options)
         around.enter_context(notices_save(noticed, has_begun=lambda: True))
         place_to_stop = replace(place, stop_order=order)
-        return run_worker(place_to_stop, options, model, data, steering=steering if place.rank == 0 else None)
+        result = run_worker(
+            place_to_stop, options, model, data, steering=steering if place.rank == 0 else None
+        )
+        result.is_interrupted = order is not None and order.is_asked
+        return result

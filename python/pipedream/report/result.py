@@ -193,6 +193,8 @@ class RunResult:
     stopped_at: int | None = None
     """How many minibatches were trained on, if Ctrl-C or a callback stopped the run: all stages ended with
     the version after that many. None if the data were used up."""
+    is_interrupted: bool = False
+    """Whether Ctrl-C in this process asked the run to end. It may have come too late to end it early."""
     continued_at: int = 0
     """The minibatch of the checkpoint from which the run continued; 0 if it did not. `versions` and
     `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include those before

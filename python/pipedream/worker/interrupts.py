@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from pipedream.links.rendezvous import Rendezvous
-from pipedream.stage.decisions import StopOrder
 from pipedream.stage.job import JobOptions
 
 __all__ = ["Interrupt", "interrupts_end", "interrupts_stop", "stop_order"]
@@ -43,6 +42,10 @@ class Interrupt:
     def ask_for_stop(self) -> None:
         self.is_stop_asked = True
 
+    @property
+    def is_asked(self) -> bool:
+        return self.is_stop_asked
+
 
 class SharedInterrupt:
     """The interrupts of a rank of torchrun, if the first stage has replicas. Each replica gets an interrupt
@@ -59,19 +62,20 @@ class SharedInterrupt:
         self._rendezvous = rendezvous
         self._rank = rank
         self._others = others
-        self._is_asked = False
+        self.is_asked = False
+        """Whether this rank was interrupted."""
         self._asked_s: float | None = None
         """The time at which this rank came to a boundary after it was interrupted."""
         self._stop_at = -1
 
     def ask_for_stop(self) -> None:
-        self._is_asked = True
+        self.is_asked = True
 
     @property
     def is_stop_asked(self) -> bool:
         """Whether all ranks know of the interrupt, at rank 0. Raises KeyboardInterrupt where that takes too
         long."""
-        if not self._is_asked:
+        if not self.is_asked:
             return False
         if self._asked_s is None:
             self._asked_s = time.monotonic()
@@ -84,7 +88,7 @@ class SharedInterrupt:
 
     @property
     def stop_at(self) -> int:
-        if self._stop_at < 0 and self._is_asked and self._rank in self._others:
+        if self._stop_at < 0 and self.is_asked and self._rank in self._others:
             if self._asked_s is None:
                 self._asked_s = time.monotonic()
                 self._rendezvous.publish(_heard_key(self._rank), True)
@@ -102,7 +106,7 @@ def _heard_key(rank: int) -> str:
     return f"heard of the interrupt/{rank}"
 
 
-def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> StopOrder | None:
+def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> Interrupt | SharedInterrupt | None:
     """The stop order of a rank of torchrun, or None where nobody may end the run early."""
     if not options.may_choose_boundaries:
         return None

@@ -351,6 +351,7 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
         ({"val_check_interval": "00:00:10:00"}, "val_check_interval is"),
         ({"callbacks": [L.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         ({"run": {"autocast": "bfloat16"}}, "run has 'autocast', which fit gives itself: use precision"),
+        ({"run": {"epochs": 2}}, "run has 'epochs', which fit gives itself: use max_epochs"),
         ({"callbacks": Timer("00:00:01:00")}, "Timer stops between batches.*give max_epochs or max_steps"),
         ({"callbacks": [TQDMProgressBar()]}, "TQDMProgressBar shows batches late. Leave it out: pipedream"),
     ],
