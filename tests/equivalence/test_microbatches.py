@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pipedream
@@ -16,7 +17,16 @@ from farm import Farm
 from oracle import assert_equals_reference, assert_memory_as_predicted
 from pipedream import Microbatches, RunResult, reference
 from pipedream.data.batch_reader import ValidationReader
-from training import State, Training, assert_close_losses, assert_close_state, state_of, train_in_pipeline
+from torch import nn
+from training import (
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    assert_equal_state,
+    state_of,
+    train_in_pipeline,
+)
 
 _STRAIGHT = ("pipedream", "unstashed", "vertical_sync")
 _PLANS = {"2-1": (2, 1), "1-2": (1, 2), "3-1": (3, 1), "2-2": (2, 2), "2-3": (2, 3)}
@@ -129,6 +139,87 @@ def test_given_microbatches_accumulate_gradients_as_a_plain_loop_does(farm: Farm
         optimizer.step()
     assert_close_losses(result.losses, losses, 1e-9)
     assert_close_state(state, state_of(model), 1e-9)
+
+
+def _accumulate(training: Training, data: Iterable[Microbatches]) -> tuple[list[float], State]:
+    """The plain loop that takes the batches one by one."""
+    model = training.model()
+    optimizer, losses = training.optimizer(model.parameters()), []
+    for minibatch in data:
+        optimizer.zero_grad()
+        count = sum(len(targets) for _, targets in minibatch)
+        parts = []
+        for inputs, targets in minibatch:
+            loss = training.case.loss_fn(model(inputs), targets)
+            (loss * (len(targets) / count)).backward()
+            parts.append(loss.item() * (len(targets) / count))
+        optimizer.step()
+        losses.append(sum(parts))
+    return losses, state_of(model)
+
+
+@dataclass(frozen=True)
+class _Cumulative(Training):
+    """Its batch norms average all batches alike."""
+
+    def model(self) -> nn.Sequential:
+        model = super().model()
+        for layer in model:
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.momentum = None
+        return model
+
+
+_NORM_SIZES = ((3, 2, 3), (2, 3, 2), (2, 3), (3, 2, 4), (2,))
+
+
+@pytest.mark.parametrize("kind", [Training, _Cumulative])
+@pytest.mark.parametrize(
+    ("num_stages", "how"),
+    [
+        (1, {"schedule": "flush"}),
+        (1, {"schedule": "pipedream"}),
+        (2, {"schedule": "flush"}),
+        (3, {"schedule": "gpipe", "recompute": True}),
+        (4, {"schedule": "interleaved"}),
+    ],
+    ids=str,
+)
+def test_given_batches_step_batch_norm_one_by_one_as_in_a_plain_loop(
+    farm: Farm, num_stages: int, how: dict[str, Any], kind: type[Training]
+) -> None:
+    training = kind("cnn", num_stages, microbatches=3, **how)
+    data, ranks = _Given(training, *_NORM_SIZES), training.num_workers
+    result, state = farm.results(train_in_pipeline, training, num_ranks=ranks, data=data)[0]
+    losses, expected = _accumulate(training, data)
+    assert result.losses == losses
+    assert_equal_state(state, expected)
+    assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((1, 1, 1), {"schedule": "pipedream"}),
+        ((1, 1), {"schedule": "unstashed", "recompute": True}),
+        ((2, 1), {"schedule": "flush"}),
+        ((1, 3), {"schedule": "pipedream"}),
+    ],
+    ids=str,
+)
+def test_given_batches_step_batch_norm_as_in_the_reference(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    training = Training("cnn", len(replicas), replicas=replicas, microbatches=3, **how)
+    data = [*_Given(training, *_NORM_SIZES)]
+    ranks = training.num_workers
+    result, state = farm.results(train_in_pipeline, training, num_ranks=ranks, data=data)[0]
+    model = training.model()
+    expected = reference.run(model, training.plan, **training.options() | {"data": data})
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, state_of(model), 1e-9)
+    dealt = [3 * minibatch + index for minibatch, given in enumerate(data) for index in range(len(given))]
+    assert state["1.num_batches_tracked"] == sum(number % replicas[0] == 0 for number in dealt)
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,21 @@ class Handover:
     """Sends values across the cuts and receives them. A cut has the number of the stage upstream of it. All
     replicas rehearse, each with the values of one replica upstream."""
 
-    def __init__(self, core: _core.Worker | None, placement: _core.Placement, replica: int = 0) -> None:
+    def __init__(
+        self,
+        core: _core.Worker | None,
+        placement: _core.Placement,
+        replica: int = 0,
+        *,
+        in_microbatches: bool = False,
+    ) -> None:
         """core: has the channels of channels.set_up_channels; None if one worker has all stages. replica:
-        this worker's replica of its stage."""
+        this worker's replica of its stage. in_microbatches: known where data are read."""
         self._core = core
         self._placement = placement
         self._replica = replica
+        self.in_microbatches = in_microbatches
+        """Whether the data yield Microbatches. Workers that read no data hear it from the stage upstream."""
         self._in_hand: dict[int, tuple[Boundary, list[Tensor]]] = {}
 
     @property
@@ -95,7 +104,7 @@ class Handover:
         for receiver in receivers[self._replica :: self._placement.num_replicas(cut)]:
             assert self._core is not None
             name = rehearsal_name(cut, receiver)
-            send_document(self._core, name, boundary.to_json())
+            send_document(self._core, name, [boundary.to_json(), self.in_microbatches])
             # send_tensors() holds its tensors until they have left, so it gets copies in host memory.
             copies = [tensor.detach().to("cpu", copy=True) for tensor in boundary.sent(tensors)]
             send_tensors(self._core, name, copies)
@@ -106,7 +115,8 @@ class Handover:
             return self._in_hand.pop(cut)
         assert self._core is not None
         name = rehearsal_name(cut, self._replica)
-        boundary = Boundary.from_json(receive_document(self._core, name))
+        text, self.in_microbatches = receive_document(self._core, name)
+        boundary = Boundary.from_json(text)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in boundary.tensors]
         tensors = [tensor.contiguous() for tensor in boundary.sent(tensors)]
         receive_tensors(self._core, name, tensors)
@@ -202,6 +212,7 @@ class Rehearsal:
             loss_fn=self._loss_fn,
             autocast=self._autocast,
             repeats=self._repeats,
+            joins_statistics=self._repeats and not self._handover.in_microbatches,
         )
         before = RngState.capture()
         if is_last:
@@ -256,10 +267,12 @@ class _StageRehearsal:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         autocast: torch.dtype | None,
         repeats: bool,
+        joins_statistics: bool,
     ) -> None:
+        """joins_statistics: whether batch norms make one step by all microbatches of a minibatch."""
         self._stage = stage
         self._repeats = repeats
-        self._statistics = MinibatchStatistics(stage) if repeats else None
+        self._statistics = MinibatchStatistics(stage) if joins_statistics else None
         self._value = value
         self._leaves: list[Tensor] = []  # the microbatch's inputs
         self._targets = targets

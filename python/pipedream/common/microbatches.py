@@ -12,7 +12,8 @@ class Microbatches(list[Any]):
 
     Each batch is one microbatch and is not cut. Shapes may differ between batches, for example if a collator
     pads each batch to its own longest text. `run` accepts as many batches as its `microbatches`, or fewer, as
-    at the end of an epoch. If `data` yields one minibatch in this form, it must yield all of them so.
+    at the end of an epoch. Each batch moves the running statistics of batch norm, as in a loop that
+    accumulates gradients. If `data` yields one minibatch in this form, it must yield all of them so.
 
         data = [pipedream.Microbatches(batches[i : i + 4]) for i in range(0, len(batches), 4)]
         pipedream.run(model, plan, data=data, microbatches=4, ...)

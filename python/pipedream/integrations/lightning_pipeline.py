@@ -38,6 +38,7 @@ from pipedream.integrations.step_attributes import no_attribute_changed
 from pipedream.integrations.whole_optimizer import StageOptimizers
 from pipedream.launch.torchrun import rendezvous_prefix, shared_by_rank_0
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
+from pipedream.model.batch_norm import has_batch_norm
 from pipedream.model.data_copies import generator_states, set_generators
 from pipedream.model.microbatch import chunk, counts_of
 from pipedream.model.seeding import generators_kept
@@ -377,7 +378,7 @@ class Pipeline:
         is.
         """
         assert self.steps is not None
-        if any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in self.steps.modules()):
+        if has_batch_norm(self.steps):
             return "batch norm would normalize each piece by itself"
         weight_fn = self.settings.run.get("weight_fn", _count_one)
         try:

@@ -27,6 +27,7 @@ from pipedream.checkpoint.checkpoints import Checkpoints
 from pipedream.checkpoint.run_state import KeptState, RunState
 from pipedream.common.errors import one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
+from pipedream.common.microbatches import Microbatches
 from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
@@ -264,6 +265,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             autocast=options.autocast,
             schedule=options.schedule_name,
             rates_by_update=options.lr_scheduler is not None and rates_by_update,
+            in_microbatches=_in_microbatches(data, first),
         )
         for caution in (*of_data, *cautions):
             warn_the_caller(caution)
@@ -280,6 +282,13 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
     if arguments["trace"] is not None and is_rank_0():
         _save_trace(result, arguments["trace"])
     return result
+
+
+def _in_microbatches(data: Iterable[Any], first: KeptMinibatch) -> bool:
+    """Whether the data are known to yield Microbatches, without another look at them."""
+    if first.parts is not None:
+        return isinstance(first.parts[0], Microbatches)
+    return isinstance(data, (list, tuple)) and len(data) > 0 and isinstance(data[0], Microbatches)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
-"""Batch norm with microbatches, as in GPipe. Each microbatch is normalised by its own statistics. The running
-statistics take one step per minibatch, by the mean and variance over all of its microbatches
-(MinibatchStatistics).
+"""Batch norm with microbatches. Each microbatch is normalised by its own statistics.
+
+If a minibatch is cut, the running statistics take one step per minibatch, as in GPipe: by the mean and
+variance over all of its microbatches (MinibatchStatistics). If data yield Microbatches, each is a batch of
+its own, as in a plain loop that accumulates gradients. Norms then take a step per batch, as they do by
+themselves.
 
 EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
 minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch
@@ -22,7 +25,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pipedream.model.stage_module import StageModule
 
-__all__ = ["EvaluatedNorms", "MinibatchStatistics"]
+__all__ = ["EvaluatedNorms", "MinibatchStatistics", "has_batch_norm"]
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 class _Moments:

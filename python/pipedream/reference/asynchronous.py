@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipedream.model.boundary import check_loss, map_tensors, to_device
 from pipedream.reference.stages import cross
-from pipedream.reference.trainer import Trainer, cut
+from pipedream.reference.trainer import Trainer
 from pipedream.reference.updates import Updater
 from pipedream.reference.versions import Versions
 
@@ -252,7 +252,7 @@ class AsynchronousTrainer(Trainer):
             flights = left
 
     def _flights(self, minibatch: int, inputs: Any, targets: Any) -> list[_Flight]:
-        pieces = cut(inputs, targets, self._num_microbatches, minibatch)
+        pieces = self._cut(inputs, targets, minibatch)
         values = [to_device(piece, self._device) for piece, _ in pieces]
         if len(self._stages) > 1:
             values = [map_tensors(Tensor.clone, value) for value in values]

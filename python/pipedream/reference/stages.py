@@ -50,16 +50,20 @@ class Stage:
     loss_fn: LossFunction | None
     """The loss function at the last stage, whose output is then the loss. None at other stages."""
     statistics_of: Sequence[MinibatchStatistics]
-    """One per replica if minibatches have several microbatches; else empty."""
+    """One per replica if minibatches are cut into several microbatches; else empty."""
     updaters: list[Updater]
     """One for the stage, or one per replica, each with parameters of its own."""
     buffers: ReplicaBuffers
     replica: int = 0
     """The replica that computes next."""
+    in_microbatches: bool = False
+    """Whether the minibatch came as Microbatches. Each of its batches then steps batch norms by itself."""
 
     @property
     def statistics(self) -> MinibatchStatistics | None:
-        return self.statistics_of[self.replica] if self.statistics_of else None
+        if self.in_microbatches or not self.statistics_of:
+            return None
+        return self.statistics_of[self.replica]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream.common.microbatches import Microbatches
 from pipedream.model.boundary import check_loss, map_tensors, to_device
 from pipedream.model.ignored_labels import IgnoredLabels, with_other_labels
 from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, sizes_of, weights
@@ -22,7 +23,7 @@ from pipedream.reference.stages import At, CutFunction, Recomputed, Stage, cross
 from pipedream.reference.updates import History
 from pipedream.reference.versions import Versions
 
-__all__ = ["Trainer", "cut"]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -72,7 +73,7 @@ class Trainer:
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """Trains one minibatch. Returns its loss."""
-        pieces = cut(inputs, targets, self._num_microbatches, minibatch)
+        pieces = self._cut(inputs, targets, minibatch)
         shares = self._shares(inputs, targets, pieces, minibatch)
         scale = self._next_scale(minibatch)
         self._note_versions(minibatch)
@@ -85,6 +86,11 @@ class Trainer:
             minibatch, [stage_index for stage_index in self._all if self._ends_round(stage_index, minibatch)]
         )
         return sum(losses)
+
+    def _cut(self, inputs: Any, targets: Any, minibatch: int) -> list[tuple[Any, Any]]:
+        for stage in self._stages:
+            stage.in_microbatches = isinstance(inputs, Microbatches) or isinstance(targets, Microbatches)
+        return _pieces_of(inputs, targets, self._num_microbatches, minibatch)
 
     def _compute(
         self,
@@ -393,7 +399,7 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
 
 
-def cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
+def _pieces_of(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
     """Returns (inputs, targets) of each microbatch. Raises ValueError if the two cannot be cut alike."""
     count = samples_of(inputs, targets)
     input_pieces, target_pieces = (

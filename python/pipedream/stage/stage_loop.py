@@ -107,6 +107,7 @@ class WorkerLoop:
         backward_seeds: Mapping[int, int],
         input_boundary: Boundary | None,
         boundaries: Mapping[int, Boundary],
+        in_microbatches: bool,
         edges: Sequence[tuple[_core.Edge, str]],
         predicted: Mapping[str, int],
         torch_pool: TorchPool | None = None,
@@ -120,6 +121,7 @@ class WorkerLoop:
         draws: keys the random draws of these stages. None keys nothing.
         backward_seeds: seeds of the backwards' random draws, by stage.
         boundaries: the cuts at these stages, by the index of the stage upstream.
+        in_microbatches: whether the data yield Microbatches.
         edges: the edges with one end at this worker, each with the name of its channel.
         predicted: bytes of each memory term.
         torch_pool: the memory in which forwards and backwards make their tensors. None leaves that to
@@ -138,6 +140,7 @@ class WorkerLoop:
         self._steered = steered
         self._edges = edges
         self._predicted = predicted
+        self._in_microbatches = in_microbatches
         self._memory: MeasuredMemory | None = None  # None while it does not train
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
@@ -330,6 +333,7 @@ class WorkerLoop:
             gradients=part.gradients,
             boundary_in=None if is_first else boundaries[stage_index - 1],
             boundary_out=None if is_last else boundaries[stage_index],
+            in_microbatches=self._in_microbatches,
             reader=self._reader if is_first or is_last else None,
             losses=self._losses if is_last else None,
             boundaries=self._boundaries,

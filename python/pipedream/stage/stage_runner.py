@@ -56,6 +56,8 @@ class StageParts:
     """The boundary with the stage upstream; None at the first stage."""
     boundary_out: Boundary | None
     """The boundary with the stage downstream; None at the last stage."""
+    in_microbatches: bool
+    """Whether the data yield Microbatches. Each of their batches steps the batch norms by itself."""
     reader: BatchReader | None
     """Reads the data at the first and the last stage; None at others."""
     losses: LossRecord | None
@@ -132,7 +134,7 @@ class StageRunner:
         self._sums_shares = options.sums_shares
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
         self._statistics: MinibatchStatistics | None = None
-        if schedule.num_microbatches > 1:
+        if schedule.num_microbatches > 1 and not parts.in_microbatches:
             self._statistics = MinibatchStatistics(stage) or None
         self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward
         self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1

@@ -48,8 +48,10 @@ def cautions_of(
     codec: Mapping[str, str] | None = None,
     autocast: Any = None,
     schedule: str | None = None,
+    in_microbatches: bool = False,
 ) -> Iterator[str]:
     """Yields the cautions, one line each. world_size: ranks that torchrun has started; None without it.
+    in_microbatches: whether the data are known to yield Microbatches.
     rates_by_update: whether each stage has a scheduler of its own, which steps with its updates. codec: the
         codec of the links. autocast, schedule: as in run().
     """
@@ -106,13 +108,24 @@ def cautions_of(
         )
     if microbatches > 1:
         if any(isinstance(module, _BatchNorm) and module.training for module in modules):
-            yield (
-                f"batch norm takes its statistics from each of a minibatch's {microbatches} microbatches by"
-                " itself, so losses differ from those of whole minibatches, and its running statistics take"
-                " one step a minibatch, so evaluations differ from those of accumulated batches;"
-                " microbatches=1 keeps both, and group norm does not depend on it"
-            )
+            yield from _cautions_of_batch_norm(plan, microbatches, in_microbatches=in_microbatches)
         yield from _cautions_of_loss(loss_fn, microbatches)
+
+
+def _cautions_of_batch_norm(plan: Plan, microbatches: int, *, in_microbatches: bool) -> Iterator[str]:
+    if not in_microbatches:
+        yield (
+            f"batch norm takes its statistics from each of a minibatch's {microbatches} microbatches by"
+            " itself, so losses differ from those of whole minibatches; microbatches=1 keeps them, data that"
+            " yield pipedream.Microbatches train as accumulated batches do, and group norm does not depend on"
+            " it"
+        )
+    elif any(stage.num_replicas > 1 for stage in plan.stages):
+        yield (
+            "each replica of a stage steps batch norm's running statistics by its own microbatches, and the"
+            " model gets the replicas' mean, so evaluations differ from those of accumulated batches; a plan"
+            " without replicas, as partition(straight=True) makes it, keeps them"
+        )
 
 
 def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[str]:

@@ -261,6 +261,7 @@ class Segment:
             backward_seeds=_backward_seeds(run, rehearsed),
             input_boundary=rehearsed.input_boundary if len(run.stages) > 1 else None,
             boundaries=rehearsed.boundaries,
+            in_microbatches=rehearsed.in_microbatches,
             edges=[
                 (channel.edge, channel.name)
                 for channel in own

@@ -69,6 +69,8 @@ class Rehearsed:
     """The boundary of a whole minibatch's inputs. None: their sizes need no plan."""
     kinds: tuple[Shapes, ...] = ()
     """The kinds that were rehearsed, where data are read. There is one, unless the plan fits shapes apart."""
+    in_microbatches: bool = False
+    """Whether the data yield Microbatches."""
     evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
     """The rehearsal of the eval-mode forward."""
 
@@ -80,7 +82,13 @@ class Rehearsed:
         if inputs is not None and other.input_boundary is not None:
             inputs = inputs.or_as(other.input_boundary)
         kinds = [kind for kind in self.kinds if not cover(other.kinds, kind)]
-        return Rehearsed(boundaries, footprints, inputs, (*kinds, *other.kinds), self.evaluation)
+        return replace(
+            self,
+            boundaries=boundaries,
+            footprints=footprints,
+            input_boundary=inputs,
+            kinds=(*kinds, *other.kinds),
+        )
 
 
 def set_up(
@@ -156,6 +164,7 @@ class _FirstMicrobatch:
     """The same as in Rehearsed, and so are the kinds."""
     kinds: tuple[Shapes, ...] = ()
     name: str = "the first minibatch"
+    in_microbatches: bool = False
 
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
@@ -203,9 +212,9 @@ def _rehearse_evaluation(
     )
 
 
-def _handover(run: AgreedRun, core: _core.Worker | None) -> Handover:
+def _handover(run: AgreedRun, core: _core.Worker | None, *, in_microbatches: bool = False) -> Handover:
     replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
-    return Handover(core, run.options.plan.placement, replica)
+    return Handover(core, run.options.plan.placement, replica, in_microbatches=in_microbatches)
 
 
 def _first_microbatch(
@@ -231,7 +240,8 @@ def _first_microbatch(
     which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
     check_alike(inputs, targets, m, minibatch=which)
-    if isinstance(inputs, Microbatches):  # each microbatch is now as large as the largest
+    in_microbatches = isinstance(inputs, Microbatches)
+    if in_microbatches:  # each microbatch is now as large as the largest
         inputs, targets, m = first_microbatch(inputs), first_microbatch(targets), 1
     count = samples_of(inputs, targets)
     with contextlib.suppress(ValueError):  # inputs that cannot cross a cut need not: they are read here
@@ -243,7 +253,7 @@ def _first_microbatch(
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]
     first_targets = chunk(targets, m, name="the targets", minibatch=which, num_samples=count)[0]
     name = f"minibatch {which}" if minibatch > 0 else f"{_FirstMicrobatch.name}{at_sizes}"
-    return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name)
+    return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name, in_microbatches)
 
 
 def _largest_of(largest_in: Mapping[str, int]) -> str:
@@ -298,8 +308,9 @@ def _rehearse(
 ) -> Rehearsed:
     """Boundaries and footprints of this worker's stages, from the first microbatch."""
     options = run.options
+    handover = _handover(run, core, in_microbatches=first.in_microbatches)
     rehearsal = Rehearsal(
-        _handover(run, core),
+        handover,
         device,
         describe=functools.partial(run.plan.describe_worker, run.rank),
         name=first.name,
@@ -311,7 +322,13 @@ def _rehearse(
         for_recompute=_stages_that_may_recompute(run),
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
-    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.kinds)
+    return Rehearsed(
+        rehearsal.boundaries,
+        rehearsal.footprints,
+        first.input_boundary,
+        first.kinds,
+        handover.in_microbatches,
+    )
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:

@@ -46,6 +46,9 @@ class Net(L.LightningModule):
         super().__init__()
         self.scheduler = scheduler
         self.layers = nn.ModuleList([nn.Linear(16 if index == 0 else 24, 24) for index in range(4)])
+        if scheduler == "normalized":
+            self.layers[0] = nn.Sequential(self.layers[0], nn.BatchNorm1d(24))
+            self.layers[3] = nn.Sequential(nn.BatchNorm1d(24, momentum=None), self.layers[3])
         self.shift = nn.Parameter(torch.zeros(24))
         self.head = nn.Linear(24, 4)
         self.train_accuracy = torchmetrics.MeanMetric()  # which counts in float32
@@ -83,7 +86,7 @@ class Net(L.LightningModule):
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 2e-2}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
         schedulers = torch.optim.lr_scheduler
-        if self.scheduler in ("step", "sum"):
+        if self.scheduler in ("step", "sum", "normalized"):
             one = schedulers.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2], total_steps=100)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
         if self.scheduler == "epoch":
@@ -129,6 +132,7 @@ def figures(module: Net, trainer: Any, folder: Path) -> dict[str, Any]:
             logged = list(csv.DictReader(file))
     return {
         "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
+        "buffers": {name: value.clone() for name, value in module.layers.named_buffers()},
         "logged": [{name: float(value) for name, value in row.items() if value} for row in logged],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "step": trainer.global_step,
@@ -168,7 +172,7 @@ def by_pipeline(
         module,
         train,
         val,
-        plan=pipedream.Plan.straight(NUM_LAYERS, workers),
+        plan=pipedream.Plan.straight(NUM_LAYERS + (2 if scheduler == "normalized" else 0), workers),
         ckpt_path=ckpt,
         **arguments(folder, callbacks=callbacks_of(kinds), **given),
     )
@@ -179,6 +183,7 @@ def assert_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert mine["weights"].keys() == theirs["weights"].keys()
     for name, weight in theirs["weights"].items():
         torch.testing.assert_close(mine["weights"][name], weight, rtol=0.0, atol=1e-9)
+    torch.testing.assert_close(mine["buffers"], theirs["buffers"], rtol=0.0, atol=1e-9)
     assert len(mine["logged"]) == len(theirs["logged"])
     for row, expected in zip(mine["logged"], theirs["logged"], strict=True):
         assert row.keys() == expected.keys()
@@ -200,6 +205,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         (),
         {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 2},
     ),
+    "accumulated gradients, batch norm": ("normalized", ("best",), {"accumulate_grad_batches": 3}),
     "a loss that is a sum": ("sum", (), {"max_epochs": 1, "limit_val_batches": 1}),
     "a limit of steps": ("step", ("steps",), {"max_steps": 11, "max_epochs": 3, "limit_val_batches": 1}),
 }
@@ -256,11 +262,6 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (0.9 + torch.rand(()) / 5)
 
-    class Normalized(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[0] = nn.Sequential(self.layers[0], nn.BatchNorm1d(24))
-
     cut: list[int] = []
 
     def run(*_: Any, microbatches: int, **__: Any) -> None:
@@ -273,7 +274,7 @@ def test_batches_are_cut_unless_that_changes_the_loss(
         (Net(), {}),
         (Random(), {}),
         (Net("sum"), {}),
-        (Normalized(), {}),
+        (Net("normalized"), {}),
         (Ignoring(), {}),
         (Ignoring(), {"run": {"weight_fn": count_labels}}),
         (Net("sum"), {"microbatches": 4}),

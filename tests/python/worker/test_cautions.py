@@ -10,7 +10,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from launches import Launched
+from launches import Launched, note_launches
 from pipedream import Plan, optim
 from pipedream._core import Placement, ScheduleOptions, derive_in_flight
 from pipedream.launch import launcher
@@ -55,8 +55,42 @@ def test_batch_norm_in_microbatches_is_told() -> None:
     (caution,) = cautions_of(model, _plan(), None, microbatches=4)
     assert caution.startswith("batch norm takes its statistics from each of a minibatch's 4 microbatches")
     assert list(cautions_of(model, _plan(), None)) == []
+    assert list(cautions_of(model, _plan(), None, microbatches=4, in_microbatches=True)) == []
+    replicated = Plan((Stage(0, 1, 2), Stage(2, 2)))
+    (caution,) = cautions_of(model, replicated, None, microbatches=4, in_microbatches=True)
+    assert caution.startswith("each replica of a stage steps batch norm's running statistics by its own")
     model[1].eval()  # it keeps its statistics
     assert list(cautions_of(model, _plan(), None, microbatches=4)) == []
+
+
+class _Calling(nn.Sequential):
+    """Is no list of layers, so run() cuts it by a forward."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = super().forward(inputs)
+        return output * 1.0
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, _Calling])
+@pytest.mark.parametrize("in_microbatches", [True, False])
+def test_a_run_tells_of_batch_norm_unless_data_yield_microbatches(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Sequential], in_microbatches: bool
+) -> None:
+    note_launches(monkeypatch)
+    pair = (torch.rand(4, 2), torch.rand(4, 2))
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(Launched):
+        warnings.simplefilter("always")
+        pipedream.run(
+            kind(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)),
+            Plan.straight(3, 2),
+            data=[pipedream.Microbatches([pair, pair]) if in_microbatches else pair],
+            loss_fn=nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            schedule="flush",
+            microbatches=2,
+        )
+    told = [str(warning.message) for warning in caught if "batch norm" in str(warning.message)]
+    assert len(told) == (0 if in_microbatches else 1)
 
 
 @pytest.mark.parametrize(
