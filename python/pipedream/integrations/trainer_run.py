@@ -46,6 +46,7 @@ from pipedream.integrations.whole_optimizer import StageOptimizers, StageSchedul
 from pipedream.launch.profiling import profile
 from pipedream.launch.runner import run
 from pipedream.launch.torchrun import shared_by_rank_0
+from pipedream.model.batch_norm import has_batch_norm
 from pipedream.model.seeding import generators_kept
 from pipedream.model.validation import Validation
 from pipedream.planning.partition_arguments import AUTO
@@ -205,9 +206,19 @@ class Training:
         return plan.schedule or "pipedream" if given == AUTO else given
 
     def _microbatches_for(self, plan: Plan) -> int:
-        """Returns the number of microbatches, a multiple of the number of a step's batches."""
+        """Returns the number of microbatches, a multiple of the number of a step's batches. Prints a line if
+        batches are not cut as the plan wants.
+        """
         accumulated: int = self._trainer.args.gradient_accumulation_steps
         pieces = -(-(plan.microbatches or 1) // accumulated)
+        if pieces > 1 and self._trainer._schedule != AUTO and has_batch_norm(self._trainer.model):
+            pieces = 1
+            if is_rank_0():
+                print(
+                    "batches are trained on whole: batch norm would normalize each piece by itself; a larger"
+                    " gradient_accumulation_steps gives more microbatches",
+                    flush=True,
+                )
         found: int = accumulated * min(pieces, self._trainer._train_batch_size)
         return found
 

@@ -38,6 +38,7 @@ _LAYERS = {
     "classifier": 27,
     "masked": 28,
     "answers": 25,
+    "images": 20,
 }  # where the models may be cut, and one more
 
 
@@ -54,6 +55,16 @@ def _model(kind: str) -> Any:
     if kind == "llama":
         config = transformers.LlamaConfig(vocab_size=50, max_position_embeddings=32, pad_token_id=0, **_SIZES)
         return transformers.LlamaForCausalLM(config)
+    if kind == "images":
+        config = transformers.ResNetConfig(
+            num_channels=1,
+            embedding_size=4,
+            hidden_sizes=[4, 8],
+            depths=[1, 1],
+            layer_type="basic",
+            num_labels=3,
+        )
+        return transformers.ResNetForImageClassification(config)
     undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     num_labels = 2 if kind == "answers" else 3
     config = transformers.BertConfig(vocab_size=50, num_labels=num_labels, **undropped, **_SIZES)
@@ -67,6 +78,9 @@ def _model(kind: str) -> Any:
 def _samples(kind: str, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     """Texts of 3 to 11 tokens; labels of the first two are ignored in the longer ones."""
     generator = torch.Generator().manual_seed(seed)
+    if kind == "images":
+        images = torch.randn(count, 1, 8, 8, generator=generator)
+        return [{"pixel_values": image, "labels": (image.sum() > 0).long()} for image in images]
     samples = []
     for _ in range(count):
         length = int(torch.randint(3, 12, (1,), generator=generator))
@@ -132,7 +146,7 @@ def _trainer(kind: str, folder: Path, plan: Plan | None, given: dict[str, Any], 
         args=args,
         train_dataset=_samples(kind, 20, 1),
         eval_dataset=_samples(kind, 9, 2),
-        data_collator=_padded,
+        data_collator=transformers.default_data_collator if kind == "images" else _padded,
         **given if plan is None else given | {"plan": plan},
     )
 
@@ -289,6 +303,15 @@ def test_batches_are_cut_further_for_a_plan_with_more_microbatches(tmp_path: Pat
     plan = replace(Plan.straight(_LAYERS[kind], 2), microbatches=4)
     # Llama's loss is computed in float32, whatever its weights are.
     _assert_same(*_both(kind, plan, tmp_path, {}, save_strategy="no"), relative=1e-6)
+
+
+def test_batch_norm_is_trained_as_by_the_trainer_on_whole_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Its running statistics take a step for each batch, and the plan would cut each of these into two.
+    plan = replace(Plan.straight(_LAYERS["images"], 2), microbatches=4)
+    _assert_same(*_both("images", plan, tmp_path, {}))
+    assert "batches are trained on whole: batch norm would normalize each piece" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
