@@ -31,7 +31,7 @@ from pipedream.links.rendezvous import host_store
 __all__ = ["Farm", "Outcome"]
 
 _NUM_RANKS_MAX = 6
-_DEADLINE_S = 120.0  # far longer than any case: only a hang exceeds it
+_DEADLINE_S = 120.0  # far longer than any case takes: only a hang exceeds it
 _LAST_WORDS_S = 1.0
 
 
@@ -53,7 +53,8 @@ class Farm:
     """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
 
     def __init__(self) -> None:
-        start_server(compiler="before forks")  # otherwise each rank's first optimizer imports it, for 2 s
+        # Otherwise the first optimizer of each rank imports the compiler, for 2 s.
+        start_server(compiler="before forks")
         self._store, self._port = host_store()
         self._ranks: list[tuple[Process, Connection]] = []
         self._case_indices = itertools.count()
@@ -173,7 +174,7 @@ def _perform(rank: int, task: bytes) -> bytes:
         local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         os.environ.update(environment)
-        # Each case begins with fresh generators, different at each rank, as a new script would.
+        # Each case begins with fresh generators, which differ from rank to rank, as in a new script.
         torch.manual_seed(rank)
         random.seed(rank)
         try:

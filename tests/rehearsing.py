@@ -1,4 +1,4 @@
-"""Rehearses a whole model in this process, as if one worker had all stages."""
+"""Rehearses a whole model in this process, as if one worker had all its stages."""
 
 from __future__ import annotations
 

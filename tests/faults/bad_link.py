@@ -1,4 +1,6 @@
-"""A proxy between two ends of a TCP connection that cuts, stalls, delays or corrupts. One thread each way."""
+"""A proxy for one TCP connection that cuts, stalls, delays or corrupts what it forwards. It has one thread
+for each direction.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from types import TracebackType
 
 __all__ = ["Proxy", "corrupt_at", "cut_after", "delay", "stall_after"]
 
-# (bytes forwarded so far, the next bytes) -> what is forwarded in their place; None: nothing from now on.
+# Maps (bytes forwarded so far, the next bytes) to what is forwarded in their place. None: they are dropped.
 Mischief = Callable[[int, bytes], "bytes | None"]
 
 
 class CutError(Exception):
-    """Ends the connection, both ways."""
+    """Ends the connection in both directions."""
 
 
 def cut_after(num_bytes: int) -> Mischief:
@@ -29,7 +31,7 @@ def cut_after(num_bytes: int) -> Mischief:
 
 
 def stall_after(num_bytes: int) -> Mischief:
-    """Goes on reading, so that neither side sees a full socket, and forwards no piece, however small."""
+    """Goes on reading, so that neither side sees a full socket, but forwards nothing more."""
     has_stalled = False
 
     def mischief(num_forwarded: int, piece: bytes) -> bytes | None:
@@ -49,7 +51,7 @@ def delay(seconds: float) -> Mischief:
 
 
 def corrupt_at(position: int) -> Mischief:
-    """Inverts one byte."""
+    """Inverts the byte at this position."""
 
     def mischief(num_forwarded: int, piece: bytes) -> bytes:
         at = position - num_forwarded
@@ -61,7 +63,7 @@ def corrupt_at(position: int) -> Mischief:
 
 
 class Proxy:
-    """Between whoever connects to `endpoint` and `target`, an address such as tcp://127.0.0.1:40001."""
+    """Forwards between whoever connects to `endpoint` and `target`, such as tcp://127.0.0.1:40001."""
 
     def __init__(self, target: str, mischief: Mischief) -> None:
         host, port = target.removeprefix("tcp://").rsplit(":", 1)

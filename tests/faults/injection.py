@@ -1,8 +1,9 @@
-"""A fault at one step of a worker: an instruction of its program, or an operation on a file of a checkpoint.
+"""Injects a fault at one step of a worker: at an instruction of its program, or at an operation on a file of
+a checkpoint.
 
-A run without a fault lists its steps, and each of them is the place of a fault in another run. The hooks are
-around calls of the product, in its workers' processes alone; a step has the same name in every run.
-Importable by worker processes.
+A run without a fault lists its steps. Each other run has a fault at one of these steps, which have the same
+names in every run. The hooks wrap functions of pipedream, in the processes of workers only. Worker processes
+can import this module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 
 KINDS = ("kill", "stop", "full disk")
 _CLAIMED, _HAPPENED = "claimed", "happened"
-_TOKENS = re.compile(r"\.[0-9a-f]+\.part\Z|(?<=removed-)[0-9a-f]+-")  # of names, other ones in every run
+# The parts of file names that differ in every run.
+_TOKENS = re.compile(r"\.[0-9a-f]+\.part\Z|(?<=removed-)[0-9a-f]+-")
 _CREATES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
@@ -57,7 +59,7 @@ class Injection:
         return Path(self.folder, _HAPPENED).exists()
 
     def claim(self) -> bool:
-        """Whether this worker is the first at the step, where the fault happens once."""
+        """Whether this worker is the first to reach the step. Only the first one has the fault."""
         try:
             os.close(os.open(Path(self.folder, _CLAIMED), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -65,14 +67,16 @@ class Injection:
         return True
 
     def kill_stopped(self) -> None:
-        """Whom the fault has stopped; as torchrun's agent does with the ranks that are left."""
+        """Kills the process that the fault has stopped, as torchrun's agent does with the ranks that are
+        left.
+        """
         if self.kind == "stop" and self.has_happened:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(noted(Path(self.folder, _HAPPENED))[0], signal.SIGKILL)
 
 
 class _Hooks:
-    """Those of one worker's process."""
+    """The hooks of one worker's process."""
 
     def __init__(self, injection: Injection) -> None:
         self._injection = injection
@@ -111,7 +115,7 @@ _hooks: _Hooks | None = None
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """Python tells of every operation on a file before it does it. A hook of this kind stays for ever."""
+    """Tells the hooks of an operation on a file, before Python does it. An audit hook cannot be removed."""
     if _hooks is None:
         return
     if event == "open" and isinstance(args[0], (str, os.PathLike)):
@@ -165,7 +169,7 @@ _entered = contextlib.ExitStack()
 
 
 class _InjectingSGD(torch.optim.SGD):
-    """Hooks into the local worker that makes it, which lives for one run."""
+    """SGD that installs the hooks in the local worker that makes it. The worker lives for one run."""
 
     def __init__(self, params: Any, injection: Injection | None) -> None:
         super().__init__(params, lr=0.05, momentum=0.9)
@@ -175,7 +179,7 @@ class _InjectingSGD(torch.optim.SGD):
 
 @dataclass(frozen=True)
 class Program:
-    """A small training, whose model has buffers and draws random numbers."""
+    """A small training. Its model has buffers and draws random numbers."""
 
     schedule: str
     replicas: tuple[int, ...]
@@ -186,7 +190,7 @@ class Program:
 
     @property
     def num_minibatches(self) -> int:
-        """Three boundaries, the last of which is the end."""
+        """Enough for three boundaries, the last of which is the end of the run."""
         return 3 * max(self.replicas)
 
     def model(self) -> nn.Sequential:
@@ -215,10 +219,10 @@ class Ended:
     continued_at: int | None
     state: dict[str, Tensor]
     threads: Sequence[str]
-    """Threads that are left, of those that the run should have ended."""
+    """Names of the run's checkpoint threads that are still alive after the run."""
 
     def is_same(self, other: Ended) -> bool:
-        """Bit for bit."""
+        """Whether both runs succeeded with the same losses and state, bit for bit."""
         return (
             self.error is None
             and other.error is None
@@ -231,7 +235,7 @@ class Ended:
 def train(
     program: Program, checkpoints: str, injection: Injection | None, *, keep: int = 1, **options: Any
 ) -> Ended:
-    """At a rank of the farm, or as the caller of local workers."""
+    """Trains at a rank of the farm, or as the caller of local workers."""
     model, result, error = program.model(), None, None
     is_rank = "RANK" in os.environ
     how: dict[str, Any] = {
@@ -256,7 +260,9 @@ def train(
 
 
 def _end_stopped(injection: Injection, num_ranks: int) -> None:
-    """The last rank that has ended does, so that the others have found out by themselves."""
+    """Kills the stopped rank when all others have ended. So the others had to notice by themselves that it is
+    lost.
+    """
     Path(injection.folder, f"ended-{os.environ['RANK']}").touch()
     if len(list(Path(injection.folder).glob("ended-*"))) == num_ranks - 1:
         injection.kill_stopped()

@@ -1,11 +1,11 @@
-"""Kills a training after each new checkpoint, starts it again each time, and compares its result with that of
-a run that was never killed, byte by byte.
+"""Kills a training after each new checkpoint and starts it again. Compares the final result, byte by byte,
+with that of a run that was never killed.
 
     python tests/faults/kill_and_resume.py              # ten kills of examples/char_lm.py, three workers
     python tests/faults/kill_and_resume.py --kills 3 --schedule flush --microbatches 4
 
-Some of the kills come while a checkpoint is written: as soon as the first file of a new one is there. SIGKILL
-goes to the process group, so that nothing has time to clean up.
+Some of the kills come while a checkpoint is written, as soon as the first file of a new one is there.
+SIGKILL goes to the process group, so no process has time to clean up.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def _newest(path: Path) -> int:
 
 
 def _is_being_written(path: Path) -> bool:
-    """Whether the newest checkpoint has some of its files and not all."""
+    """Whether the newest checkpoint has some of its files but not all."""
     return any(
         not is_complete(checkpoint) and any(checkpoint.iterdir()) for checkpoint in checkpoints_in(path)
     )
 
 
 def _kill_once(command: list[str], checkpoints: Path, *, while_writing: bool) -> str:
-    """Starts the command, and kills it after a new checkpoint; what was killed, or "" if it ended first."""
+    """Starts the command and kills it after a new checkpoint.
+
+    Returns a text that says when it was killed, or "" if the command ended first.
+    """
     before = _newest(checkpoints)
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Finds the TCP sockets on which a process and its children listen, by the kernel's tables."""
+"""Finds the TCP sockets on which a process and its children listen, in the kernel's tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FF
 
 
 def listening_addresses(pid: int) -> dict[str, bool]:
-    """Addresses (hexadecimal address:port) on which the process or a child listens, each with whether only
-    this machine can reach it."""
+    """Returns the addresses (hexadecimal address:port) at which the process or a child listens.
+
+    The value of each address says whether only this machine can reach it.
+    """
     inodes = {inode for each in _family(pid) for inode in _sockets_of(each)}
     found: dict[str, bool] = {}
     for table in ("tcp", "tcp6"):

@@ -1,7 +1,8 @@
-"""A model in which something goes wrong at one stage and minibatch: always the same, without a clock.
+"""A model in which something goes wrong at one stage and minibatch: always at the same point, without a
+clock.
 
-The inputs of minibatch i are full of the number i, and every layer passes its input on unchanged, so each
-layer sees which minibatch it has. Importable by worker processes.
+All inputs of minibatch i are the number i, and every layer passes its input on unchanged. So each layer can
+tell which minibatch it has. Worker processes can import this module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pipedream.update.tied import TiedParameters
 from pipedream.update.weights import WeightVersions
 
 NUM_MINIBATCHES = 12
-BOUND_S = 15.0  # the contract's: from the loss of a worker to the end of the run
+BOUND_S = 15.0  # the longest time from the loss of a worker to the end of the run
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 Mishap = Callable[[], None]
@@ -47,8 +48,9 @@ def be_stopped() -> None:
 
 
 def suspend_all_ranks(seconds: float) -> None:
-    """Stops all workers of this farm, this one included, and continues them after `seconds`, like Ctrl-Z and
-    fg."""
+    """Stops all workers of this farm and continues them after `seconds`, like Ctrl-Z and fg. This worker is
+    stopped too.
+    """
     ranks = [str(rank.pid) for rank in psutil.Process(os.getppid()).children()]
     script = f'kill -STOP "$@"; sleep {seconds}; kill -CONT "$@"'
     subprocess.run(["sh", "-c", script, "sh", *ranks], check=True)
@@ -69,13 +71,18 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def be_stopped_after(gate: str) -> None:
-    """Once the file is there: what this worker had sent before has then been used by whoever made it."""
+    """Stops this worker once the file is there.
+
+    Whoever made the file has then used all that this worker had sent before.
+    """
     wait_for_file(gate)
     be_stopped()
 
 
 def hold_the_gil() -> None:
-    """In C code, without a break: the process lives and says beats, the interpreter does not run."""
+    """Holds the GIL in C code without a break: the process lives and sends beats, but the interpreter does
+    not run.
+    """
     ctypes.PyDLL(None).sleep(3600)
 
 
@@ -94,9 +101,10 @@ def raise_error() -> None:
 
 
 class Layer(torch.nn.Module):
-    """Passes its input on. At one minibatch notes pid and time in a file, and then has its mishap.
+    """Passes its input on. At one minibatch it writes its pid and the time to a file, and then has its
+    mishap.
 
-    rank: has it at this rank alone.
+    rank: the only rank that has the mishap; None means every rank.
     """
 
     def __init__(
@@ -137,7 +145,9 @@ class Layer(torch.nn.Module):
 def model_with(
     mishap: Mishap | None, *, stages: int = 3, stage: int = 0, at: int = 0, **how: Any
 ) -> torch.nn.Sequential:
-    """One layer per stage, one of them with the mishap. how: further arguments of Layer."""
+    """Returns a model with one layer per stage, one of which has the mishap. how: further arguments of that
+    Layer.
+    """
     layers = [Layer() for _ in range(stages)]
     layers[stage] = Layer(mishap, at, **how)
     return torch.nn.Sequential(*layers)
@@ -148,7 +158,9 @@ def minibatches(count: int = NUM_MINIBATCHES) -> list[tuple[torch.Tensor, torch.
 
 
 class NotesReader(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The minibatches, and in a file the pid of every process that reads one. From `stuck_at` on it hangs."""
+    """The minibatches. Each process that reads one writes its pid to a file. Reading hangs from `stuck_at`
+    on.
+    """
 
     def __init__(self, note: str, stuck_at: int) -> None:
         self._minibatches = minibatches()
@@ -171,7 +183,7 @@ def error_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
-    """pipedream.run with one stage per layer, as a rank of the farm or with local workers."""
+    """Calls pipedream.run with one stage per layer, as a rank of the farm or with local workers."""
     plan = options.pop("plan", None) or pipedream.Plan.straight(len(model), len(model))
     defaults: dict[str, Any] = {
         "data": minibatches(),
@@ -184,13 +196,18 @@ def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
 
 
 def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> tuple[Exception | None, float]:
-    """The error and when it came. The last rank to have one ends the rank that only stopped."""
+    """Returns the run's error and the time at which the run ended.
+
+    The last of the other ranks to end kills the rank that had the mishap, because it may only be stopped.
+    """
     return _until_lost(lambda: run(model, **options), Path(folder), len(model))
 
 
 def run_until_stopped_at(when: str, at_call: int, folder: str) -> tuple[Exception | None, float]:
-    """Does what run_until_killed_at does, but stops rank 1 instead of killing it. Returns what run_until_lost
-    returns."""
+    """Does what run_until_killed_at does, but stops rank 1 instead of killing it.
+
+    Returns what run_until_lost returns.
+    """
 
     def be_noted() -> None:
         note_moment(Path(folder) / "note")
@@ -220,14 +237,16 @@ def _until_lost(
 
 
 def note_moment(note: str | os.PathLike[str]) -> None:
-    """For noted(); the file is there at once with all that it holds, as others wait for it."""
+    """Writes pid and time for noted(). The file appears with its whole content, because others wait until it
+    exists.
+    """
     begun = Path(f"{os.fspath(note)}.{os.getpid()}")
     begun.write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
     begun.replace(note)
 
 
 def noted(note: str | os.PathLike[str]) -> tuple[int, float]:
-    """(pid, monotonic time) that a layer noted before its mishap."""
+    """Returns (pid, monotonic time) that a layer noted before its mishap."""
     pid, moment_s = Path(note).read_text(encoding="utf-8").split()
     return int(pid), float(moment_s)
 
@@ -246,7 +265,7 @@ class Stubborn:
 
 
 class FailingSGD(torch.optim.SGD):
-    """Fails in its step number 5, which is minibatch 5's."""
+    """Fails in its step for minibatch 5."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -260,7 +279,7 @@ class FailingSGD(torch.optim.SGD):
 
 
 class KillingSGD(torch.optim.SGD):
-    """Kills the local worker of this rank in its step number 3, which is the update of round 3."""
+    """Kills the local worker of this rank in its step for round 3."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params, lr=0.1)
@@ -298,9 +317,11 @@ def run_until_killed_at(
     num_spares: int = 0,
     **options: Any,
 ) -> RunResult:
-    """Plan 2-1, its first stage with spares; the rank has the mishap at this call of a method of its
-    parameter server, of the group that it reduces with or of what it has of parameters tied across the
-    stages."""
+    """Trains plan 2-1, whose first stage may have spares. The rank has the mishap in one call of one method.
+
+    when, at_call: the method, and the number of its call. of: the class of the method, which is a parameter
+    server, the group that reduces, or the parameters tied across stages.
+    """
     method, num_calls = getattr(_OWNERS[of], when), 0
 
     def dying(server: Any, *args: Any, **more: Any) -> Any:
@@ -325,7 +346,7 @@ def run_until_killed_at(
 
 
 def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:
-    """At rank 1 every call that touches the device fails from an update on, as after an error of CUDA's."""
+    """Lets calls that touch the device fail at rank 1 from one update on, as after an error of CUDA."""
     failed = False
     update, restore = StageRunner.update, WeightVersions.restore
 

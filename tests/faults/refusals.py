@@ -11,7 +11,7 @@ __all__ = ["assert_says", "refused"]
 
 
 def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    """The call raises exactly this kind, in one line with these words."""
+    """Asserts that the call raises exactly this kind of error, in one line with these words."""
     with pytest.raises(kind) as caught:
         call()
     assert_says(caught.value, kind, *words)

@@ -1,5 +1,6 @@
-"""A channel reports the right failure in bounded time on a link that is cut, stalls, is slow or changes
-bytes, or that leads to a wrong peer. It loses nothing, and its memory stays bounded."""
+"""A channel reports the right failure in bounded time on a link that is cut, stalls, is slow, changes bytes,
+or leads to a wrong peer. It loses nothing, and its memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CHANNEL = "activations of stage 0 to stage 1"
 NUM_ELEMENTS = 1 << 16
 NUM_SLOTS = 3
 HELLO_BYTES = 192
-# Of a failure, beyond peer_timeout: the machine may be busy. Well below what an unbounded wait would take.
+# How long a failure may take beyond peer_timeout, because the machine may be busy. An unbounded wait takes
+# much longer.
 SLACK_S = 15.0
 PEER_TIMEOUT_S = 2.0
 PATIENT_S = 30.0
@@ -50,7 +52,7 @@ def linked(
     receiver_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[_core.Worker, _core.Worker]]:
-    """A sender and a receiver in this process, their connection through a proxy if there is mischief."""
+    """Yields a sender and a receiver in this process. With mischief, a proxy connects them."""
     with ExitStack() as stack:
         receiver = make_worker(sends=False, **options, **(receiver_options or {}))
         sender = make_worker(sends=True, **options, **(sender_options or {}))
@@ -88,7 +90,7 @@ def exchange(sender: _core.Worker, receiver: _core.Worker, num_items: int) -> No
 
 
 def failure_of(worker: _core.Worker, *, sends: bool) -> tuple[str, str]:
-    """Goes on until it fails; the kind and the message."""
+    """Sends or receives until the channel fails. Returns the kind of failure and its message."""
     with pytest.raises(_core.RunFailure) as raised:
         for minibatch in range(1000):
             if sends:
@@ -132,7 +134,8 @@ def test_a_slow_link_loses_nothing() -> None:
 
 
 def test_a_changed_byte_never_arrives_as_a_tensor() -> None:
-    # Behind ZeroMQ's greeting and HELLO: in the first item, header or payload as it falls.
+    # These positions come after ZeroMQ's greeting and HELLO. They are in the first item, in its header or
+    # payload.
     for position in range(500, 1100, 50):
         with linked(corrupt_at(position), checksums=True) as (sender, receiver):
             send(sender, 0)
@@ -153,7 +156,7 @@ def test_the_checksum_finds_a_changed_payload() -> None:
 
 
 def test_a_changed_payload_arrives_without_checksums() -> None:
-    # Or the test above would prove nothing.
+    # If the changed payload did not arrive here, the test above would prove nothing.
     with linked(corrupt_at(HELLO_BYTES + 4096)) as (sender, receiver):
         send(sender, 0)
         assert not torch.equal(receive(receiver), tensor(0))
@@ -169,7 +172,7 @@ def test_a_changed_payload_arrives_without_checksums() -> None:
 )
 def test_a_worker_of_another_run_is_refused(options: dict[str, int], words: str) -> None:
     with linked(sender_options=options) as (sender, receiver):
-        with suppress(_core.RunFailure):  # as above: HELLO comes before the first item
+        with suppress(_core.RunFailure):  # the sender may know first, as HELLO comes before the first item
             send(sender, 0)
         kind, message = failure_of(receiver, sends=False)
         assert kind == "CorruptFrame"

@@ -1,7 +1,7 @@
-"""Whatever goes wrong at whichever step of a run that saves itself: started again, it ends as one without.
+"""A run that saves checkpoints has a fault at one of its steps. Started again, it ends as without a fault.
 
-make test      some steps of each program
-make faults    all of them (PIPEDREAM_FAULTS=all)
+make test      one step for each program and kind of fault
+make faults    all steps (PIPEDREAM_FAULTS=all)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _injection(folder: Path, kind: str = "", step: str = "") -> Injection:
 
 @functools.cache
 def _whole(farm: Farm, program: Program) -> tuple[Ended, list[str]]:
-    """A run without a fault, and its steps."""
+    """Returns how a run without a fault ended, and its steps."""
     with tempfile.TemporaryDirectory() as name:
         injection = _injection(Path(name))
         ended = farm.results(train, program, injection.checkpoints, injection, num_ranks=program.num_ranks)[0]
@@ -52,9 +52,12 @@ def _whole(farm: Farm, program: Program) -> tuple[Ended, list[str]]:
 
 
 def _chosen(program: Program, steps: list[str], kind: str) -> list[str]:
-    """The steps at which the fault can make a difference: instructions, and what is done with the files of
-    the second checkpoint, and with those of the first when it is removed. All, or one that differs by program
-    and kind, the same every time."""
+    """Returns the steps at which the fault can make a difference.
+
+    These are instructions, operations on files of the second checkpoint, and operations that remove the first
+    one. Only `make faults` takes all of them. Otherwise there is one, which differs by program and kind and
+    is the same in every run of the test.
+    """
     first, second = (f"checkpoint-{number * max(program.replicas):09}" for number in (1, 2))
     operations = ("mkdir", "open", "fsync") if kind == "full disk" else ("open", "rename", "remove", "rmdir")
     of_files = [
@@ -94,7 +97,7 @@ def test_a_run_with_a_fault_ends_as_one_without_when_it_is_started_again(
 
 
 def _check_rank(outcome: Outcome, kind: str, step: str) -> None:
-    """It was killed, or tells of who was in a line; a full disk ends nothing."""
+    """Asserts that the rank was killed, or tells in one line who was lost. A full disk ends no run."""
     assert outcome.error is None, (step, outcome.trace)
     if outcome.exit_code is not None:
         assert kind != "full disk" and outcome.exit_code == -signal.SIGKILL, step
@@ -106,7 +109,7 @@ def _check_rank(outcome: Outcome, kind: str, step: str) -> None:
 
 
 def _check_folder(checkpoints: Path) -> None:
-    """Nothing but whole checkpoints is left there."""
+    """Asserts that the folder holds nothing but whole checkpoints."""
     present = checkpoints_in(checkpoints)
     assert sorted(checkpoints.iterdir()) == present
     for checkpoint in present:
@@ -179,7 +182,10 @@ def test_a_fault_in_a_local_worker_leaves_nothing_behind(
 
 
 def _left_of_runs(temporary: Path) -> tuple[set[int], set[str], set[str]]:
-    """Processes, shared memory and files; the state of the last run lasts as long as somebody may use it."""
+    """Returns the processes, shared memory and files that runs have left.
+
+    The state of the last run would stay as long as somebody may use it, so it is let go first.
+    """
     KeptState.let_go()
     processes = {process.pid for process in psutil.Process().children(recursive=True)}
     return processes, set(os.listdir("/dev/shm")), set(os.listdir(temporary))

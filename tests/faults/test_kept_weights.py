@@ -24,7 +24,7 @@ _TRAINING = Training("mlp", 3, num_minibatches=12, short_last=False)
 
 
 class _FailsAt:
-    """A loss that does this at the last stage when it is called for the n-th time."""
+    """A loss that raises an error when it is called for the n-th time, or kills its worker."""
 
     def __init__(self, num_calls: int, *, kills: bool = False) -> None:
         self._num_left = num_calls
@@ -46,7 +46,10 @@ def _run(model: nn.Module, **options: Any) -> Any:
 
 
 def _num_updates_of_stages(model: nn.Sequential) -> list[int | None]:
-    """By stage, of how many minibatches its weights are, as the reference has them; None: of no number."""
+    """Returns how many updates each stage's weights have had, by comparison with the reference.
+
+    None stands for weights that equal no number of updates.
+    """
     states = [_TRAINING.model().state_dict()]
     for count in range(1, _TRAINING.num_minibatches + 1):
         states.append(train_by_reference(replace(_TRAINING, num_minibatches=count))[1])
@@ -69,7 +72,7 @@ def test_after_an_exception_the_model_has_every_stages_newest_version() -> None:
     with pytest.raises(PipelineError, match="no loss today") as caught:
         _run(model, loss_fn=_FailsAt(8))
     first, second, last = _num_updates_of_stages(model)
-    assert last == 7  # the forward of the eighth failed, and before it come all backwards of the last stage
+    assert last == 7  # the eighth forward failed; the last stage had done the seven backwards before
     assert first is not None and second is not None and 4 <= first <= second <= 7
     assert caught.value.minibatch == 7 and len(caught.value.losses) == 7
 
@@ -96,7 +99,7 @@ def test_a_run_that_fails_before_its_first_update_leaves_the_model_as_it_was() -
 
 
 class _InterruptsCaller:
-    """Minibatches; the caller gets Ctrl-C when the first stage's worker reads this one."""
+    """Minibatches. The caller gets Ctrl-C when the first stage's worker reads the one with this number."""
 
     def __init__(self, minibatch: int) -> None:
         self._batches = list(replace(_TRAINING, num_minibatches=40).data())
@@ -120,7 +123,8 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
     monkeypatch.setenv("TEST_CALLER", str(os.getpid()))
     model = training.model()
     how = {**training.options(), "progress": False, "data": _InterruptsCaller(6)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it
+    # A job in the background may ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = pipedream.run(model, training.plan, **how)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -134,7 +138,7 @@ def test_ctrl_c_in_the_caller_returns_what_a_shorter_run_gives(
 
 
 class _InterruptsTwice(_InterruptsCaller):
-    """The caller gets Ctrl-C again when it has asked for the end, which then never comes."""
+    """Sends Ctrl-C again once the caller has asked the workers to end. This worker then never ends."""
 
     def __iter__(self) -> Iterator[Batch]:
         for minibatch, batch in enumerate(super().__iter__()):
@@ -142,7 +146,7 @@ class _InterruptsTwice(_InterruptsCaller):
                 while not Path(os.environ["TEST_ASKED"]).exists():
                     time.sleep(0.001)
                 os.kill(int(os.environ["TEST_CALLER"]), signal.SIGINT)
-                signal.pause()  # until it is killed
+                signal.pause()  # until the worker is killed
             yield batch
 
 

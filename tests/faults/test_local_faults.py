@@ -43,8 +43,10 @@ from torch.utils.data import DataLoader
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """The children of this process are afterwards those of before: the farm's, multiprocessing's own, and the
-    one that forks workers, which stays for the next."""
+    """Asserts that no process is left that the test has started.
+
+    The processes of the farm, those of multiprocessing and the server that forks workers may stay.
+    """
     start_server()
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
@@ -54,7 +56,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
-    """The error that the call raises; it must be exactly of this kind and have one line."""
+    """Returns the error that the call raises. Asserts that it has exactly this type, and one line."""
     with pytest.raises(kind) as caught:
         call()
     assert type(caught.value) is kind
@@ -64,7 +66,8 @@ def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
 
 def _is_alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # whom nobody has collected yet
+        # A zombie has ended, but nobody has collected it yet.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -81,11 +84,12 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     text, _, kept = str(error).partition("; ")
     assert text == f"stage {stage} (rank {stage}) was killed by SIGKILL at minibatch {at}"
     assert not kept or f"of stage {stage} those from before the run" in kept
-    # The losses that were known are there, also those of the worker that was killed.
+    # The error has all losses that were known, also those that the killed worker had computed.
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
     assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
-    for pid in set(map(int, readers.read_text().split())) - {os.getpid()}:  # who reads the first one, too
-        while _is_alive(pid):  # the kernel kills it when it has ended its parent
+    # This process has read the first one, too.
+    for pid in set(map(int, readers.read_text().split())) - {os.getpid()}:
+        while _is_alive(pid):  # the kernel kills a reader when its parent has ended
             assert time.monotonic() - killed_s < BOUND_S
             time.sleep(0.01)
 
@@ -97,7 +101,7 @@ def test_a_killed_replica_ends_the_run_and_is_named(
     tmp_path: Path, stage: int, rank: int, name: str, at: int, in_backward: bool
 ) -> None:
     if rank == 1 and at % 2 == 0:
-        at += 1  # which it has
+        at += 1  # replica 1 has the odd minibatches
     note = tmp_path / "note"
     how: dict[str, Any] = {"note": str(note), "rank": rank, "in_backward": in_backward}
     model = model_with(be_killed, stages=2, stage=stage, at=at, **how)
@@ -107,7 +111,7 @@ def test_a_killed_replica_ends_the_run_and_is_named(
     assert time.monotonic() - killed_s < BOUND_S
     text, _, kept = str(error).partition("; ")
     assert text == f"{name} (rank {rank}) was killed by SIGKILL at minibatch {at}"
-    assert not kept or stage == 1  # of stage 0 there is another replica
+    assert not kept or stage == 1  # the other replica of stage 0 still has the weights
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
 
 
@@ -135,10 +139,11 @@ def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path:
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
     note, gate = tmp_path / "note", str(tmp_path / "gate")
     model = model_with(functools.partial(be_stopped_after, gate), stages=2, stage=1, at=7, note=str(note))
-    # Stage 0 forwards minibatch 8 when it has the gradient of 6, which a worker that stops at once may not
-    # have put on the wire yet; then it waits for that of 7.
+    # Stage 1 stops in minibatch 7, once stage 0 has forwarded minibatch 8. Before that forward stage 0 needs
+    # the gradient of minibatch 6, which a worker that stops at once may not have sent yet. Afterwards stage 0
+    # waits for the gradient of minibatch 7.
     model[0] = Layer(functools.partial(make_file, gate), 8)
-    # Its neighbour notices; and SIGTERM does not end a stopped process.
+    # The stopped worker's neighbour notices. SIGTERM alone does not end a stopped process.
     error = _error_of(PeerLost, lambda: run(model, peer_timeout=3.0))
     _, stopped_s = noted(note)
     assert time.monotonic() - stopped_s < BOUND_S
@@ -152,7 +157,7 @@ def test_a_users_error_has_the_workers_traceback_as_its_cause() -> None:
     )
     assert "mishaps.py" in str(error.__cause__)
     assert "in raise_error" in str(error.__cause__)
-    assert "stage_runner.py" not in str(error.__cause__)  # of ours nothing but the message
+    assert "stage_runner.py" not in str(error.__cause__)  # no frames of pipedream
     assert error.losses == [0.0, 1.0, 4.0, 9.0]  # type: ignore[attr-defined]
 
 
@@ -177,7 +182,7 @@ def test_a_killed_worker_ends_the_run_though_the_callers_data_never_yield_again(
     _error_of(WorkerLost, lambda: run(model, data=batches()))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
-    # The thread that waits for them holds nothing that another run needs.
+    # The thread that still waits for the data holds nothing that another run needs.
     assert run(model_with(None, stages=2), data=iter(minibatches(3))).losses == [0.0, 1.0, 4.0]
 
 
@@ -187,7 +192,7 @@ def test_a_model_that_a_worker_cannot_import_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "only_in_the_caller", here_only)
     model = model_with(None, stages=2)
     model[1] = here_only.Layer()
-    pickle.dumps(model)  # so the caller cannot know
+    pickle.dumps(model)  # pickle finds no mistake, so the caller cannot know
     error = _error_of(ValueError, lambda: run(model))
     assert "model cannot be rebuilt in a worker process" in str(error)
     assert "only_in_the_caller" in str(error)

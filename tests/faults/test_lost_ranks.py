@@ -1,5 +1,6 @@
-"""A rank of torchrun that dies or stops ends the run at the others, naming stage and minibatch; one that
-refuses its arguments ends it, too, naming the rank."""
+"""A rank of torchrun that dies or stops ends the run at the others, and their errors name stage and
+minibatch. A rank that refuses its arguments ends the run too, and is named to the others.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _assert_lost(
         assert outcomes[rank].error is None, outcomes[rank].trace
         error, ended_s = outcomes[rank].value
         assert type(error) is PeerLost
-        # Who lost whom: the loser says at which minibatch it was, which is near the lost one's.
+        # The error says which stage has lost which. It has the minibatch of the reporting stage, which is
+        # near the lost stage's.
         said = re.match(r"stage (\d) at minibatch (\d+) \(\w+\): (.*)", str(error))
         assert said, str(error)
         assert f"stage {stage} (rank {stage}) is lost" in said[3]
@@ -74,7 +76,9 @@ def test_a_rank_whose_interpreter_hangs_is_lost_though_its_process_answers(
 
 
 def _run_with_mistakes(options: list[dict[str, Any]]) -> tuple[Exception | None, int]:
-    """The error, and how many minibatches a run after it trains: its ranks must still find each other."""
+    """Returns the error, and how many minibatches a second run trains, as the ranks must still find each
+    other.
+    """
     error = None
     try:
         run(model_with(None), **options[int(os.environ["RANK"])])
@@ -84,7 +88,7 @@ def _run_with_mistakes(options: list[dict[str, Any]]) -> tuple[Exception | None,
 
 
 def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The options of the mistaken rank, those of the others, and words that the error must have."""
+    """Returns the options of the mistaken rank, those of the others, and words that the error must have."""
     path = folder / "keys.json"
     write_key_file(path)
     if mistake == "no such interface":
@@ -102,7 +106,7 @@ def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[
 def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
     farm: Farm, tmp_path: Path, rank: int, mistake: str
 ) -> None:
-    # A key file is missing on one machine: the others used to wait for it, silent, for ten minutes.
+    # A machine without its key file used to keep the others waiting for ten minutes, without a word.
     mistaken, given, said = _mistaken_options(mistake, tmp_path)
     options = [given] * 3
     options[rank] = mistaken
@@ -171,14 +175,14 @@ def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
 
 
 def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
-    # For longer than a peer may be silent, or without a pulse.
+    # 2.5 s is longer than a peer may be silent or go without a pulse.
     model = model_with(functools.partial(suspend_all_ranks, 2.5), stages=2, stage=1, at=5)
     results = farm.results(run, model, num_ranks=2, peer_timeout=2.0)
     assert len(results[1].losses) == NUM_MINIBATCHES
 
 
 def _be_killed_when_all_is_trained(temporary: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """The error of the run at the ranks that live, and the model there."""
+    """Kills rank 2 after the training. Returns the error and the model of the other ranks."""
     if os.environ["RANK"] == "2":
         gathering._hand_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     tempfile.tempdir = temporary

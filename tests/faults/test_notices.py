@@ -1,4 +1,6 @@
-"""A notice that the machine goes, SIGTERM or SIGUSR1, has the run saved at its next boundary."""
+"""A notice that the machine will be taken away (SIGTERM or SIGUSR1) makes a run save itself at its next
+boundary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _AT = 3
 
 
 class _EndedByNotice(BaseException):
-    """The script's own end by SIGTERM."""
+    """Raised by the script's own handler of SIGTERM."""
 
 
 @contextlib.contextmanager
@@ -42,7 +44,9 @@ def _script_ends_at_sigterm(told: Path | None = None) -> Iterator[None]:
 
 
 def _send(number: int, processes: tuple[int, ...], until: str) -> None:
-    """In the first stage's forward: its next boundary comes when the file is there."""
+    """Sends the signal in the first stage's forward. The stage reaches its next boundary when the file
+    `until` exists.
+    """
     notices.LOOK_S = 0.0
     for process in processes or (os.getpid(), os.getppid()):
         os.kill(process, number)
@@ -129,8 +133,8 @@ def test_without_grace_sigterm_ends_a_script_at_once(tmp_path: Path) -> None:
 
 
 def _run_rank(path: Path) -> None:
-    """All ranks get SIGTERM, as torchrun hands it on."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the farm's server ignores
+    """Trains at a rank. All ranks get SIGTERM, as torchrun hands it on."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the farm's server ignores SIGTERM
     (path.parent / os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
     with mock.patch.object(notices, "LOOK_S", 0.0):
         run(

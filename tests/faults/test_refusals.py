@@ -1,4 +1,6 @@
-"""Mistakes that run() refuses: one line each, naming the value and the remedy, the same at every rank."""
+"""Mistakes that run() refuses. Each error is one line that names the value and the remedy, the same at every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ class _Closed:
 
 
 def test_what_cannot_be_sent_to_the_workers() -> None:
-    # A function made here is sent where it holds plain values; these would fill a copy of the caller's list.
+    # Workers can get a local function that holds plain values. This one holds a list, and would fill a copy
+    # of it.
     kept: list[Any] = []
     local: Any = model_with(None, stages=2)
     local[1].callback = lambda: kept.append(1)
@@ -249,7 +252,7 @@ def test_a_variable_of_the_workers_that_is_mistaken(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(runner, "run_locally", None)  # no process starts
+    monkeypatch.setattr(runner, "run_locally", None)  # run() must refuse before it starts a process
     refused(lambda: run(_MODEL), ValueError, variable, repr(value))
 
 
@@ -281,7 +284,7 @@ def test_forwarded_data_that_are_empty_or_no_pairs() -> None:
 def _refused_by_ranks(
     farm: Farm, kind: type[Exception], *words: str, num_ranks: int = 2, **options: Any
 ) -> None:
-    """Every rank raises exactly this kind, in one line with these words."""
+    """Asserts that every rank raises exactly this kind of error, in one line with these words."""
     options = {"model": _MODEL} | options
     for outcome in farm.run(run, num_ranks=num_ranks, **options):
         assert_says(outcome.error, kind, *words)
@@ -305,7 +308,7 @@ def test_data_that_are_empty_or_no_pairs(farm: Farm) -> None:
 
 
 class _Unlisted:
-    """Minibatches that nobody can look at before they come."""
+    """Minibatches in no list, so that run() cannot look at all of them before the training."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -335,7 +338,7 @@ def test_a_minibatch_that_is_not_as_planned(farm: Farm, inputs: Any, words: tupl
 
 
 class Reshaping(Layer):
-    """Passes on something else at minibatch 4 than it did at first."""
+    """Passes on an output of another dtype, shape or structure at minibatch 4."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -476,7 +479,9 @@ def test_ranks_with_different_arguments(farm: Farm, name: str, of_rank: list[Any
 
 
 class Diverging:
-    """Equal at all processes up to a minibatch, from which on each process has its own; or an end there."""
+    """Minibatches that are the same in all processes up to `at`. From there each process has its own, or one
+    rank's end.
+    """
 
     def __init__(self, at: int, *, ends_at_rank: str = "") -> None:
         self._at = at
@@ -503,7 +508,8 @@ def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: in
     words = (f"minibatch {at} is not the same data", "stage 0 (rank 0)", "stage 1 (rank 1)", "seeded")
     for outcome in outcomes:
         assert_says(outcome.error, DataMismatch, *words)
-    # What the last stage trained on. It was rehearsed on what it read itself, which changes nothing.
+    # These are the losses that the last stage trained on. Its rehearsal, on data that it had read itself,
+    # changes none of them.
     assert outcomes[1].error.losses == [float(i * i) for i in range(at)]  # type: ignore[union-attr]
 
 

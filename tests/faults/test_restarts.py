@@ -1,4 +1,6 @@
-"""A rank dies in the midst of training and the launcher begins again: nothing of what was before is used."""
+"""A rank dies in the midst of training, and the launcher starts again: the new run uses nothing of the old
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _NUM_MINIBATCHES = 9
 
 
 class _Product(nn.Module):
-    """The gradient of whose weight is what comes in."""
+    """A layer whose weight's gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ def _powers_of_two(dies_at: int | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Powers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
-    """Powers of two, so that a sum of them tells which are missing and which are in it twice."""
+    """Powers of two. Their sum tells which of them are missing and which occur twice."""
 
     def __init__(self, dies_at: int | None) -> None:
         self.dies_at = dies_at
@@ -58,7 +60,7 @@ def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _train(sync: str, dies_at: int | None) -> tuple[list[float], ...]:
-    """The weight of the replicated stage, and the bias of the other."""
+    """Trains. Returns the weight of the replicated stage, and the bias of the other."""
     model = nn.Sequential(_Product(), _Sum())
     pipedream.run(
         model,

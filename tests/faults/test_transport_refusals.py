@@ -1,5 +1,6 @@
-"""Mistakes with transport, codec, keys and addresses: one line each, before any worker starts where that can
-be known, and the same at every rank where it cannot."""
+"""Mistakes with transport, codec, keys and addresses are refused in one line. Mistakes that one process can
+see are refused before any worker starts, all others with the same words at every rank.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +191,9 @@ def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> Non
 
 
 def test_a_range_with_too_few_ports_for_the_workers_of_a_machine(farm: Farm) -> None:
-    """The set-up named its own number, and with as many ports the training then another one."""
+    """The error of the set-up once named only the number that the set-up needs. With that many ports, the
+    training then asked for more.
+    """
     few = {"ports": "29600-29600"}
     words = ("the range of ports 29600-29600 has 1", "workers (2) need 4", "at least 4")
     _refused_by_ranks(farm, [few, few], *words)
@@ -204,7 +207,7 @@ def test_ports_that_others_have_taken(farm: Farm) -> None:
 
 
 def _run_with_rank_1_apart(how: str, **options: Any) -> None:
-    """Rank 1 is as a worker would be that offers no memory, or that is on another machine."""
+    """Lets rank 1 look like a worker that offers no shared memory, or one on another machine."""
     apart: Any = property(lambda self: False)
     if how == "introduction":
         apart = lambda self: {"public_key": None, "machine": "elsewhere"}  # noqa: E731

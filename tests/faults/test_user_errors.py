@@ -1,4 +1,4 @@
-"""An exception in the user's own code reaches every rank, naming stage and minibatch."""
+"""An exception in the user's own code reaches every rank. The error names stage and minibatch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _messages(farm: Farm, num_ranks: int, *args: Any, **kwargs: Any) -> list[str
 def test_an_error_in_a_forward(farm: Farm, stage: int, at: int) -> None:
     messages = _messages(farm, 3, model_with(raise_error, stage=stage, at=at))
     where = f"stage {stage} (rank {stage}) failed at minibatch {at} in forward"
-    if at == 0 and stage < 2:  # the last stage's rehearsal leaves it to the minibatch
+    if at == 0 and stage < 2:  # the last stage's rehearsal leaves the error to the minibatch
         where = f"the first minibatch does not pass stage {stage} (rank {stage})"
     assert set(messages) == {f"{where}: RuntimeError: the layer gave up"}
 
@@ -67,7 +67,7 @@ def test_an_error_in_the_loss(farm: Farm) -> None:
 
 
 def test_an_error_in_the_optimizer_names_the_updates_minibatch(farm: Farm) -> None:
-    # Every stage's step fails at minibatch 5, and which of them is first is open.
+    # Every stage's step fails at minibatch 5. Any of them may be the first.
     for message in _messages(farm, 3, model_with(None), optimizer=FailingSGD):
         stage = message[len("stage ")]
         assert message == (
