@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <sstream>
 #include <system_error>
+#include <vector>
 
 #include "base/failure.h"
 
@@ -29,11 +30,14 @@ class Reader {
  public:
   explicit Reader(std::string_view text) : text_(text), rest_(text) {}
 
-  Opcode read_opcode() {
+  Opcode read_opcode(bool is_of_program) {
     const std::string_view word = next_word();
     if (const auto opcode = find_opcode(word)) return *opcode;
-    const auto name_of = [](const OpcodeTraits& traits) { return traits.name; };
-    fail(found(word) + " where " + one_of(kOpcodeTraits, name_of) + " is expected");
+    std::vector<const char*> names;
+    for (const OpcodeTraits& traits : kOpcodeTraits) {
+      if (!is_of_program || traits.unlisted_because == nullptr) names.push_back(traits.name);
+    }
+    fail(found(word) + " where " + one_of(names, [](const char* name) { return name; }) + " is expected");
   }
 
   EdgeKind read_edge_kind() {
@@ -141,9 +145,9 @@ std::string to_string(const Instruction& instruction) {
   return text.str();
 }
 
-Instruction parse_instruction(std::string_view text) {
+Instruction parse_instruction(std::string_view text, bool is_of_program) {
   Reader reader(text);
-  const Opcode opcode = reader.read_opcode();
+  const Opcode opcode = reader.read_opcode(is_of_program);
   if (travels(opcode)) return parse_transfer(opcode, reader);
   Instruction instruction;
   instruction.opcode = opcode;

@@ -36,6 +36,7 @@ struct Instruction {
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
 // The inverse of to_string(). Allows blanks at both ends. Throws UserError naming the text and what is wrong.
-[[nodiscard]] Instruction parse_instruction(std::string_view text);
+// For an unknown opcode the error offers those of a run's lists, or those that a written program may have.
+[[nodiscard]] Instruction parse_instruction(std::string_view text, bool is_of_program = false);
 
 }  // namespace pipedream

@@ -110,6 +110,7 @@ ListedProgram::ListedProgram(std::vector<List> workers, std::int64_t minibatches
   place_workers();
   count_rounds();
   for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) check_order(rank);
+  for (const Place& place : placement_.places()) check_whole_body(place, versions_per_body(place.stage));
   count_facts();
   check_run();
 }
@@ -308,7 +309,6 @@ void ListedProgram::count_rounds() {
     }
     rounds_.push_back({0, num_replicas, per_round, false, num_microbatches_});
   }
-  for (const Place& place : placement_.places()) check_whole_body(place, versions_per_body(place.stage));
 }
 
 void ListedProgram::check_whole_body(const Place& place, std::int64_t num_updates) const {
@@ -323,10 +323,40 @@ void ListedProgram::check_whole_body(const Place& place, std::int64_t num_update
     throw UserError(name_of(place.rank) + ": the body has " + in_number(listed, traits.name) +
                     (is_alone ? "" : " of " + name_of(place)) + ", and " +
                     in_number(minibatches_per_body_, "minibatch") + " of " +
-                    in_number(num_microbatches_, "microbatch") + " need " + std::to_string(due) +
+                    in_number(num_microbatches_, "microbatch") +
+                    (minibatches_per_body_ == 1 ? " needs " : " need ") + std::to_string(due) +
                     (rounds.num_replicas == 1 ? "" : " at each replica") +
+                    (listed > due ? "" : "; the next is of " + name_of_next(place, traits)) +
                     ": add or take away lines, or change \"" + body_title(minibatches_per_body_) + "\"");
   }
+}
+
+// Names the item behind those for which the replica's list, in which they are in order, has such
+// instructions.
+std::string ListedProgram::name_of_next(const Place& place, const OpcodeTraits& traits) const {
+  const auto num_listed =
+      std::ranges::count_if(list_of(place.rank).instructions, [&](const Instruction& instruction) {
+        return &traits_of(instruction.opcode) == &traits && is_at(instruction, place);
+      });
+  return name_of_item(place, traits, num_listed);
+}
+
+// "minibatch 3 microbatch 0". index: among the replica's own items of such instructions.
+std::string ListedProgram::name_of_item(const Place& place, const OpcodeTraits& traits,
+                                        std::int64_t index) const {
+  const Rounds& rounds = rounds_of_stage(place.stage);
+  const std::int64_t number = number_of_item(place, traits, index);
+  const std::string minibatch = "minibatch " + std::to_string(rounds.minibatch_of(number).value());
+  if (num_microbatches_ == 1 || traits.scope != Scope::kMicrobatch) return minibatch;
+  return minibatch + " microbatch " + std::to_string(rounds.microbatch_of(number).value());
+}
+
+// By the number of a microbatch; of the round's first, where the instructions are of rounds.
+std::int64_t ListedProgram::number_of_item(const Place& place, const OpcodeTraits& traits,
+                                           std::int64_t index) const {
+  const Rounds& rounds = rounds_of_stage(place.stage);
+  if (traits.scope == Scope::kMicrobatch) return rounds.own_number(place.replica, index);
+  return rounds.number_of(rounds.begin_of(index), {});
 }
 
 // The number of a replica's instructions in its body that do to a stash and to the weights what these traits
@@ -348,16 +378,12 @@ void ListedProgram::check_order(Rank rank) const {
       const Instruction& instruction = instructions[position];
       if (!is_at(instruction, place)) continue;
       const std::int64_t index = num_listed.at(static_cast<std::size_t>(instruction.opcode))++;
-      const bool is_of_microbatch = traits_of(instruction.opcode).scope == Scope::kMicrobatch;
-      const std::int64_t due = is_of_microbatch ? rounds.own_number(place.replica, index)
-                                                : rounds.number_of(rounds.begin_of(index), {});
+      const OpcodeTraits& traits = traits_of(instruction.opcode);
+      const std::int64_t due = number_of_item(place, traits, index);
       if (rounds.number_of(instruction.minibatch, instruction.microbatch) == due) continue;
-      refuse(rank, static_cast<std::int64_t>(position),
-             std::string(opcode_name(instruction.opcode)) + "s go in order; the next is of minibatch " +
-                 std::to_string(rounds.minibatch_of(due).value()) +
-                 (num_microbatches_ == 1 || !is_of_microbatch
-                      ? ""
-                      : " microbatch " + std::to_string(rounds.microbatch_of(due).value())));
+      refuse(
+          rank, static_cast<std::int64_t>(position),
+          std::string(traits.name) + "s go in order; the next is of " + name_of_item(place, traits, index));
     }
   }
 }
@@ -372,23 +398,69 @@ void ListedProgram::check_run() const {
     programs.push_back(make_program(options, rank, length));
   }
   const ReplayReport report = replay(options, programs, length);
-  if (!report.ok) refuse_run(report.error);
+  if (!report.ok) refuse_run(report, programs);
 }
 
-// If one list is wrong, the validator's error begins with a worker's position and instruction. The
-// instruction is found in that list again, to name the line of the text. Other errors are passed on as they
-// are, for instance those of a deadlock.
-void ListedProgram::refuse_run(const std::string& error) const {
+// The validator names places in the run's lists, which have transfers. The error names lines of the text
+// instead: of the one instruction that is wrong, or of those that wait in a deadlock. Other errors are passed
+// on as they are.
+void ListedProgram::refuse_run(const ReplayReport& report,
+                               const std::vector<std::vector<Instruction>>& programs) const {
+  std::string waits;
+  for (const auto& [rank, position] : report.stuck) {
+    const std::span<const Instruction> program = programs[static_cast<std::size_t>(rank.value())];
+    waits += (waits.empty() ? "deadlock: " : "; ") + describe_wait(rank, program.subspan(position));
+  }
+  if (!waits.empty()) throw UserError(waits);
   for (Rank rank; rank.value() < placement_.num_ranks(); rank = rank.next()) {
-    const std::string worker = name_of(rank) + ", position ";
-    if (!error.starts_with(worker)) continue;
-    for (std::int64_t position = 0; position < list_of(rank).length(4); ++position) {
-      const std::string named = ", " + to_string(at(rank, position)) + ": ";
-      const std::size_t found = error.find(named);
-      if (found != std::string::npos) refuse(rank, position, error.substr(found + named.size()));
+    if (!report.error.starts_with(name_of(rank) + ", position ")) continue;
+    for (const Instruction& instruction : programs[static_cast<std::size_t>(rank.value())]) {
+      const std::string named = ", " + to_string(instruction) + ": ";
+      const std::size_t found = report.error.find(named);
+      const auto position = find_position(rank, instruction);
+      if (found == std::string::npos || !position) continue;
+      refuse(rank, *position, report.error.substr(found + named.size()) + hint_on_backward(rank, *position));
     }
   }
-  throw UserError(error);
+  throw UserError(report.error);
+}
+
+// Returns the instruction's place in the worker's list. A transfer has none.
+std::optional<std::int64_t> ListedProgram::find_position(Rank rank, const Instruction& instruction) const {
+  if (travels(instruction.opcode)) return std::nullopt;
+  const std::int64_t num_bodies = 1 + instruction.minibatch.value() / minibatches_per_body_;
+  for (std::int64_t position = 0; position < list_of(rank).length(num_bodies); ++position) {
+    if (at(rank, position) == instruction) return position;
+  }
+  return std::nullopt;
+}
+
+// "line 4, BACKWARD stage 0 minibatch 0 microbatch 0 waits for the gradient from stage 1". rest: the worker's
+// remaining instructions in the run, of which the first one waits.
+std::string ListedProgram::describe_wait(Rank rank, std::span<const Instruction> rest) const {
+  const auto next = std::ranges::find_if_not(
+      rest, [](const Instruction& instruction) { return travels(instruction.opcode); });
+  const Edge& edge = rest.front().edge;
+  const std::string wait =
+      " waits for the " + std::string(edge_kind_name(edge.kind)) + " from " + to_string(edge.from);
+  if (next == rest.end()) return name_of(rank) + ", at its end," + wait;
+  const auto position = find_position(rank, *next);
+  PD_CHECK(position, to_string(*next));
+  std::string name = to_string(*next);
+  name.resize(name.find(writes_version(next->opcode) ? " writes version" : " reads version"));
+  return place_of(rank, *position) + ", " + name + wait;
+}
+
+// The end of an error about a backward that reads another version than its forward: the forward's line, and
+// what to write.
+std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) const {
+  const Instruction backward = at(rank, position);
+  if (!releases_stash(backward.opcode)) return {};
+  const Rounds& rounds = rounds_of_stage(backward.stage);
+  const std::int64_t number = rounds.number_of(backward.minibatch, backward.microbatch);
+  const std::int64_t forward = position_of(Stash::kKept, backward.stage, number);
+  if (at(rank, forward).version == backward.version) return {};
+  return "; the forward is " + place_of(rank, forward) + ": " + how_to_stash(backward.stage, number);
 }
 
 // Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.

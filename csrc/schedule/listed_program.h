@@ -49,6 +49,8 @@
 
 namespace pipedream {
 
+struct ReplayReport;
+
 class ListedProgram {
  public:
   // A worker's list.
@@ -146,7 +148,16 @@ class ListedProgram {
   [[nodiscard]] std::string reason_to_move(Rank rank, Rank due) const;
   void check_whole_body(const Place& place, std::int64_t num_updates) const;
   [[noreturn]] void refuse(Rank rank, std::int64_t position, const std::string& why) const;
-  [[noreturn]] void refuse_run(const std::string& error) const;
+  [[noreturn]] void refuse_run(const ReplayReport& report,
+                               const std::vector<std::vector<Instruction>>& programs) const;
+  [[nodiscard]] std::optional<std::int64_t> find_position(Rank rank, const Instruction& instruction) const;
+  [[nodiscard]] std::string describe_wait(Rank rank, std::span<const Instruction> rest) const;
+  [[nodiscard]] std::string hint_on_backward(Rank rank, std::int64_t position) const;
+  [[nodiscard]] std::string name_of_next(const Place& place, const OpcodeTraits& traits) const;
+  [[nodiscard]] std::string name_of_item(const Place& place, const OpcodeTraits& traits,
+                                         std::int64_t index) const;
+  [[nodiscard]] std::int64_t number_of_item(const Place& place, const OpcodeTraits& traits,
+                                            std::int64_t index) const;
   [[nodiscard]] std::int64_t position_of(Stash stash, StageIndex stage, std::int64_t number) const;
   [[nodiscard]] std::string place_of(Rank rank, std::int64_t position) const;
   [[nodiscard]] std::string describe_unstashed(StageIndex stage, bool names_lines) const;

@@ -97,8 +97,9 @@ class Parser {
           "\" stands above the worker's first section; write \"warm-up\" or \"body every 1 "
           "minibatch\" above (lists of a whole run, which trace prints with --minibatches, have none)");
     }
-    if (section == Section::kCoolDown) return cool_down.push_back(parse_instruction(line));
-    list.instructions.push_back(parse_instruction(line));
+    const Instruction instruction = parse_instruction(line, true);
+    if (section == Section::kCoolDown) return cool_down.push_back(instruction);
+    list.instructions.push_back(instruction);
     list.lines.push_back(number);
     if (section == Section::kWarmUp) ++list.num_warm_up;
   }

@@ -62,9 +62,10 @@ class Pipeline {
   void run(std::size_t slowest);
 
   [[nodiscard]] bool is_finished() const;
-  // Describes what the first num_workers lists wait for. The lists behind them are those of services, which
-  // only wait for workers.
-  [[nodiscard]] std::string describe_deadlock(std::size_t num_workers) const;
+  // Says where the first num_workers lists wait, except those that are finished. The lists behind them are
+  // those of services, which only wait for workers.
+  [[nodiscard]] std::vector<ListPosition> stuck(std::size_t num_workers) const;
+  [[nodiscard]] std::string describe(const std::vector<ListPosition>& stuck) const;
   [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
 
  private:
@@ -184,13 +185,22 @@ bool Pipeline::is_finished() const {
   return true;
 }
 
-std::string Pipeline::describe_deadlock(std::size_t num_workers) const {
-  std::ostringstream text;
-  text << "deadlock";
+std::vector<ListPosition> Pipeline::stuck(std::size_t num_workers) const {
+  std::vector<ListPosition> positions;
   for (std::size_t worker = 0; worker < num_workers; ++worker) {
     if (is_over(worker)) continue;
-    const Instruction& instruction = programs_[worker][positions_[worker]];
-    text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for ";
+    positions.push_back({Rank(static_cast<std::int64_t>(worker)), positions_[worker]});
+  }
+  return positions;
+}
+
+std::string Pipeline::describe(const std::vector<ListPosition>& stuck) const {
+  std::ostringstream text;
+  text << "deadlock";
+  for (const auto& [rank, position] : stuck) {
+    const std::vector<Instruction>& program = programs_[index_of(rank)];
+    const Instruction& instruction = program[position];
+    text << "; " << place(index_of(rank), program, position) << ": waits for ";
     if (instruction.opcode == Opcode::kRecv) {
       text << to_string(instruction.edge.from);
     } else if (instruction.opcode == Opcode::kSend) {
@@ -292,8 +302,10 @@ std::string check_together(const ScheduleOptions& options, const Programs& progr
   for (std::size_t slowest = 0; slowest < programs.size(); ++slowest) {
     pipeline.run(slowest);
     if (!pipeline.is_finished()) {
-      PD_CHECK(slowest == 0, "the outcome depends on the speeds: " << pipeline.describe_deadlock(workers));
-      return pipeline.describe_deadlock(workers);
+      report.stuck = pipeline.stuck(workers);
+      const std::string error = pipeline.describe(report.stuck);
+      PD_CHECK(slowest == 0, "the outcome depends on the speeds: " << error);
+      return error;
     }
     for (std::size_t edge = 0; edge < edges.size(); ++edge) {
       const Queue& queue = pipeline.queues()[edge];
@@ -321,7 +333,8 @@ ReplayReport replay(const ScheduleOptions& options, const Programs& programs, st
     report.error = check_items(all);
     if (report.error.empty()) report.error = check_together(options, all, report);
   }
-  if (!report.error.empty()) return {false, report.error, {}, {}, {}};  // the counts are not complete
+  if (!report.error.empty())
+    return {false, report.error, report.stuck, {}, {}, {}};  // the counts are not complete
   return report;
 }
 

@@ -10,6 +10,7 @@
 // Pure; any thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -27,9 +28,16 @@ struct EdgeReport {
   friend bool operator==(const EdgeReport&, const EdgeReport&) = default;
 };
 
+// A place in a worker's list.
+struct ListPosition {
+  Rank rank;
+  std::size_t position = 0;
+};
+
 struct ReplayReport {
   bool ok = true;
-  std::string error;  // names worker, position and instruction at fault; empty when ok
+  std::string error;                  // names worker, position and instruction at fault; empty when ok
+  std::vector<ListPosition> stuck{};  // where workers wait in a deadlock; empty without one
   // Empty unless ok. The most live versions per stage at any time: the newest, those that are still to be
   // read (under vertical sync even before their forward), and during an update the version that is being
   // written, unless it is written in place.
