@@ -30,8 +30,10 @@ import pipedream
 from pipedream.common.own_rank import is_rank_0
 from pipedream.integrations.asked_plan import AskedPlan
 from pipedream.integrations.lightning_checks import (
+    DEVICES,
     HONOURED,
     MEANINGLESS,
+    ON_ONE_DEVICE,
     PRECISIONS,
     REFUSED,
     check_arguments,
@@ -40,6 +42,7 @@ from pipedream.integrations.lightning_checks import (
 )
 from pipedream.integrations.lightning_pipeline import Pipeline, Settings, shared
 from pipedream.integrations.lightning_steps import Row
+from pipedream.worker.devices import device_wanted
 
 __all__ = ["HONOURED", "MEANINGLESS", "REFUSED", "fit"]
 
@@ -123,7 +126,10 @@ def fit(
         progress=trainer_arguments.pop("enable_progress_bar", None) is not False,
         run=dict(run or {}),
     )
-    for name in MEANINGLESS:
+    device = DEVICES[trainer_arguments.pop("accelerator", None)]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("accelerator is 'gpu', and torch finds no GPU here: use 'cpu' or 'auto'")
+    for name in (*MEANINGLESS, *ON_ONE_DEVICE):
         trainer_arguments.pop(name, None)
     pipeline = Pipeline(settings, lambda callbacks: check_callbacks(callbacks, library))
     strategy = _strategy_class(library)(pipeline)
@@ -135,7 +141,8 @@ def fit(
         enable_progress_bar=False,
         **{"num_sanity_val_steps": 0} | trainer_arguments,
     )
-    trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
+    with device_wanted(device):
+        trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
     if pipeline.is_interrupted:  # in the last part
         raise KeyboardInterrupt
     strategy.warn_of_a_late_stop()

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "DEVICES",
     "HONOURED",
     "HONOURED_HOOKS",
     "MEANINGLESS",
     "MEANINGLESS_HOOKS",
+    "ON_ONE_DEVICE",
     "PRECISIONS",
     "REFUSED",
     "REFUSED_HOOKS",
@@ -23,7 +25,8 @@ __all__ = [
 ]
 
 HONOURED = {
-    *("accumulate_grad_batches", "callbacks", "check_val_every_n_epoch", "default_root_dir", "deterministic"),
+    *("accelerator", "accumulate_grad_batches", "callbacks", "check_val_every_n_epoch"),
+    *("default_root_dir", "deterministic"),
     *("enable_autolog_hparams", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"),
     *("fast_dev_run", "gradient_clip_algorithm", "gradient_clip_val", "limit_train_batches"),
     *("limit_val_batches", "log_every_n_steps", "logger", "max_epochs", "max_steps", "min_epochs"),
@@ -33,7 +36,6 @@ HONOURED = {
 """Arguments of Trainer that work as in Lightning."""
 
 MEANINGLESS = {
-    "accelerator": "workers compute on GPUs where there are any",
     "benchmark": "set torch.backends.cudnn.benchmark, which workers take over",
     "inference_mode": "a validation in the pipeline has no gradients anyway",
     "limit_test_batches": "fit tests nothing",
@@ -53,6 +55,17 @@ REFUSED = {
     "sync_batchnorm": "batch norm counts whole batches anyway: leave it out",
 }
 """Arguments of Trainer that raise an error, with the remedy."""
+
+ON_ONE_DEVICE: dict[str, tuple[Any, ...]] = {
+    "devices": (1, "1", [0], "auto"),
+    "num_nodes": (1,),
+    "plugins": ([],),
+    "strategy": ("auto",),
+}
+"""Values of these that a script for one device has, and that are accepted."""
+
+DEVICES = {None: None, "auto": None, "cpu": "host", "gpu": "cuda", "cuda": "cuda"}
+"""Lightning's name of an accelerator -> where workers compute; None: on GPUs if there are any."""
 
 PRECISIONS = {
     None: (None, "32-true"),
@@ -141,10 +154,13 @@ def check_module(module: Any, library: Any) -> None:
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if name in REFUSED and value not in (None, False):
+        if name in REFUSED and value not in (None, False, *ON_ONE_DEVICE.get(name, ())):
             raise ValueError(f"{name} is {value!r}, which a pipeline does not honour: {REFUSED[name]}")
         if name not in HONOURED | REFUSED.keys() | MEANINGLESS.keys():
             raise TypeError(f"fit() got {name!r}, which is no argument of it or of lightning.Trainer")
+    accelerator = given.get("accelerator")
+    if not isinstance(accelerator, (str, type(None))) or accelerator not in DEVICES:
+        raise ValueError(f"accelerator is {accelerator!r}: use 'cpu', 'gpu' or 'auto'")
     precision = given.get("precision")
     if precision not in PRECISIONS:
         known = ", ".join(repr(name) for name in PRECISIONS if isinstance(name, str))

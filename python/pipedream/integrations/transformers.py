@@ -15,9 +15,7 @@ On the caller's thread. Under torchrun each rank has a trainer, and only rank 0'
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from pipedream.integrations.trainer_run import Training
 from pipedream.integrations.training_arguments import check_training_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, shared_by_rank_0
 from pipedream.planning.plan import Plan
+from pipedream.worker.devices import device_wanted
 
 __all__ = ["PipelineTrainer"]
 
@@ -134,7 +133,7 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         if not is_rank_0():
             self.callback_handler.callbacks = []
         try:
-            with _on_host(self.args.use_cpu):
+            with device_wanted("host" if self.args.use_cpu else None):
                 self._recomputes = recomputes
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -183,20 +182,6 @@ class PipelineTrainer(transformers.Trainer):  # type: ignore[misc]  # checked as
         assert self._in_run is not None
         self._in_run.call("on_evaluate", metrics)
         return metrics
-
-
-@contextlib.contextmanager
-def _on_host(is_wanted: bool) -> Iterator[None]:
-    before = os.environ.get("PIPEDREAM_DEVICE")
-    if is_wanted:
-        os.environ["PIPEDREAM_DEVICE"] = "host"
-    try:
-        yield
-    finally:
-        if is_wanted:
-            os.environ.pop("PIPEDREAM_DEVICE")
-            if before is not None:
-                os.environ["PIPEDREAM_DEVICE"] = before
 
 
 def _stand_alone(args: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
 from pipedream import _core
 
-__all__ = ["choose_device", "choose_device_type"]
+__all__ = ["choose_device", "choose_device_type", "device_wanted"]
 
 _REMEDY = (
     "install pipedream again where it finds an nvcc that fits the driver (CUDACXX names one), or set"
@@ -38,6 +40,21 @@ def choose_device_type() -> str:
     if why_not:
         raise ValueError(f"torch finds a GPU here that pipedream's core cannot use: {why_not}; {_REMEDY}")
     return "cuda"
+
+
+@contextlib.contextmanager
+def device_wanted(wanted: str | None) -> Iterator[None]:
+    """Sets $PIPEDREAM_DEVICE in the block. None leaves it as it is."""
+    before = os.environ.get("PIPEDREAM_DEVICE")
+    if wanted is not None:
+        os.environ["PIPEDREAM_DEVICE"] = wanted
+    try:
+        yield
+    finally:
+        if wanted is not None:
+            os.environ.pop("PIPEDREAM_DEVICE")
+            if before is not None:
+                os.environ["PIPEDREAM_DEVICE"] = before
 
 
 def choose_device(local_rank: int) -> torch.device:

@@ -345,7 +345,11 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
     ("given", "message"),
     [
         ({"devices": 2}, "devices is 2, which a pipeline does not honour: give workers=N"),
+        ({"devices": [0, 1]}, r"devices is \[0, 1\], which a pipeline does not honour: give workers=N"),
+        ({"num_nodes": 2}, "num_nodes is 2, .*: start the script with torchrun on each machine"),
         ({"strategy": "ddp"}, "strategy is 'ddp'"),
+        ({"accelerator": "tpu"}, "accelerator is 'tpu': use 'cpu', 'gpu' or 'auto'"),
+        ({"accelerator": "mps", "devices": 1}, "accelerator is 'mps': use 'cpu', 'gpu' or 'auto'"),
         ({"precision": "bf16-true"}, "precision is 'bf16-true'"),
         ({"precision": "16-true"}, "precision is '16-true': use one of '32'"),
         ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm is 'value': use 'norm'"),
@@ -360,6 +364,29 @@ def test_every_argument_of_the_trainer_is_honoured_meaningless_or_refused() -> N
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         front.fit(net(), *loaders(), **given)
+
+
+def test_arguments_of_a_script_for_one_device_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def run(*_: Any, **__: Any) -> None:
+        seen.append(os.environ.get("PIPEDREAM_DEVICE"))
+        raise InterruptedError
+
+    monkeypatch.setattr(pipedream, "run", run)
+    monkeypatch.delenv("PIPEDREAM_DEVICE", raising=False)
+    plan = pipedream.Plan.straight(NUM_LAYERS, 2)
+    usual = {"num_nodes": 1, "strategy": "auto", "plugins": [], "detect_anomaly": False, "max_time": None}
+    for accelerator, devices in [("cpu", 1), ("auto", "auto"), ("cpu", [0])]:
+        given = {**arguments(tmp_path), **usual, "accelerator": accelerator, "devices": devices}
+        with pytest.raises(InterruptedError):
+            front.fit(net(), *loaders(), plan=plan, **given)
+    assert seen == ["host", None, "host"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="accelerator is 'gpu', and torch finds no GPU here: use 'cpu'"):
+        front.fit(net(), *loaders(), plan=plan, accelerator="gpu", devices=1)
 
 
 def test_hooks_that_would_not_be_called_are_refused_by_name() -> None:
