@@ -1,10 +1,10 @@
-"""The choice of codecs for tensors between stages and between replicas: the meaning of run(codec=...).
+"""Parses run(codec=...): the choice of codecs for tensors between stages and between replicas.
 
 A choice is a mapping, ready for JSON. Its values are names of codecs (csrc/codec/codec.h). A key is
-"activations", "gradients", "pushes", or a pair of stages: "0->1" is sender and receiver. A pair takes
-precedence over "activations" and "gradients".
-The value for "pushes" may also be "factors", or "factors:bf16": bf16 then encodes the gradients that are not
-pushed as factors. Torch-free; pure.
+"activations", "gradients", "pushes", or a pair of stages: "0->1" means tensors that stage 0 sends to stage 1.
+A pair takes precedence over "activations" and "gradients". The value for "pushes" may also be "factors" or
+"factors:bf16". With the latter, gradients that are not pushed as factors are encoded by bf16. Pure; needs no
+torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_CODEC = "none"
 PUSHES = "pushes"
 """The key for gradients that replicas push to the owners of shards. codec="bf16" alone does not set it."""
 FACTORS = "factors"
-"""The value for pushes that sends the gradients of linear layers as factors where these are smaller."""
+"""The value for pushes that sends the gradients of linear layers as factors where the factors are smaller."""
 DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
@@ -60,7 +60,7 @@ def parse_codec(codec: Any) -> CodecChoice:
 
 
 def parse_codec_text(text: str) -> str | dict[str, str]:
-    """A `codec` argument from a command line: "bf16", or "activations=bf16,1->0=topk:0.01"."""
+    """Parses a `codec` argument from a command line, as "bf16" or "activations=bf16,1->0=topk:0.01"."""
     if "=" not in text:
         return text
     choice: dict[str, str] = {}
@@ -106,7 +106,9 @@ def codec_of_pushes(choice: CodecChoice) -> str:
 
 
 def _split_pushes(name: str) -> tuple[bool, str]:
-    """Splits a value for pushes, as "factors:bf16", into whether it has factors and the name of its codec."""
+    """Splits a value for pushes, such as "factors:bf16". Returns whether factors are pushed, and the name of
+    the codec.
+    """
     head, separator, codec = name.partition(":")
     return (True, codec if separator else NO_CODEC) if head == FACTORS else (False, name)
 
@@ -128,7 +130,7 @@ def _name_of_pushes(name: Any) -> str:
 
 
 def _where(key: Any) -> str:
-    """Returns a key of the user's mapping as choices spell it: (0, 1) becomes "0->1"."""
+    """Returns a key of the user's mapping as text: (0, 1) becomes "0->1"."""
     if key in (*DIRECTIONS, PUSHES):
         return str(key)
     pair = key

@@ -1,5 +1,5 @@
 """The rule that decides which weights' gradients replicas push as factors (docs/parameter-server.md).
-Planning applies it to a profile, a run to its first minibatch (update/factors.py).
+Planning applies the rule to a profile. A run applies it to its first minibatch (update/factors.py).
 
 W is the weight's bytes, F the bytes of one replica's factors in a round, r the number of replicas. A replica
 sends in a round:
@@ -7,13 +7,14 @@ sends in a round:
     dense       2 (r - 1) / r  W       gradients to the owners of shards, and new versions to the others
     factors     (r - 1)  F             its factors to each other replica
 
-Factors are smaller if r F < 2 W. They also cost time. A replica's backward skips the gradient of such a
-weight. Its update computes the gradient from the factors of all replicas, in one product that grows with r.
-Planning estimates that time if the profile has not measured it: half of the layer's backward, times the
-weight's share of the layer's parameters, because the product is one of a backward's two.
+Factors are smaller if r F < 2 W. They also cost time. The backward of a replica skips the gradient of such a
+weight. Instead, the replica's update computes the gradient from the factors of all replicas, by one matrix
+product that grows with r. If the profile has not measured the product, planning estimates its time: half of
+the layer's backward, times the weight's share of the layer's parameters. The half is because a linear layer's
+backward has two products.
 
-Planning applies the rule to every weight for which a layer's profile has figures. Profile.without_factors()
-removes these. Pure; any thread; needs no torch.
+Planning applies the rule to every weight whose factors are in the profile. Profile.without_factors() removes
+them. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -42,34 +43,39 @@ __all__ = [
 ]
 
 FACTOR_CODEC = {"pushes": "factors"}
-"""The codec of factors, as run() accepts it and a plan stores it."""
+"""The codec that pushes gradients as factors, in the form that run() accepts and a plan stores."""
 
 
 def are_smaller(
     factor_bytes: float, weight_bytes: float, num_replicas: int, pushed_bytes: float | None = None
 ) -> bool:
-    """Whether factors are fewer bytes than the gradient and the version that they replace.
+    """Whether a weight's factors are fewer bytes than the gradient and the new version that replicas send
+    otherwise.
 
-    factor_bytes: one replica's factors in a round. pushed_bytes: the whole gradient, encoded as it would be
-    pushed; None: not encoded.
+    factor_bytes: size of one replica's factors in a round. pushed_bytes: size of the whole gradient as it
+    would be pushed, encoded. None: it would be pushed without encoding.
     """
     dense_bytes = weight_bytes + (weight_bytes if pushed_bytes is None else pushed_bytes)
     return num_replicas * factor_bytes < dense_bytes
 
 
 class FactoredSum(NamedTuple):
-    """Sums over those weights of a stage whose gradients replicas push as factors."""
+    """Sums over the weights of a stage whose gradients replicas push as factors."""
 
     num_weights: int = 0
     weight_bytes: float = 0.0
     factor_bytes: float = 0.0
     """Bytes of one replica's factors in a round."""
     product_ms: float = 0.0
-    """Milliseconds of one minibatch's products, which the update computes and the backward does not."""
+    """Milliseconds, per minibatch, of the matrix products that the update computes instead of the
+    backward.
+    """
 
 
 def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: float = 1) -> FactoredSum:
-    """Sums over a stage of these layers. minibatches: one replica's minibatches in a round."""
+    """Returns the sums for a stage of these layers. minibatches: the number that one replica trains in a
+    round.
+    """
     found = FactoredSum()
     if num_replicas == 1:
         return found
@@ -90,7 +96,8 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
     """Returns the factors of each layer's weights in the core's form, (weight bytes, factor bytes, product
     seconds). Empty if the profile has none.
 
-    layers_ms: each layer's time as the core has it. A layer's products never exceed it.
+    layers_ms: each layer's time as the core has it. The products of a layer are scaled down so that they do
+        not exceed that time.
     """
     if not any(layer.factors for layer in profile.layers):
         return []
@@ -109,8 +116,9 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
 
 
 def split_codec(codec: Any, *, has_limit: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Splits a codec into two: one that the plan is made for, as checked_codec() returns it, and the codecs
-    of activations and gradients. With a limit of memory the plan leaves room for the second.
+    """Splits a codec in two: the codec that the plan is made for, as checked_codec() returns it, and the
+    codecs of activations and gradients. has_limit: whether memory is limited; if not, the second is empty. A
+    plan with limited memory reserves room for encoded activations and gradients.
     """
     if not has_limit:
         return checked_codec(codec), {}
@@ -162,7 +170,7 @@ def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str
 
 
 def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
-    """Returns a line for a person about the figures of factored_figures()."""
+    """Describes the figures of factored_figures() in one line for a person."""
     parts = [
         f"stage {index} pushes {format_bytes(int(row['factor_bytes']))} in the place of"
         f" {format_bytes(int(row['weight_bytes']))}"

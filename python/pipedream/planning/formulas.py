@@ -1,8 +1,8 @@
-"""Figures of the paper's cost model for given stages (csrc/planner/partition.h), and the links that stages
-use: between a stage and the next one, and between a stage's replicas. Pure; any thread; torch-free.
+"""Computes the figures of the paper's cost model for given stages (csrc/planner/partition.h). Also finds the
+links that stages use, to the next stage and between the replicas of a stage. Pure; any thread; torch-free.
 
-Measured links differ in speed. The slowest link between two stages counts, because every replica uses its
-own.
+Measured links differ in speed. Between two stages each pair of replicas has a link of its own, and the
+slowest of these links counts.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float, microbatches: int) -> float:
     """Returns T(i..j, m) of the cost model in milliseconds.
 
-    A round has lcm(M, m) / M minibatches of M microbatches. With spare shards the formula of round_ms()
-    replaces the paper's synchronisation time. Weights whose gradients go as factors count as in
-    csrc/planner/stage_cost.h.
+    M is the number of microbatches in a minibatch, m the number of replicas. A round has lcm(M, m) / M
+    minibatches. With spare shards the formula of round_ms() replaces the paper's synchronisation time.
+    csrc/planner/stage_cost.h says how weights count whose gradients are sent as factors.
     """
     replicas = stage.num_replicas
     layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -80,13 +80,13 @@ class StageLinks:
     """The bandwidths of the links that a plan uses, in bytes per second; infinite where there is no link."""
 
     downstream: tuple[float, ...]
-    """From each stage but the last to the next stage."""
+    """Bandwidth from each stage but the last to the next stage."""
     upstream: tuple[float, ...]
-    """From each stage but the first to the stage before it."""
+    """Bandwidth from each stage but the first to the stage before it."""
     replicas: tuple[float, ...]
     """Between the replicas of each stage."""
     latency_ms: tuple[float, ...]
-    """The longer latency of the two directions, between each stage and the next; 0 if not measured."""
+    """Latency between each stage and the next, in the direction where it is longer; 0 if not measured."""
     replica_latency_ms: tuple[float, ...]
     """The latency between the replicas of each stage; 0 if not measured."""
 
@@ -104,7 +104,7 @@ class StageLinks:
 
     @classmethod
     def between(cls, ranks: Sequence[Sequence[int]], links: LinkProfile) -> StageLinks:
-        """Returns the links between these ranks. ranks: those of each stage's replicas."""
+        """Returns the links between these ranks. ranks: for each stage, the ranks of its replicas."""
         pairs = list(itertools.pairwise(ranks))
         return cls(
             tuple(links.slowest_bytes_per_s(here, below) for here, below in pairs),

@@ -1,15 +1,16 @@
-"""The time of one work item: how it depends on the number of microbatches, how much longer it is after its
-worker has waited, and how much it varies. Values that never change once built; any thread; needs no torch.
+"""The time of one work item, which is one forward, backward or update. The time depends on the number of
+microbatches, is longer after the worker has waited, and varies at random. The values never change once built;
+any thread; needs no torch.
 
 Waking: a core that has idled finds neither the code nor the data of the next item in its caches, and its
 clock may have slowed down. The first item of each kind after a wait pays for that. Some of the cost arises at
-once, some grows over milliseconds. So the cost is a sum of terms, and each grows with the wait up to a time
-of its own.
+once, some grows over milliseconds. So the cost is a sum of terms. Each term grows with the wait until the
+wait reaches the term's after_ms.
 
 Spread: single items take longer or shorter than their mean. That costs time where workers wait for each
 other: a late worker delays the next one, and an early one gains nothing. Each simulated worker therefore
-draws from a deck of factors whose mean is 1, and shuffles the deck when it is empty. The mean holds after
-every deck.
+draws from a deck of factors whose mean is 1, and shuffles the deck when it is empty. So after every whole
+deck the times have the right mean.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class CutCost(NamedTuple):
 class ItemCost:
     """Milliseconds of one work item if a minibatch has m microbatches.
 
-    The first microbatch takes first_ms + minibatch_ms / m, each later one later_ms + minibatch_ms / m: a line
-    in 1 / m.
+    The first microbatch takes first_ms + minibatch_ms / m. Each later one takes later_ms + minibatch_ms / m.
+    Both are straight lines in 1 / m.
 
-    measured: measured times for some m, in ascending order, which may lie beside that line. The whole
-    minibatch, m = 1, lies on it. Between two measured m the distance from the line is interpolated in 1 / m.
-    Above the largest measured m the distance stays the same.
+    measured: the times measured for some m, in ascending order of m. A measured time replaces the time by the
+    line. The time of a whole minibatch (m = 1) is always on the line. Between two measured m the distance
+    from the line is interpolated in 1 / m. Above the largest measured m the distance stays the same.
     """
 
     first_ms: float = 0.0
@@ -80,8 +81,8 @@ class ItemCost:
 
     @classmethod
     def of_pieces(cls, whole_ms: float, pieces_ms: Mapping[int, tuple[float, float]]) -> ItemCost:
-        """Makes the cost from measured times. whole_ms: of a whole minibatch. pieces_ms: by number of
-        microbatches, the times of the first microbatch and of a later one.
+        """Makes the cost from measured times. whole_ms: the time of a whole minibatch. pieces_ms: for each
+        number of microbatches, the times of the first microbatch and of a later one.
         """
         if not pieces_ms:
             return cls(whole_ms, whole_ms)
@@ -211,18 +212,18 @@ def _cut_from(where: str, value: object) -> CutCost:
 
 @dataclass(frozen=True)
 class Waking:
-    """One term of the cost of waiting. A wait of after_ms or more since the worker's last item of the kind
-    costs all of it; a shorter wait costs a proportional part.
+    """One term of the cost of waiting. An item pays all of it if the worker has waited after_ms or more since
+    its last item of the kind. After a shorter wait the item pays a proportional part.
     """
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
-    """The cost by kind of item, as a share of the item of a whole minibatch. A microbatch pays the same
-    time.
+    """The cost for each kind of item, as a share of that item's time for a whole minibatch. A microbatch's
+    item pays the same milliseconds as a whole minibatch's.
     """
 
     def part(self, waited_ms: float) -> float:
-        """Returns the share of the cost that an item pays after such a wait, 0 to 1."""
+        """Returns the share of the cost that an item pays after waiting for waited_ms, 0 to 1."""
         return min(1.0, waited_ms / self.after_ms) if self.after_ms > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +244,9 @@ class Waking:
 
 
 def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
-    """Returns the cost of an item after such a wait, as a share of the item's time without a wait."""
+    """Returns the cost of an item after waiting for waited_ms, as a share of the item's time without a
+    wait.
+    """
     return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
 
 
@@ -274,16 +277,16 @@ _NEIGHBOURS = 10  # items on each side whose mean an item is compared with: slow
 
 @dataclass(frozen=True)
 class Spread:
-    """Factors of an item's mean time, by kind: FORWARD, BACKWARD, UPDATE. A kind without factors takes its
-    mean.
+    """Factors by which items of a kind (FORWARD, BACKWARD, UPDATE) vary: an item takes its mean time
+    multiplied by a factor. Items of a kind without factors take their mean time.
     """
 
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, times: Mapping[str, Sequence[Sequence[float]]]) -> Spread:
-        """Makes the spread from measured times by kind of item. A row has the times of like items in the
-        order in which they ran.
+        """Makes the spread from measured times by kind of item. A row has the times of items that do the same
+        work, in the order in which they ran.
         """
         return cls(
             {
@@ -333,7 +336,9 @@ def _factors(times: Sequence[float]) -> list[float]:
 
 
 def _deck(factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns _DECK_SIZE factors of mean 1 that stand for all of these; none if there are too few."""
+    """Returns _DECK_SIZE factors of mean 1 that represent all the given ones. Returns none if too few are
+    given.
+    """
     if len(factors) < _DECK_SIZE:
         return ()
     ordered = sorted(factors)

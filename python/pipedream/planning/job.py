@@ -1,6 +1,6 @@
-"""Job: the options of a training that may exclude each other. run(), reference.run() and partition() describe
-their arguments as a Job, and refuse pairs of options in the table of csrc/schedule/exclusions.cc. Pure; any
-thread; needs no torch.
+"""Job holds the options of a training that may exclude each other. run(), reference.run() and partition()
+describe their arguments as a Job. They refuse two options if the table in csrc/schedule/exclusions.cc has the
+pair. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = [
 _WIDTH, _INDENT = 100, " " * 6  # layout of the printed table
 
 Traits = dict[str, str | None]
-"""The options of a job that exclude other options, by their names in exclusions.cc. The value is how an error
-states the option, as "staleness is 1". None: the table's own words.
+"""The options of a job that exclude other options, by their names in exclusions.cc. The value is the text by
+which an error states the option, such as "staleness is 1". None: the table's words.
 """
 
 
@@ -205,8 +205,8 @@ def describe_exclusions() -> tuple[str, dict[str, Any]]:
 
 
 def traits_where(candidates: Mapping[str, tuple[bool, str | None]]) -> Traits:
-    """Returns the traits that are present. candidates: by name, whether it is present and how an error states
-    it.
+    """Returns the traits that are present. candidates: for each name, whether the trait is present and the
+    text by which an error states it.
     """
     return {name: said for name, (is_there, said) in candidates.items() if is_there}
 

@@ -52,15 +52,13 @@ _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "param
 
 
 class WeightFactors(NamedTuple):
-    """A weight whose gradient replicas may push as factors (docs/parameter-server.md). Bytes."""
+    """Sizes, in bytes, of a weight whose gradient replicas may push as factors (docs/parameter-server.md)."""
 
     weight_bytes: int
     factor_bytes: int
     """Bytes of the factors of a minibatch."""
     product_ms: float | None = None
-    """Milliseconds that the gradient's computation takes for the factors of one replica; None if not
-    measured.
-    """
+    """Milliseconds to compute the gradient from the factors of one replica; None if not measured."""
 
 
 class MicrobatchTimes(NamedTuple):
@@ -79,7 +77,7 @@ class LayerProfile:
     forward_ms: float
     backward_ms: float
     activation_bytes: int
-    """All bytes that cross the cut after this layer, each tensor once; 0 after the last layer."""
+    """Bytes of all tensors that cross the cut after this layer, each counted once; 0 after the last layer."""
     parameter_bytes: int
     saved_bytes: int | None = None
     """Bytes that autograd keeps for this layer's backward of one minibatch, without parameters; None if not
@@ -89,7 +87,7 @@ class LayerProfile:
     """The weights of the linear layers in this layer; None if not measured."""
     microbatch_ms: tuple[MicrobatchTimes, ...] | None = None
     """Times of a microbatch, by ascending number of microbatches. Empty: a minibatch cannot be cut. None: not
-    measured, and planning assumes 1/m of the minibatch's time.
+    measured. Planning then assumes 1/m of the minibatch's time.
     """
     frozen_bytes: int = 0
     """Bytes of parameters that are not trained. The first layer that uses a parameter counts it."""
@@ -196,8 +194,8 @@ class Profile:
     minibatches: int | None = None
     """How many minibatches the figures are means over."""
     time_error: float | None = None
-    """Half the width of the 95 % interval of a minibatch's mean time, as a share of that mean; None if
-    unknown.
+    """Half the width of the 95 % confidence interval of a minibatch's mean time, as a share of that mean;
+    None if unknown.
     """
     runtime: dict[str, Any] | None = field(default=None, hash=False)
     """Costs that a run adds to the layers (runtime_costs.py); None if not calibrated."""
@@ -232,8 +230,8 @@ class Profile:
 
     @property
     def is_of_host(self) -> bool:
-        """Whether the layers were measured on a CPU; profile() writes "..., 4 threads" as such a device's
-        name. The model then lies in host memory.
+        """Whether the layers were measured on a CPU, so that the model lies in host memory. profile() then
+        writes the device's name with its threads: "..., 4 threads".
         """
         return self.device is not None and re.search(r", \d+ threads?$", self.device) is not None
 
@@ -252,8 +250,8 @@ class Profile:
 
     @property
     def microbatches_timed(self) -> int | None:
-        """The most microbatches that all layers were timed with. 1: a minibatch cannot be cut. None: some
-        layer was not timed.
+        """The largest number of microbatches with which every layer was timed. 1: a minibatch cannot be cut.
+        None: some layer was not timed.
         """
         times = [layer.microbatch_ms for layer in self.layers]
         if any(of_layer is None for of_layer in times):
@@ -261,8 +259,8 @@ class Profile:
         return min(of_layer[-1].num_microbatches if of_layer else 1 for of_layer in times)
 
     def microbatch_counts(self, most: int = COUNTED_MAX) -> list[int]:
-        """Returns the numbers of microbatches to choose among. most: how many to try even if the profiler
-        timed fewer.
+        """Returns the numbers of microbatches to choose among. most: the largest number to try even if the
+        profiler timed fewer.
         """
         counts, timed = microbatch_counts(self.batch_size), self.microbatches_timed
         if timed is not None and timed < counts[-1]:
@@ -316,8 +314,8 @@ class Profile:
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
-        """Returns a table of the layers. With more than 40 layers, those of one block share a row;
-        describe_layers() has a row for each.
+        """Returns a table of the layers. If there are more than 40, the layers of one block share a row;
+        describe_layers() gives each layer a row.
         """
         return self._describe(_blocks_of(self.layers) if self.num_layers > _ROWS_MAX else None)
 
@@ -415,7 +413,7 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
 
 
 def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors, ...] | None:
-    """Reads the factors in a file. parameter_bytes: of the layer that the weights belong to."""
+    """Reads the factors in a file. parameter_bytes: the size of the layer that the weights belong to."""
     if value is None:
         return None
     weights = []
@@ -458,7 +456,9 @@ def _microbatch_times_from(value: object) -> tuple[MicrobatchTimes, ...] | None:
 def _times_of_both(
     one: tuple[MicrobatchTimes, ...] | None, other: tuple[MicrobatchTimes, ...] | None
 ) -> tuple[MicrobatchTimes, ...] | None:
-    """Adds the times of two layers. None if they were not measured with the same numbers of microbatches."""
+    """Adds the times of two layers. Returns None if the two were not measured with the same numbers of
+    microbatches.
+    """
     if one is None or other is None or [row[0] for row in one] != [row[0] for row in other]:
         return None
     return tuple(

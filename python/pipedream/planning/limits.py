@@ -46,16 +46,17 @@ class Limits:
     last_layers: tuple[int, ...] = ()
     num_replicas: tuple[int, ...] = ()
     optimizer_copies: float = 1.0
-    """Copies of the weights that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for
-    Adam."""
+    """Size of the optimizer's state, in copies of the weights: 0 for plain SGD, 1 with momentum, 2 for
+    Adam.
+    """
     recompute: bool = True
     """Whether a stage may repeat its forward (recompute) if its memory would not suffice otherwise."""
 
     data_bytes: float = 0.0
     """Bytes of one minibatch of data."""
     host_bytes: float = 0.0
-    """Bytes that each worker needs whatever its stage is: the whole model if it is in host memory, and the
-    buffers through which weights travel.
+    """Bytes that each worker needs whatever its stage is. On a host these are the whole model and the buffers
+    through which weights travel.
     """
     num_workers: int = 1
     """The number of workers for which host_bytes was computed."""
@@ -65,10 +66,12 @@ class Limits:
     """
     staleness: int = 0
     whole_tensors: bool = False
-    """Whether a shard consists of whole tensors, which are updated together."""
+    """Whether a shard consists of whole tensors and is updated as one, instead of chunk by chunk."""
     has_spares: bool = False
     drains: bool = False
-    """Whether the schedule drains. A replica may then have several minibatches in a round."""
+    """Whether the schedule drains: the pipeline is empty before each update. A replica may then train several
+    minibatches in a round.
+    """
     codec: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The run's codecs for "activations" and "gradients"."""
 
@@ -81,8 +84,8 @@ class Limits:
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
 
     def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
-        """Returns the speed of each stage's slowest worker. Speeds must be given. The ranks are in the order
-        of the stages.
+        """Returns the speed of each stage's slowest worker. `self.speeds` must not be empty. Ranks count
+        through the stages in order.
         """
         return [min(self.speeds[rank] for rank in ranks) for ranks in ranks_of(stages)]
 
@@ -97,7 +100,9 @@ class Limits:
         return replace(profile, layers=tuple(layers))
 
     def have_room(self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions) -> bool:
-        """Whether the stages fit into the workers' memory. A plan for one worker may use the largest."""
+        """Whether the stages fit into the workers' memory. A plan for one worker may use the worker with most
+        memory.
+        """
         memory_bytes = self.memory_bytes
         if sum(stage.num_replicas for stage in stages) == 1:
             memory_bytes = (max(memory_bytes),)
@@ -110,9 +115,9 @@ class Limits:
     def figures_of(
         self, stages: Sequence[Stage], profile: Profile, options: _core.ScheduleOptions
     ) -> dict[str, Any]:
-        """Returns the figures of solve_within() for given stages in a run with these options. A stage
-        recomputes if its memory would not suffice otherwise. Raises NothingFitsError if the stages do not
-        keep to the limits.
+        """Returns the figures of memory and recompute, as solve_within(), for given stages in a run with
+        these options. A stage recomputes if it would not fit otherwise. Raises NothingFitsError if the stages
+        exceed the limits.
         """
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)
@@ -138,8 +143,8 @@ class Limits:
         return figures
 
     def memory_costs(self, num_microbatches: int) -> _core.MemoryCosts:
-        """Returns the costs by which the core counts a stage's memory. On a host every worker holds the whole
-        model, and pulled versions are received directly into their slots.
+        """Returns the costs by which the core counts a stage's memory. If workers run on a host, each one
+        holds the whole model, and pulled versions are received directly into their slots.
         """
         from pipedream import _core
 
@@ -180,8 +185,8 @@ class Limits:
         options: _core.ScheduleOptions,
         recompute: Sequence[bool] = (),
     ) -> dict[str, Any]:
-        """Returns the memory of given stages in a run with these options, without checking limits. recompute:
-        one flag per stage; empty: no stage recomputes.
+        """Returns the memory that given stages need in a run with these options. It may exceed the limits.
+        recompute: one flag per stage; empty: no stage recomputes.
         """
         from pipedream import _core
 
@@ -276,8 +281,8 @@ def make_limits(
 
 @functools.cache
 def _codec_shares(name: str) -> tuple[float, float]:
-    """Returns the bytes that a codec needs per byte of a tensor, for the worst dtype: for the encoded tensor,
-    and for the residual.
+    """Returns two numbers of bytes per byte of a tensor: those of the encoded tensor, and those of the
+    residual. Both are for the dtype that needs most.
     """
     from pipedream import _core
 
@@ -292,7 +297,7 @@ def _codec_shares(name: str) -> tuple[float, float]:
 def _host_bytes(profile: Profile, num_workers: int) -> int:
     if not profile.is_of_host:
         return 0
-    # Stages have no ranks yet: this is the most that any rank may need.
+    # Stages have no ranks yet, so this is the largest number of neighbours that any rank may have.
     neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
     return profile.parameter_bytes + profile.frozen_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
 
@@ -305,8 +310,8 @@ def _num_neighbours(rank: int, num_workers: int) -> int:
 
 
 def _spared_bytes(stages: Sequence[Stage], limits: Limits) -> list[int]:
-    """Returns the part of host_bytes that each stage's ranks do not need. host_bytes counts the most
-    neighbours that any rank may have; these ranks may have fewer.
+    """Returns, for each stage, the part of host_bytes that its ranks do not need. host_bytes counts the
+    largest number of neighbours that any rank may have, and the ranks of a stage may have fewer.
     """
     if not limits.host_bytes:
         return [0] * len(stages)
@@ -364,8 +369,8 @@ def solve_within(
 
 
 def _saved_bytes(profile: Profile) -> list[float]:
-    """Returns each layer's saved bytes. A layer without a measurement is assumed to save as much as it passes
-    on.
+    """Returns the bytes that each layer saves for its backward. If they were not measured, they are assumed
+    to equal the layer's activation_bytes.
     """
     return [
         float(layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes)

@@ -44,7 +44,9 @@ class MeasuredLink:
     latency_us: float
     """Half of the round trip of a few bytes. It is the same in both directions."""
     bytes_per_s_error: float | None = None
-    """Half the width of the 95 % interval of the mean time, as a share of that mean. None: unknown."""
+    """Half the width of the 95 % confidence interval of the mean time, as a share of that mean. None:
+    unknown.
+    """
     latency_error: float | None = None
     """The same for the latency."""
     transport: str | None = None
@@ -71,7 +73,9 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """Both directions of every pair of workers. Raises ValueError where one is missing or is there twice."""
+    """The links between every pair of workers, in both directions. Raises ValueError if a link is missing or
+    is there twice.
+    """
 
     num_workers: int
     links: tuple[MeasuredLink, ...]
@@ -103,9 +107,9 @@ class LinkProfile:
         return self.links[sender * (self.num_workers - 1) + receiver - (receiver > sender)]
 
     def speeds_of_first(self, num_workers: int) -> list[float]:
-        """Returns the distinct bandwidths, ascending, of the links between the first num_workers workers,
-        which are those that a smaller plan uses. One worker uses no link; then the bandwidths of all links
-        are returned.
+        """Returns the distinct bandwidths of the links between the first num_workers workers, ascending. A
+        plan for so many workers uses these links. One worker uses no link, so for num_workers = 1 the
+        bandwidths of all links are returned.
         """
         found = {link.bytes_per_s for link in self.links if max(link.sender, link.receiver) < num_workers}
         return sorted(found or {link.bytes_per_s for link in self.links})
