@@ -28,7 +28,7 @@ _COST_MODELS = ("paper", "calibrated")
 AUTO = "auto"
 """The value of `schedule` or `microbatches` that lets partition() choose."""
 CHOSEN_AMONG = ("flush", "pipedream", "unstashed")
-"""The schedules to choose among. The earlier one wins where delay and rate are the same."""
+"""The schedules to choose among. If two have the same delay and rate, the earlier one in this tuple wins."""
 DELAY_MAX = 1.0
 
 
@@ -48,7 +48,9 @@ def check_partition_arguments(
     sync: Any,
     staleness: Any,
 ) -> None:
-    """Raises TypeError or ValueError as partition() does. links: the measured links, if there are any."""
+    """Raises TypeError or ValueError for wrong arguments of partition(). links: the measured links, if there
+    are any.
+    """
     if not isinstance(profile, Profile):
         raise TypeError(
             f"profile is a {type(profile).__name__}: give a Profile, for example Profile.load(path)"

@@ -10,8 +10,8 @@ know no bubble.
 
 plan_search.py finds the plan. This module has the arguments, the choice of spare shards, and the figures
 beside the answer. A spare shortens only the replicas' synchronisation. The formulas choose how many spares to
-use (synced_bytes.py). The simulator then checks that the gain is real, because it sees which synchronisation
-computing hides.
+use (synced_bytes.py). The simulator then checks that the gain is real: synchronisation that happens while
+replicas compute costs no time, and only the simulator accounts for that.
 """
 
 from __future__ import annotations
@@ -78,51 +78,53 @@ def partition(
     a_i / B. Ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
     `bandwidth` is a text with a unit ("10Gbit/s"), a number of bytes per second, or the result of
-    profile_links(). With measured links a search begins at the formulas' optima for some of the bandwidths,
-    and returns the plan that is fastest over the links of its own ranks. `straight` allows one replica per
-    stage only. The plan's `predicted` compares it with one worker, data parallelism, model parallelism and
-    the straight pipeline.
+    profile_links(). With measured links a search starts from the formulas' optima for some of the bandwidths.
+    It returns the plan that is fastest over the links between its own ranks. `straight` allows one replica
+    per stage only. The plan's `predicted` compares it with one worker, data parallelism, model parallelism
+    and the straight pipeline.
 
-    memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each. It
-        holds weight versions, gradients, the optimizer's state, what replicas exchange, and what the
-        minibatches in flight keep.
+    memory: the memory that a worker may use, "16GiB" or bytes; one value for all workers, or one for each.
+        Counted are weight versions, gradients, the optimizer's state, buffers for what replicas exchange, and
+        tensors that minibatches in flight keep.
     optimizer_copies: the optimizer's state, in copies of the weights: 0 for plain SGD, 1 with momentum, 2 for
         Adam. With float32 masters of bfloat16 weights these are 2, 4 and 6.
     recompute: whether a stage may repeat its forward if its memory would not suffice otherwise.
     cost_model: "paper", or "calibrated", which needs a profile from `calibrate` and predicts the time of a
-        run. The simulator executes the run's lists with the measured costs, and a search begins where the
-        formulas end.
+        run. The simulator executes the run's lists of instructions with the measured costs, and a search
+        starts from the formulas' optimum.
     workers_per_host: how many workers share the cores of one machine, for the calibrated model. None: each
         worker has a machine of its own.
-    schedule, microbatches: those of the run, for the prediction. Any schedule other than "pipedream" is
-        simulated with either cost model. microbatches=None chooses the number if the schedule needs
-        microbatches. "2bw" gives all stages the same number of replicas, as its own planner does
-        (PipeDream-2BW, section 3.3). Either argument may be "auto". Then the candidates are "flush",
-        "pipedream" and "unstashed" with the numbers of microbatches that the minibatch allows. The highest
-        predicted rate with a delay of at most delay_max wins; within 1 % of it, the smallest delay; then a
-        schedule that stashes. `run(schedule="auto")` uses the plan's choice, and print(plan) shows the
-        candidates. A profile has the times of small microbatches (microbatch_ms).
-    delay_max: with "auto", the most updates by which a gradient may be late, as the mean at the stage where
-        the delay is largest. 0 allows "flush" only.
+    schedule, microbatches: the schedule and number of microbatches of the run, for the prediction. Any
+        schedule other than "pipedream" is simulated with either cost model. microbatches=None chooses the
+        number if the schedule needs microbatches. "2bw" gives all stages the same number of replicas, as its
+        own planner does (PipeDream-2BW, section 3.3). Either argument may be "auto". Then the candidates are
+        "flush", "pipedream" and "unstashed" with the numbers of microbatches that the minibatch allows. The
+        highest predicted rate with a delay of at most delay_max wins. Rates within 1 % of it count as equal:
+        among these the smallest delay wins, then a schedule that stashes. `run(schedule="auto")` uses the
+        plan's choice, and print(plan) shows the candidates. The times of small microbatches are the profile's
+        microbatch_ms.
+    delay_max: with "auto", the largest mean delay of gradients that is allowed, in updates, at the stage
+        where it is largest. 0 allows "flush" only.
     speeds: the speed of each worker, by rank. A worker of speed 2 takes half the profile's time.
     boundaries, replicas: fix the last layer of every stage but the last one, and the replicas of each stage.
 
     hides_links: keeps more minibatches in flight than the rule gives, if the simulator shows that this saves
         5 % or more over slow links. Applies to schedule "pipedream", unless memory is limited.
     spare_workers: additional workers, such as hosts without a GPU, that may serve as spare shards of
-        replicated stages (docs/parameter-server.md). The plan uses those that pay by the paper's formulas and
-        by simulation, and otherwise says why none does. Needs cost_model="paper", schedule "pipedream" and
-        one bandwidth.
+        replicated stages (docs/parameter-server.md). The plan uses as many as make it faster by the paper's
+        formulas and by simulation. If it uses none, it says why. Needs cost_model="paper", schedule
+        "pipedream" and one bandwidth.
     codec: {"pushes": "factors"} plans for replicas that push the gradients of fully connected layers as
         factors where these are smaller (docs/parameter-server.md). The profile must have measured them. `run`
-        takes this codec from the plan. A plan without it says how much faster the best plan with it is. With
-        `memory`, codecs of "activations" and "gradients" (or one name for both) reserve the room that encoded
-        tensors take; give the same codec to `run`. Predicted times assume tensors that are not encoded.
-    sync, staleness: those of the run, because memory depends on them. "ssp" keeps versions and gradients of
-        more rounds, "asp" keeps more of what replicas share, and with "allreduce" each replica has the
-        optimizer's whole state.
-    whole_tensors: reserves memory for an optimizer that does not work element by element, whose shards are as
-        unequal as the tensors, or for norms of gradients (max_grad_norm).
+        takes this codec from the plan. A plan without this codec says how much faster the best plan with this
+        codec is. With `memory`, codecs of "activations" and "gradients" (or one name for both) reserve the
+        room that encoded tensors take; give the same codec to `run`. Predicted times assume tensors that are
+        not encoded.
+    sync, staleness: the values for the run, because memory depends on them. "ssp" keeps versions and
+        gradients of more rounds, "asp" keeps more of what replicas share, and with "allreduce" each replica
+        has the optimizer's whole state.
+    whole_tensors: reserves the memory that two features need: optimizers that do not work element by element,
+        so that shards are whole tensors of unequal sizes, and norms of gradients (max_grad_norm).
     progress: whether a search that takes longer than a second reports its progress on stderr.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, an unknown cost model or
@@ -264,8 +266,8 @@ def _with_alternatives(plan: Plan, problem: PlanProblem) -> Plan:
 
 
 def _model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
-    """Returns milliseconds by the paper's figures: all layers in sequence, and every boundary in both
-    directions.
+    """Returns milliseconds per minibatch by the paper's figures: the sum of all layers' times and of every
+    boundary's times in both directions.
     """
     return profile.compute_ms + sum(boundary_ms)
 
@@ -349,8 +351,8 @@ def with_spares(
     figures_of: Callable[[Stages], dict[str, Any]],
     simulated_ms: Callable[[Plan], float],
 ) -> Plan:
-    """Returns the plan with as many of the spare workers as pay. Each goes to the stage that is slowest at
-    that point. `predicted` says what the spares gain, or why none pays.
+    """Returns the plan with as many of the spare workers as make it faster. Each spare is added to the stage
+    that is slowest at that moment. `predicted` says how much time the spares save, or why none is used.
 
     figures_of: returns the formulas' figures of stages. simulated_ms: returns a plan's simulated milliseconds
     per minibatch.
@@ -389,10 +391,11 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
 def _most_that_pay(
     stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
 ) -> tuple[Stages, dict[str, Any], str]:
-    """Returns the stages with the number of spares that is fastest, their figures, and the reason why there
-    are no more.
+    """Returns the stages with the fastest number of spares, the figures of these stages, and the reason why
+    no more spares are used.
 
-    A spare need not pay alone. Of two equally slow stages, both need one before the plan is faster.
+    A single spare may bring no gain: if two stages are equally slow, each needs a spare before the plan is
+    faster.
     """
     best, best_figures = stages, figures_of(stages)
     figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"

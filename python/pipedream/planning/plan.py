@@ -70,9 +70,9 @@ _SIMILARITY_MIN = 0.75  # difflib's ratio for two names that differ in one lette
 class Plan:
     """Stages that cover the layers 0, 1, ... in order, each layer once.
 
-    Only `stages` is needed; a plan may come from a person. Raises ValueError naming the field for
-    stages that overlap, leave gaps or are out of order, for fewer workers than replicas, and for an
-    `in_flight` of the wrong length or one that can deadlock.
+    Only `stages` is needed, so that a person can write a plan. Raises ValueError naming the field for stages
+    that overlap, leave gaps or are out of order, for fewer workers than replicas, and for an `in_flight` of
+    the wrong length or one that can deadlock.
     """
 
     stages: tuple[Stage, ...]
@@ -85,8 +85,8 @@ class Plan:
     bandwidth_bytes_per_s: float | None = None
     cost_model: str | None = None
     in_flight: tuple[int, ...] = ()
-    """n_s: the number of minibatches in flight at each replica of stage s. (): derived, n_{S-1} = 1 and n_s =
-    1 + ceil(n_{s+1} r_{s+1} / r_s).
+    """n_s, the number of minibatches in flight at each replica of stage s. (): derived from the numbers of
+    replicas r_s by n_{S-1} = 1 and n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
     """
     bottleneck_ms: float | None = None
     """Predicted time per minibatch of the slowest stage or boundary."""
@@ -101,14 +101,17 @@ class Plan:
     them.
     """
     shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
-    """Replaces max_shapes. `run` plans memory for minibatches as large as one of these, or between two of
-    them. A minibatch with the largest size of every entry would not fit. fitting(apart=True) sets them.
+    """Several kinds of shapes, used instead of max_shapes. `run` plans memory for minibatches as large as one
+    kind, or between two kinds. A minibatch with the largest size of every entry would not fit.
+    fitting(apart=True) sets this field.
     """
     cuts: tuple[str, ...] | None = None
-    """The module calls after which layers end, from the profile. None: at every possible cut of the model."""
+    """The module calls after which layers end, from the profile. None: layers end at every possible cut of
+    the model.
+    """
     codec: dict[str, str] = field(default_factory=dict, hash=False)
-    """The codec that the plan was made for: {"pushes": "factors"}, or {}. `run` uses it unless it is given
-    another.
+    """The codec that the plan was made for: {"pushes": "factors"}, or {}. `run` uses it if its own argument
+    `codec` is not given.
     """
     schedule: str | None = None
     """The schedule that the plan was made for; `run(schedule="auto")` uses it. None: "pipedream", or unknown.
@@ -201,8 +204,8 @@ class Plan:
         return self.placement.stages_at(rank)[0] if is_spare else None
 
     def describe_worker(self, rank: int, stage: int | None = None) -> str:
-        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)" or "stage 0 spare 0 (rank 4)": a worker's name in
-        errors and traces. stage: names this one of the worker's stages only; None: all.
+        """Returns a worker's name for errors and traces: "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)" or
+        "stage 0 spare 0 (rank 4)". stage: the only one of the worker's stages to name; None: all are named.
         """
         served = self.spare_stage_of(rank)
         if served is not None:
@@ -217,17 +220,20 @@ class Plan:
         return f"{name} (rank {rank})"
 
     def replica_of(self, rank: int) -> int:
-        """Returns the rank's number among the replicas of its stage. Spares count on from the replicas."""
+        """Returns the rank's number among the replicas of its stage. Spares are numbered after the
+        replicas.
+        """
         return self.placement.replica_at(rank)
 
     def fitting(self, *batches: Any, apart: bool = False) -> Plan:
         """Returns this plan with memory for minibatches as large as these in every dimension. For data whose
-        shapes change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`.
+        shapes change, give a minibatch as large as the largest: `plan.fitting(collate([longest] *
+        batch_size))`.
 
-        apart: plans memory for minibatches as large as one of these, or between two of them, and not for one
-        with the largest size of every entry. Use it for minibatches of equal numbers of tokens, from few long
-        texts to many short ones. The shapes from the profile are dropped. Beyond 16 kinds, the two that are
-        smallest together become one.
+        apart: plans memory for minibatches as large as one of the given ones, or between two of them. A
+        minibatch with the largest size of every entry would not fit. Use it for minibatches of equal numbers
+        of tokens, from few long texts to many short ones. The shapes from the profile are dropped. If there
+        are more than 16 kinds of shapes, the two kinds whose common size is smallest become one.
 
         Raises TypeError for a value that is no minibatch.
         """
@@ -259,7 +265,7 @@ class Plan:
 
     def with_spare_shards(self, num_spare_shards: Sequence[int]) -> Plan:
         """Returns this plan with this number of spare shards for each stage. Raises ValueError as Stage does,
-        and unless there is one number per stage.
+        or if there is not one number per stage.
         """
         if len(num_spare_shards) != self.num_stages:
             raise ValueError(
@@ -273,8 +279,8 @@ class Plan:
     def straight(
         cls, num_layers: int, num_stages: int, *, num_workers: int | None = None, model: str | None = None
     ) -> Plan:
-        """Returns a plan without replicas and with equal numbers of layers per stage. Layers that remain go
-        to the first stages.
+        """Returns a plan without replicas and with equal numbers of layers per stage. If the layers do not
+        divide evenly, the first stages have one more each.
 
         num_workers: fewer workers than stages, for schedule "interleaved". Stage s goes to worker s mod
         num_workers.
@@ -323,10 +329,11 @@ class Plan:
         return cls(tuple(stages), model=model)
 
     def hash(self) -> int:
-        """Returns 64 bits that two workers compare before they talk. They are equal for plans that run alike.
+        """Returns 64 bits that two workers compare before they exchange anything else. Plans that run alike
+        have equal bits.
 
-        They depend on the stages, their workers and in_flight only, and are the same on every machine and
-        Python version.
+        The bits depend on the stages, their workers and in_flight only. They are the same on every machine
+        and Python version.
         """
         content: list[Any] = [
             [[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages],

@@ -1,4 +1,6 @@
-"""A plan as text for a person: its stages and its predicted figures. Pure; any thread; torch-free."""
+"""Describes a plan as text for a person: its stages and its predicted figures. Pure; any thread;
+torch-free.
+"""
 
 from __future__ import annotations
 

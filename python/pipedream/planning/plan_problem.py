@@ -44,7 +44,9 @@ class PlanProblem:
     profile: Profile
     num_workers: int
     bytes_per_s: float
-    """Bytes per second; with measured links, those of the slowest one that may be used."""
+    """Bandwidth in bytes per second. With measured links it is the bandwidth of the slowest link that may be
+    used.
+    """
     cost_model: str
     straight: bool
     workers_per_host: int | None
@@ -102,7 +104,9 @@ class PlanProblem:
     def solve(
         self, layers_ms: list[float], num_workers: int, straight: bool
     ) -> tuple[Stages, float, dict[str, Any]]:
-        """Returns the optimum of the formulas, its bottleneck in seconds, and the figures of its limits."""
+        """Returns the optimum of the formulas, its bottleneck in seconds, and its figures of memory and
+        recompute.
+        """
         from pipedream import _core
 
         m = self.microbatches or 1
@@ -140,8 +144,8 @@ class PlanProblem:
     def simulated_plan(
         self, stages: Stages, *, spreads: bool = True, in_flight: tuple[int, ...] = ()
     ) -> Plan:
-        """Returns the plan of these stages with simulated figures. spreads: whether single items vary about
-        their mean; plans are compared without. in_flight: as in Plan.
+        """Returns the plan of these stages with simulated figures. spreads: whether the times of single items
+        vary about their mean; False when plans are compared. in_flight: as in Plan.
         """
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
         predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
@@ -181,7 +185,9 @@ class PlanProblem:
         return False
 
     def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
-        """Returns the numbers of microbatches to try; none if the plan needs more than there may be."""
+        """Returns the numbers of microbatches to try. Returns none if the plan needs more microbatches than
+        the user or the batch size allows.
+        """
         if not self.rules.needs_microbatches:
             return (self.microbatches or 1,)
         least = microbatches_min(plan, self.schedule)
@@ -224,7 +230,7 @@ class PlanProblem:
                 for both_ms, latency_ms in zip(predicted["boundary_ms"], links.latency_ms, strict=True)
             ],
         }
-        # A plan may leave workers idle. These share no cores with the others.
+        # A plan may leave workers idle. Idle workers are not counted among those that share cores.
         num_workers = sum(stage.num_replicas for stage in stages)
         workers_per_host = min(self.workers_per_host or 1, num_workers)
         if workers_per_host > 1 or self.runtime.alone_speed > 1:

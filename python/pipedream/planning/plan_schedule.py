@@ -42,7 +42,7 @@ def schedule_to_run(
     plan: Plan, schedule: str | Program, microbatches: int | None
 ) -> tuple[str | Program, int]:
     """Returns the schedule under its present name, and the number of microbatches. "auto" takes both from the
-    plan; a program has a number of its own.
+    plan. A program contains its number of microbatches.
 
     microbatches: 1 or None if the user gave none. Raises ValueError if the plan has no schedule, or does not
     fit it.
@@ -107,7 +107,7 @@ def mean_delays(options: _core.ScheduleOptions) -> list[float]:
     """Returns each stage's mean delay, in updates of that stage, long after the start.
 
     The delay is the difference between the version that a gradient changes and the version that its forward
-    read. It is (n_s - 1) / c_s where a stage counts its own microbatches.
+    read. It is (n_s - 1) / c_s at a stage that counts its own microbatches (VersionRule in csrc/schedule).
     """
     from pipedream import _core
 
@@ -132,7 +132,9 @@ def mean_delay(options: _core.ScheduleOptions) -> float:
 
 
 def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
-    """Returns one replica's minibatches in a round, by stage; below 1 if it has only some microbatches."""
+    """Returns, for each stage, how many minibatches one replica trains in a round. The number is below 1 if a
+    replica gets only some microbatches of a minibatch.
+    """
     from pipedream import _core
 
     rounds = [_core.rounds_of(options, index) for index in range(options.num_stages)]
@@ -140,7 +142,7 @@ def minibatches_of_round(options: _core.ScheduleOptions) -> list[float]:
 
 
 def profile_of_rounds(profile: Profile, plan: Plan, options: _core.ScheduleOptions) -> Profile:
-    """Returns the profile with the factors' bytes of a round in place of those of a minibatch."""
+    """Returns the profile with the bytes of factors per round instead of per minibatch."""
     if not any(layer.factors for layer in profile.layers):
         return profile
     layers = list(profile.layers)

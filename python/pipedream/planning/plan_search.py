@@ -35,8 +35,8 @@ _ALL_BYTES = 2.0**60
 def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
     """Returns the best plan. Raises ValueError if no plan keeps to the limits.
 
-    on_plan: called for every plan that the search scores, with the number so far, the most there can be, and
-    the least milliseconds per minibatch.
+    on_plan: called for every plan that the search scores, with the number of plans scored so far, the largest
+    number that it may score, and the least milliseconds per minibatch so far.
     """
     if problem.is_simulated:
         return _by_simulation(problem, on_plan)
@@ -46,7 +46,9 @@ def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
 
 
 def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) -> Plan:
-    """Adds the predicted time of the best plan with factors. profile: the same profile, with its factors."""
+    """Adds to a plan the predicted time of the best plan with factors. profile: the problem's profile, with
+    its factors.
+    """
     has_factors = any(layer.factors for layer in profile.layers)
     if problem.codec or problem.limits.any or problem.links or not has_factors:
         return plan
@@ -68,7 +70,7 @@ def _by_formulas(problem: PlanProblem) -> Plan:
 
 def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
     """Returns the memory per worker that would be enough, to within two percent. None if memory is not the
-    reason, or if the search would take long.
+    limit that no plan keeps to, or if the search would take long.
     """
     limits, num_workers = problem.limits, problem.num_workers
     if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:
@@ -109,8 +111,8 @@ def _measured_starts(
     *,
     straight: bool,
 ) -> list[Stages]:
-    """Returns starts for a search: the optima for some of the links' bandwidths, and plans with equal numbers
-    of replicas at every stage, which suit machines of equal size.
+    """Returns starts for a search. They are the optima for some of the links' bandwidths, and plans with
+    equal numbers of replicas at every stage. The latter suit machines of equal size.
 
     optimum_at: (bytes per second, workers, one replica per stage) -> the formulas' optimum. Its error is
     raised if no plan keeps to the limits.
@@ -126,7 +128,9 @@ def _measured_starts(
 
 
 def _some_of(ascending: list[float]) -> list[float]:
-    """Returns the slowest, the fastest, and values evenly spaced between them by position."""
+    """Returns the slowest bandwidth, the fastest, and some between them, at evenly spaced positions in the
+    list.
+    """
     last, count = len(ascending) - 1, min(len(ascending), _SPEEDS_SOLVED_MAX)
     return [ascending[index * last // max(count - 1, 1)] for index in range(count)]
 
@@ -158,8 +162,8 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
 
 
 def _some_counts(num_workers: int) -> list[int]:
-    """Returns the numbers of workers for which a start is computed: all, or evenly spaced ones that include
-    the last.
+    """Returns the numbers of workers for which a start is computed: all from 1 to num_workers, or if these
+    are too many, evenly spaced ones that include num_workers.
     """
     most = min(num_workers, _COUNTS_MAX)
     return [-(-num_workers * index // most) for index in range(1, most + 1)]
@@ -183,11 +187,12 @@ def _found_from(
     planned: Callable[[Stages], Plan],
     on_plan: OnPlan | None,
 ) -> Plan:
-    """Returns the plan with the least bottleneck, by a search. scored: makes the plan by whose bottleneck
-    stages are compared. planned: makes the final plan of the stages found.
+    """Returns the plan with the least bottleneck, by a search. scored: makes a plan from stages; the search
+    compares the bottlenecks of these plans. planned: makes the final plan from the stages that the search
+    found.
 
-    planned may include the spread of single items, which costs only plans whose workers wait for each other.
-    Hence one worker alone is compared with the plan found.
+    planned may include the spread of single items. The spread slows only plans whose workers wait for each
+    other. So the final plan of one worker alone is compared with the final plan of the stages found.
     """
     found = search(
         starts,

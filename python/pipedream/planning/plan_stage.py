@@ -1,5 +1,5 @@
-"""Stage: consecutive layers of a plan with their replicas and spare shards. Also its form in a file, and the
-checks of how many minibatches a plan keeps in flight.
+"""Stage holds consecutive layers of a plan with their replicas and spare shards. This module also reads a
+stage from a file, and checks how many minibatches a plan keeps in flight.
 
 Values that never change once built; any thread. Needs no torch.
 """
@@ -105,7 +105,7 @@ def ranks_of(stages: Sequence[Stage]) -> list[list[int]]:
 
 
 def is_counts(text: str) -> bool:
-    """Whether the text gives replicas, and spare shards, of stages: "2-1" or "3+1-1"."""
+    """Whether the text gives the replicas of stages, as "2-1", or replicas and spare shards, as "3+1-1"."""
     return all(_COUNTS.fullmatch(part) for part in text.split("-"))
 
 
@@ -229,7 +229,7 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
         )
     for stage_index, count in enumerate(in_flight):
         check_whole(f"in_flight[{stage_index}]", count, at_least=1)
-    # A replica of stage s starts (n_s - 1) r_s microbatches before it must see the first one come back. If a
+    # The replicas of stage s may start (n_s - 1) r_s microbatches before the first one must come back. If a
     # downstream stage waits for more microbatches than its upstream stage admits, both wait forever.
     admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
     for stage_index in range(1, len(stages)):
@@ -241,8 +241,9 @@ def check_in_flight(in_flight: Sequence[int], stages: Sequence[Stage]) -> None:
 
 
 def in_flight_in_phase(in_flight: Sequence[int], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Returns the minibatches in flight with which replicas that take turns wait for each other's gradients
-    without losing time in a balanced plan. Found by simulating all small plans.
+    """Returns the minibatches in flight with which a balanced plan loses no time while replicas wait for each
+    other's gradients. Replicas of neighbouring stages take turns with minibatches. The formula was found by
+    simulating all small plans:
 
     n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s), and at least in_flight.
     """

@@ -1,9 +1,9 @@
-"""Predicts the time of a run by simulation: the schedule's own instruction lists, with the stage costs of a
+"""Predicts the time of a run by simulating the schedule's instruction lists with the stage costs of a
 calibrated plan. Pure; any thread; needs no torch.
 
 A worker has one link for everything that it sends (downstream, upstream and to replicas), and one for
-everything that it receives, as a host has one network interface. A plan of the paper's cost model has one
-figure for all schedules, the bottleneck.
+everything that it receives, as a host has one network interface. For a plan of the paper's cost model the
+prediction is its bottleneck, whatever the schedule.
 
 with_links_hidden() puts more minibatches in flight than the rule of Plan.in_flight gives. It does so if
 a slow link would otherwise leave a stage idle, and the simulator shows a gain that is worth the memory and
@@ -50,7 +50,8 @@ __all__ = [
 
 # Minibatches simulated for each replica, besides warm-up and cool-down: enough for several decks of factors.
 STEADY_ROUNDS = 100
-# A schedule that drains is measured from the end of its first round on.
+# The fewest rounds simulated for a schedule that drains, because it is measured only from the end of its
+# first round on.
 _DRAINED_ROUNDS_MIN = 3
 _MINIBATCHES_MAX = 2_048  # bound for whole rounds that are longer than the number asked for
 
@@ -84,7 +85,9 @@ def predict_ms(
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
-    """Calls predict_ms() after a training, when a bad figure in a plan's file must not raise."""
+    """Predicts as predict_ms() does, but after a training. A bad figure in a plan's file must not raise then,
+    so the bottleneck is returned.
+    """
     try:
         return predict_ms(plan, schedule)
     except ValueError:
@@ -101,8 +104,8 @@ def steady_minibatches(plan: Plan, schedule: _core.ScheduleOptions, rounds: int 
     if not _core.drains_every_minibatch(schedule):
         in_flight = max(-(-max(schedule.in_flight) // schedule.num_microbatches), 1)
         return (rounds + 2 * in_flight) * replicas
-    # Each round has its own warm-up and cool-down. If stages have different replicas, the common round is
-    # longer than that of any stage.
+    # Each round has its own warm-up and cool-down. If stages have different numbers of replicas, all stages
+    # together have a longer round than each stage alone.
     asked = (rounds + 2) * replicas
     of_round = _core.rounds_of(schedule, 0).minibatches_per_round
     whole_rounds = max(-(-asked // of_round), _DRAINED_ROUNDS_MIN) * of_round
@@ -139,8 +142,8 @@ def simulate_programs(
 ) -> Simulation:
     """Simulates the workers' lists with the costs in the plan, which must have some.
 
-    spreads: whether single items vary about their mean. sync_shares: by stage, what a replica pushes to one
-    other and pulls from it, as shares of a shard; None: as in the costs.
+    spreads: whether the times of single items vary about their mean. sync_shares: for each stage, the bytes
+    that a replica pushes to one other replica and pulls from it, as shares of a shard; None: as in the costs.
     """
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     return simulate(
@@ -200,7 +203,9 @@ def _timing_of(
 
 
 def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> None:
-    """Raises ValueError naming a figure if the plan has the wrong number of them."""
+    """Raises ValueError naming waking_ms or push_leads if a stage's costs have the wrong number of
+    entries.
+    """
     for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         if len(cost.waking_ms) != num_wakings:
             raise ValueError(
@@ -323,9 +328,9 @@ _GAIN_MIN = 0.05  # least saving, as a share of the time per minibatch, for more
 
 
 def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan:
-    """Returns the plan with as many minibatches in flight as hide the links, if that pays, and else
-    unchanged. `predicted` says what the change gains. simulated_ms: returns a plan's milliseconds per
-    minibatch.
+    """Returns the plan with so many minibatches in flight that stages do not wait for links. Returns it
+    unchanged if that saves too little. `predicted` has the times before and after the change. simulated_ms:
+    returns a plan's milliseconds per minibatch.
     """
     slowest_ms = _slowest_ms(plan)
     if plan.num_stages == 1 or not slowest_ms:

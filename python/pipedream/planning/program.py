@@ -1,5 +1,5 @@
-"""Program: a schedule as a value that a user can write, change and run. Also the rules of a named schedule
-(its row in csrc/schedule/schedule_rules.h). Pure except for files; any thread; needs no torch.
+"""Program is a schedule as a value that a user can write, change and run. rules_of() gives the rules of a
+named schedule (its row in csrc/schedule/schedule_rules.h). Pure except for files; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PROGRAM = "program"
 
 
 class Program:
-    """A schedule as a value: each worker's FORWARDs, BACKWARDs and UPDATEs, with the weight versions that
-    they read or write. run(schedule=program) runs it. reference.run(schedule=program) computes the same
-    training in one process, to compare with.
+    """A schedule as a value. It lists each worker's FORWARDs, BACKWARDs and UPDATEs, with the weight versions
+    that they read or write. run(schedule=program) runs it. reference.run(schedule=program) computes the same
+    training in one process, for comparison.
 
         program = pipedream.Program.of("pipedream", num_stages=2, microbatches=4)
         program.save("mine.txt")      # change the file by hand
@@ -45,13 +45,14 @@ class Program:
     at worker s mod W. The runtime adds sends, receives and recomputing.
 
     The forwards of a stage are in the order of their microbatches, and so are its backwards. A forward may
-    read any version that has been written by then; the stage keeps versions that are read later. A backward
-    reads the version that its forward read. At a stage that keeps one version it reads the newest.
+    read any version that has been written by then. The stage keeps every version until its last read. A
+    backward reads the version that its forward read. At a stage that keeps one version, a backward reads the
+    newest.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError, in one line, for text that is no program, naming the line, and for a program
-        that cannot run, naming the workers that wait for each other.
+        """Raises ValueError, in one line. For text that is no program the error names the line. For a program
+        that cannot run it names the workers that wait for each other.
         """
         from pipedream import _core
 
@@ -77,8 +78,8 @@ class Program:
 
         in_flight: microbatches in flight at each replica of each stage. None: a plan's default, which is
             num_stages, ..., 2, 1 without replicas.
-        replicas: of each stage. None: one each.
-        workers: fewer workers than stages, for "interleaved".
+        replicas: number of replicas of each stage. None: one each.
+        workers: number of workers, if fewer than stages, for "interleaved".
         """
         from pipedream import _core
 

@@ -1,5 +1,5 @@
-"""The calibrated cost model: what a run costs beyond a profile's layer times, measured on the machine that
-trains.
+"""The calibrated cost model adds, to a profile's layer times, the other costs of a run. They are measured on
+the machine that trains.
 
     forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
     update                    fixed + per byte of parameters (+ a copy, + what replicas exchange)
@@ -71,13 +71,13 @@ class PositionCosts:
 class SyncCost:
     """How much longer a kind of work item takes because replicas exchange gradients and versions in a round.
 
-    Gradients leave during the backward, and versions arrive before a forward. Both displace the model from
-    the caches.
+    Gradients leave during the backward, and versions arrive before a forward. Both evict the model's data
+    from the CPU's caches.
     """
 
     ms: float = 0.0
     ms_per_byte: float = 0.0
-    """Milliseconds per byte that a replica sends to one other replica, or takes from it."""
+    """Milliseconds per byte that a replica pushes to all other replicas in a round."""
 
     def of(self, num_bytes: float) -> float:
         return self.ms + self.ms_per_byte * num_bytes
@@ -90,8 +90,8 @@ class RuntimeCosts:
     positions: Mapping[str, PositionCosts]
     """Costs for each of POSITIONS."""
     forward_share: ItemCost
-    """The time of a microbatch's forward as a share of the whole minibatch's, which is 1. One part is
-    constant for each microbatch; the other part is divided among them.
+    """The time of a microbatch's forward as a share of the whole minibatch's, which is 1. One part is the
+    same for each microbatch. The other part is divided by the number of microbatches.
     """
     backward_share: ItemCost
     update_ms: float
@@ -99,16 +99,20 @@ class RuntimeCosts:
     update_ms_per_byte: float
     """Milliseconds that a step takes in addition, per byte of parameters."""
     copy_ms_per_byte: float
-    """Milliseconds in addition, per byte, if the update copies because it may not write in place."""
+    """Additional milliseconds per byte of parameters, if the update writes to a copy because it may not write
+    in place.
+    """
     sync: Mapping[str, SyncCost]
     """Additional costs by WORK_KINDS, where replicas share the updates."""
     latency_ms: float
-    """Milliseconds from sending an item until its receiver has it, on an otherwise idle link."""
+    """Milliseconds from sending a tensor until its receiver has it, on an otherwise idle link."""
     cut_bytes: int
-    """Bytes that crossed the cut in the measurement. Costs of sending are scaled from them."""
+    """Bytes that crossed the cut when the costs were measured. For other sizes the costs of sending are
+    scaled in proportion.
+    """
     num_cores: int
-    """Cores of a machine. Its workers slow each other by up to alone_speed, reached with num_cores
-    workers.
+    """Cores of a machine. Workers on one machine slow each other. The slowdown is the factor alone_speed if
+    num_cores workers compute at once.
     """
     alone_speed: float
     """How many times as fast a worker is while the others of its machine wait; at least 1."""
@@ -189,16 +193,17 @@ class StageCosts:
     push_ms: float | None = None
     """The time of a push that contains factors. None: as long as shard_ms."""
     shard_update_ms: float | None = None
-    """The part of update_ms that grows with the shard, 1 / r of the parameters. copy_ms grows in the same
-    way. None without replicas.
+    """The part of update_ms that grows with the size of the replica's shard, which is 1 / r of the
+    parameters. copy_ms grows in the same way. None if there are no replicas.
     """
     waking_ms: tuple[Mapping[str, float], ...] = ()
     """The additional cost of an item after a long wait: one mapping per waking, by kind of item."""
     num_chunks: int = 1
     """Number of chunks in which a shard is sent."""
     push_leads: tuple[tuple[float, float], ...] = ()
-    """By owner of a shard: the share of a backward that remains when the first of the owner's chunks can
-    leave, and when the last one can. Empty: chunks leave after the backward.
+    """For each owner of a shard, two shares of a backward: the share that remains when the first gradient
+    chunk for this owner can be pushed, and the share that remains at the last chunk. Empty: chunks are pushed
+    after the backward.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,8 +236,8 @@ class StageCosts:
         )
 
     def stage_ms(self, num_replicas: int, rounds: _core.Rounds) -> float:
-        """Returns the time per minibatch of a stage with this many replicas, copy included. Each replica does
-        its share of the passes, and updates once per round.
+        """Returns the time per minibatch of a stage with this many replicas, including copy_ms. Each replica
+        does its share of the forwards and backwards, and updates once per round.
         """
         later = rounds.num_microbatches - 1
         passes = self.forward.plus(self.backward)
@@ -256,8 +261,9 @@ def stage_costs(
 ) -> list[StageCosts]:
     """Returns each stage's costs by the calibrated cost model.
 
-    bytes_per_s, latency_ms: of the links between each stage's replicas; the longer of this latency and the
-    calibration's counts. minibatches: one replica's minibatches in a round, by stage; None: 1.
+    bytes_per_s, latency_ms: for each stage, figures of the links between its replicas. The calibration has a
+    latency, too, and the longer of the two is used. minibatches: for each stage, how many minibatches one
+    replica trains in a round; None: 1.
     """
     costs = []
     for stage_index, stage in enumerate(stages):
@@ -277,7 +283,7 @@ def stage_costs(
         shard_update_ms = runtime.update_ms_per_byte * updated_bytes
         if num_bytes:
             update_ms += runtime.update_ms + shard_update_ms
-        # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
+        # A replica pushes (r - 1) / r of its gradients, and pulls as many bytes of new versions.
         exchanged = dense_bytes * (replicas - 1) / replicas + (replicas - 1) * factored.factor_bytes
         per_byte_ms = 1e3 / bytes_per_s[stage_index]
         sync_ms = {kind: cost.of(exchanged) if replicas > 1 else 0.0 for kind, cost in runtime.sync.items()}
@@ -314,9 +320,9 @@ def stage_costs(
 def _passes(
     layers: Sequence[LayerProfile], runtime: RuntimeCosts, position: PositionCosts, product_ms: float
 ) -> tuple[ItemCost, ItemCost]:
-    """Returns the costs of a stage's forward and backward. Microbatches cost what the calibration says;
-    without one, what the profile measured for each layer. product_ms: the part of the backward that the
-    update does instead.
+    """Returns the costs of a stage's forward and backward. Times of microbatches come from the calibration.
+    Without a calibration they come from the profile's times of each layer. product_ms: the part of the
+    backward that the update computes instead.
     """
     if runtime is FREE:
         forward, backward = pass_costs(layers)
@@ -330,8 +336,8 @@ def _passes(
 
 
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
-    """Returns StageCosts.push_leads. A chunk can leave when the backward has finished the layer in which the
-    chunk begins. The stage's chunks go to the owners in turn.
+    """Returns StageCosts.push_leads. A chunk can be pushed when the backward has finished the layer in which
+    the chunk begins. The stage's chunks belong to the owners in turn.
     """
     ends_bytes = [*itertools.accumulate(layer.parameter_bytes for layer in layers)]
     done_ms = [0.0, *itertools.accumulate(layer.backward_ms for layer in layers)]
@@ -347,8 +353,8 @@ def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tupl
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts, num_microbatches: int = 1) -> float:
-    """Returns what a layer adds to its stage's passes and update, for a search that needs sums over
-    layers.
+    """Returns the time that a layer adds to its stage's forward, backward and update. The search uses it
+    because it needs costs that can be summed over layers.
     """
     if runtime is FREE:
         return layer.compute_ms_with(num_microbatches)
@@ -362,9 +368,9 @@ def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
     """Returns the costs that a calibrated plan has stored; None if it has none. Raises ValueError naming a
     field.
 
-    drains: whether the schedule drains. Its rounds are longer if stages have different numbers of replicas.
-    With factors, updates and pushes grow with the round, so such a plan stores separate costs for schedules
-    that drain.
+    drains: whether the schedule drains. Such a schedule has longer rounds if stages have different numbers of
+    replicas. With factors, updates and pushes grow with the round. So a plan with factors stores separate
+    costs for schedules that drain.
     """
     name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
     given = plan.predicted.get(name)
@@ -379,7 +385,9 @@ def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
 
 
 def costed_for(plan: Plan, *, drains: bool) -> Plan:
-    """Returns a calibrated plan with only the costs of schedules that drain, or only those of the others."""
+    """Returns a calibrated plan that has costs of one kind only: for schedules that drain, or for schedules
+    that do not.
+    """
     predicted = dict(plan.predicted)
     drained = predicted.pop("drained_costs", None)
     if drains and drained is not None:
@@ -396,8 +404,8 @@ def _position_of(stage_index: int, num_stages: int) -> str:
 
 
 def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
-    """Scales a cost by the bytes that are sent. The part that grows with the minibatch is mostly their
-    copy.
+    """Scales the cost of sending by the number of bytes sent. The part of the cost that grows with the
+    minibatch is mostly the copying of these bytes.
     """
     if num_bytes == 0 or measured_bytes == 0:
         return cost

@@ -1,5 +1,5 @@
-"""Chooses the schedule and the number of microbatches for partition(schedule="auto"). Each combination is
-planned and simulated. The fastest one wins among those whose delay is at most delay_max updates.
+"""Chooses the schedule and the number of microbatches for partition(schedule="auto"). Every combination of
+the two is planned and simulated. The fastest one wins among those whose delay is at most delay_max updates.
 
 At stage s the mean delay of a schedule that does not drain is (n_s - 1) / c_s updates. n_s is the number of
 microbatches in flight at each replica, c_s the number of one replica's microbatches in a round
@@ -43,7 +43,7 @@ class _Candidate:
     delay: float = 0.0
     """Mean delay in updates, from mean_delay()."""
     bubble: float = 0.0
-    """Share of the workers' time in which they wait, as RunResult.bubble_share."""
+    """Share of the workers' time that they spend waiting, as RunResult.bubble_share."""
     versions: int = 0
     """Weight versions at the stage that keeps the most."""
     memory_bytes: float = 0.0
@@ -71,10 +71,11 @@ def best_of_schedules(
     finished: Callable[[Plan, PlanProblem], Plan],
     on_plan: OnPlan | None = None,
 ) -> tuple[Plan, PlanProblem]:
-    """Returns the plan with the best schedule and number of microbatches, and the problem with these.
+    """Returns the plan with the best schedule and number of microbatches, and the problem with both filled
+    in.
 
-    If the problem already has a schedule, or a number, only that one is tried. finished: applied to each plan
-    that is found. Raises ValueError if no candidate keeps to the limits.
+    If the problem already has a schedule or a number of microbatches, no other is tried. finished: a function
+    that completes each plan that is found. Raises ValueError if no candidate keeps to the limits.
     """
     candidates: list[_Candidate] = []
     why: NothingFitsError | None = None
@@ -118,8 +119,8 @@ def best_of_schedules(
 def _finished(
     plan: Plan, problem: PlanProblem, finished: Callable[[Plan, PlanProblem], Plan], delay_max: float
 ) -> _Candidate:
-    """Applies `finished`, which may put more minibatches in flight. Its result is dropped if it is too
-    late.
+    """Applies `finished`, which may put more minibatches in flight and so raise the delay. Its result is
+    dropped if it raises the delay above delay_max.
     """
     plain, raised = _looked_at(plan, problem), _looked_at(finished(plan, problem), problem)
     return plain if plain.delay <= delay_max < raised.delay else raised
@@ -136,8 +137,8 @@ def _counts(problem: PlanProblem) -> Sequence[int]:
 
 
 def _plan_for(problem: PlanProblem, others: Sequence[_Candidate], on_plan: OnPlan | None) -> Plan:
-    """Returns the best plan for a problem. Without a limit of memory, schedules whose workers do the same
-    work have the same best stages; then those of an earlier candidate are reused.
+    """Returns the best plan for a problem. If memory is not limited, schedules whose workers do the same work
+    have the same best stages. The stages of an earlier candidate are then reused.
     """
     if not problem.limits.memory_bytes:
         for other in others:
@@ -169,7 +170,7 @@ def _looked_at(plan: Plan, problem: PlanProblem) -> _Candidate:
 
 
 def _busy_ms(plan: Plan, options: _core.ScheduleOptions) -> float:
-    """Returns the mean over the workers of their work for one minibatch, in milliseconds."""
+    """Returns the milliseconds that a worker computes per minibatch, as the mean over the workers."""
     from pipedream import _core
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(options)) or []

@@ -1,7 +1,7 @@
-"""A search over plans by hill climbing: from given starts first, then from random plans.
+"""Searches for the best plan by hill climbing, from given starts first and then from random plans.
 
-It is for scores that formulas cannot give, such as the simulator's. It confirms or improves the formulas'
-optimum. Pure; any thread; needs no torch. The idea of searching by simulated cost is from FlexFlow
+The search is for scores that formulas cannot give, such as the simulator's. It confirms or improves the
+formulas' optimum. Pure; any thread; needs no torch. The idea of searching by simulated cost is from FlexFlow
 (MLSys'19).
 """
 
@@ -19,7 +19,9 @@ __all__ = ["FoundPlan", "OnPlan", "search"]
 
 Stages = tuple[Stage, ...]
 OnPlan = Callable[[int, int, float], None]
-"""Called for every scored plan with the number so far, the most there can be, and the least score."""
+"""Called for every scored plan with the number of plans scored so far, the largest number that may be scored,
+and the least score so far.
+"""
 
 _SEED = 0  # the same profile gives the same plan
 _BETTER = 1 - 1e-9  # smaller differences count as rounding

@@ -1,11 +1,11 @@
-"""Shapes: the sizes of a minibatch's tensors, by the names of its entries.
+"""Shapes are the sizes of a minibatch's tensors, by the names of its entries.
 
     (inputs, targets)      "inputs", "targets"; nested ones "inputs[0]", "inputs.mask"
     a dict or dataclass    "input_ids", "labels"
     Microbatches           the largest size of each dimension over the microbatches
 
-The profiler records the largest shapes that it sees. A plan carries them to the workers, which plan their
-memory for them. Pure; any thread; needs no torch: anything with a shape counts as a tensor.
+The profiler records the largest shapes that it sees. A plan carries these shapes to the workers. Each worker
+plans enough memory for them. Pure; any thread; needs no torch: anything with a shape counts as a tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ROUNDED = 1e-9  # tolerance of a logarithm
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Returns the shapes of a minibatch in the form in which the data yield it."""
+    """Returns the shapes of a minibatch, given in the form in which the data yield it."""
     if isinstance(batch, Microbatches):
         return largest_of(batch, {})
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -87,8 +87,8 @@ def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> 
 
 
 def largest_in(batches: Sequence[Any]) -> dict[str, int]:
-    """Returns, for each entry, the index of the last minibatch with a size larger than all before it. Entries
-    that are largest in the first minibatch are left out.
+    """Returns, for each entry, the index of the last minibatch in which a size of that entry is larger than
+    in all earlier minibatches. Entries that are largest in the first minibatch are left out.
     """
     found: dict[str, int] = {}
     known: Shapes = {}
@@ -112,9 +112,10 @@ def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:
 def cover_sizes(kinds: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
     """Whether memory that is planned for these kinds is enough for a minibatch of these sizes.
 
-    It is if no size is above that of a kind, or of a point between two kinds. The memory of a minibatch is a
-    sum of products of powers of its sizes (batch x length^2 of an attention). That sum is convex in the
-    logarithms of the sizes, so between two kinds it is never above the larger of theirs.
+    It is enough if no size exceeds the size in some kind, or at some point between two kinds. The memory of a
+    minibatch is a sum of products of powers of its sizes (batch x length^2 of an attention). That sum is
+    convex in the logarithms of the sizes. So between two kinds it never exceeds the larger of the two kinds'
+    sums.
     """
     logs = [math.log(max(size, 1)) for size in sizes]
     of_kinds = [[math.log(max(size, 1)) for size in kind] for kind in kinds]
@@ -137,8 +138,8 @@ def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[fl
 
 
 def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes, ...]:
-    """Returns the known kinds and the batches' kinds, without any kind that another one covers. If there are
-    more than NUM_KINDS_MAX, the two whose common size is smallest become one.
+    """Returns the known kinds and the kinds of these batches, without any kind that another kind covers. If
+    there are more than NUM_KINDS_MAX, the two kinds whose common size is smallest become one.
     """
     found = list(known)
     for shapes in map(shapes_of, batches):
@@ -153,11 +154,11 @@ def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes,
 
 
 def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Shapes:
-    """Returns the shapes to plan memory for if minibatches of these shapes come in addition to the kinds: the
-    largest sizes of all of them.
+    """Returns the shapes for which to plan memory if minibatches of `shapes` are added to the known kinds:
+    the largest sizes of all of them.
 
-    are_apart: returns these shapes alone, to be planned beside the kinds. If there are NUM_KINDS_MAX kinds
-    already, these shapes are enlarged to cover one of the kinds, too.
+    are_apart: returns `shapes` alone, as one more kind. If there are NUM_KINDS_MAX kinds already, `shapes` is
+    enlarged so that it also covers one of them.
     """
     if not are_apart:
         return functools.reduce(larger_of, (*kinds, shapes))
@@ -172,7 +173,9 @@ def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
 
 
 def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
-    """Returns the pair with the smallest common size, among pairs that one minibatch could be as large as."""
+    """Returns the pair of kinds with the smallest common size. Only pairs whose largest sizes together cover
+    both kinds are considered.
+    """
     can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
     return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)
 

@@ -1,17 +1,17 @@
-"""A schedule in time: simulates the workers' instruction lists with given durations. Pure; any thread; needs
-no torch.
+"""Simulates when a schedule's instructions run: it replays the workers' instruction lists with given
+durations. Pure; any thread; needs no torch.
 
-The core replays the lists (csrc/planner/replay.h has the rules). The runtime executes the same lists, so a
-picture or a bubble from here shows the schedule that runs.
+The C++ core does the replay (csrc/planner/replay.h has the rules). The runtime executes the same lists, so a
+simulated picture or bubble is that of the schedule that runs.
 
 SharedHost models workers that share one machine. Every worker has a core of its own. The given durations hold
-while as many workers compute as the machine has cores. The fewer workers compute, the faster each one is,
-because it has more of the caches and of the memory's bandwidth:
+while as many workers compute as the machine has cores. If fewer workers compute, each one is faster, because
+it gets more of the caches and of the memory's bandwidth:
 
     computing workers   1             num_cores or more
     speed of each       alone_speed   1
 
-Between these, each further worker lengthens an item by the same time.
+Between these two, each additional worker lengthens an item by the same time.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When every instruction ran, and the figures that follow.
+    """The begin and end of every instruction, and figures computed from them.
 
     Shares are idle time divided by all time of the workers. Repeated computing (RECOMPUTE) counts as work.
 
-    The steady figures cover each worker's minibatches after its warm-up and before its cool-down
+    The steady figures are measured after each worker's warm-up and before its cool-down
     (csrc/planner/timeline.h). They are None if there is no whole minibatch in that time.
     """
 
@@ -82,7 +82,9 @@ class Simulation:
     """1 - (sum of all workers' work) / (number of workers * makespan)."""
     steady_bubble_share: float | None
     ms_per_minibatch: float | None
-    """Mean time, in the steady state, from one minibatch's update at all workers to the next one's."""
+    """Mean milliseconds, in the steady state, from the time when all workers have updated for one minibatch
+    to the same time for the next minibatch.
+    """
 
     @property
     def num_workers(self) -> int:
@@ -109,13 +111,14 @@ def simulate(
     stage_times: one StageTimes for all stages, or one per stage.
     transfer_ms: one time for every transfer, or a TransferTimes per boundary between a stage and the next.
     spread: how single instructions vary about these times.
-    waking: what work costs in addition after waits. None: nothing.
+    waking: the additional cost of work after waits. None: no cost.
     host: the machine whose workers slow each other. None: no slowing.
     one_link: a worker has one link to all others, as a host has one network interface.
     minibatches_per_body: the number of minibatches after which the lists repeat.
 
-    Raises ValueError if lists wait for each other, naming which worker waits for what; also for an
-    instruction that is there twice, a stage that is at two workers or none, and a wrong number of figures.
+    Raises ValueError if lists wait for each other, naming each worker and the event that it waits for. Also
+    raises it for an instruction that is there twice, a stage that is at two workers or none, and a wrong
+    number of figures.
     """
     from pipedream import _core
 
@@ -219,23 +222,24 @@ def _conditions(
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long a stage's work takes, in milliseconds: passes per microbatch, and update_ms per update.
+    """How long a stage's work takes, in milliseconds. Forward and backward times are per microbatch,
+    update_ms is per update.
 
-    recompute_ms: None: as forward_ms.
-    later_forward_ms, later_backward_ms: of all microbatches of a minibatch but the first, which meets a new
-        version and no gradients. None: as the first.
+    recompute_ms: time to repeat a forward. None: as forward_ms.
+    later_forward_ms, later_backward_ms: times of the second and later microbatches of a minibatch. They may
+        differ from the first's, which finds a new version and no gradients yet. None: as the first.
     shard_ms: time in which a replica pushes a shard to one other replica, or pulls one from it.
-    push_ms: time of a push, if it has another size. None: as shard_ms.
+    push_ms: time of a push, if a push has another size than a pull. None: as shard_ms.
     sync_latency_ms: latency of each push and pull, in addition.
-    num_chunks: number of equal chunks in which a shard is sent. One is updated, and sent on, while the next
-        ones arrive.
-    push_leads_ms: by owner, how long before the end of the last backward the first of its chunks is pushed,
-        and the last one. Empty: all are pushed after the backward.
-    updates_whole: an update waits for all chunks, as it must where norms are measured.
-    num_replicas: the stage's replicas. Its spares are numbered from there on.
+    num_chunks: number of equal chunks in which a shard is sent. The owner updates a chunk and sends its new
+        version while the next chunks arrive.
+    push_leads_ms: for each owner, two times: how long before the end of the last backward its first chunk is
+        pushed, and its last chunk. Empty: all chunks are pushed after the backward.
+    updates_whole: whether an update waits for all chunks, as it must if norms of gradients are computed.
+    num_replicas: number of the stage's replicas. Spares are numbered after the replicas.
     spare_push_ms: time of a push to a spare.
-    spare_shard_ms: time that a pull from a spare still takes after all pushes have arrived. Its chunks leave
-        while others arrive.
+    spare_shard_ms: time that a pull from a spare still takes after all pushes have arrived. A spare sends new
+        chunks while it receives gradients, so part of the pull is done by then.
 
     Raises ValueError naming the field for a negative or infinite figure.
     """
@@ -272,8 +276,8 @@ class StageTimes:
                 check_number(name, getattr(self, name))
 
     def durations(self, wakings_ms: Sequence[Mapping[str, float]] = ()) -> _core.StageDurations:
-        """Returns these times in the core's form. wakings_ms: by waking, what items of each kind cost in
-        addition.
+        """Returns these times in the core's form. wakings_ms: for each waking, the additional cost by kind of
+        item.
         """
         from pipedream import _core
 
@@ -305,14 +309,15 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """How long one microbatch takes over a boundary, downstream and upstream, in milliseconds. Tied
-    parameters and norms are assumed to take no time. For traffic between replicas see StageTimes.shard_ms.
+    """How long one microbatch's tensors take to cross a boundary, downstream and upstream, in milliseconds.
+    Tied parameters and norms are assumed to take no time. For traffic between replicas see
+    StageTimes.shard_ms.
     """
 
     activation_ms: float = 0.0
     gradient_ms: float = 0.0
     latency_ms: float = 0.0
-    """Latency in addition. The link may carry the next item during it."""
+    """Additional latency. During it the link may already carry the next tensors."""
 
     def __post_init__(self) -> None:
         for name in ("activation_ms", "gradient_ms", "latency_ms"):
@@ -356,8 +361,8 @@ class SharedHost:
 
     @classmethod
     def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:
-        """Makes the host from a measurement. times_alone: a worker's speed alone over its speed beside all
-        others.
+        """Makes the host from a measurement. times_alone: a worker's speed when it computes alone, divided by
+        its speed when all workers compute.
         """
         if num_cores == 1 or num_workers == 1:
             return cls(num_workers, num_cores)

@@ -1,4 +1,5 @@
-"""Bytes that a stage's replicas and spares send each other in a round. Pure; any thread; needs no torch.
+"""Computes how many bytes a stage's replicas and spares send each other in a round. Pure; any thread; needs
+no torch.
 
 Replicas push gradients to the owners of shards and pull versions from them. With the codec "factors" they
 push factors of gradients where these are smaller (factor_rule.py).
@@ -6,8 +7,8 @@ push factors of gradients where these are smaller (factor_rule.py).
 A stage has M bytes of parameters, n replicas and k spares. Each replica owns a shard of a M bytes, each spare
 one of b M bytes. In a round a replica sends each other replica 2 a M bytes: its gradients for that replica's
 shard, and its own shard of the next version. It sends each spare b M bytes of gradients. Transfers share a
-link evenly, so with b = 2 a all of them end at once. A spare's link idles until the spare has its first chunk
-from all replicas, and it sends one chunk to each of them after their last bytes have come:
+link evenly, so with b = 2 a all of them end at once. The spare sends to nobody until the first chunk has come
+from all replicas. After the last bytes have come, it still sends one chunk to each replica:
 
     a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    round = (2 (n + k - 1) / (n + 2 k) M + n C) / B
     a = 0                b = 1 / k            round = (n / k M + n C) / B    where n^2 <= 2 k (k - 1)
@@ -44,7 +45,7 @@ _MANY_BYTES = 1e15
 
 
 class SyncedBytes(NamedTuple):
-    """Bytes from one replica to one other in a round."""
+    """Bytes that one replica sends to one other replica in a round."""
 
     pushed: float
     pulled: float
@@ -53,7 +54,9 @@ class SyncedBytes(NamedTuple):
 def synced_bytes(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: float = 1
 ) -> SyncedBytes:
-    """Returns the bytes for a stage of these layers. minibatches: one replica's minibatches in a round."""
+    """Returns the bytes for a stage of these layers. minibatches: how many minibatches one replica trains in
+    a round.
+    """
     found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
     shard_bytes = (sum(layer.parameter_bytes for layer in layers) - found.weight_bytes) / num_replicas
     return SyncedBytes(shard_bytes + found.factor_bytes, shard_bytes)
@@ -75,9 +78,9 @@ def exchange_times(
 ) -> dict[str, Any]:
     """Returns arguments of StageTimes for the exchange between replicas and spares.
 
-    all_ms: time of all the stage's parameters over one link. share: what is pushed to an owner and pulled
-    from it, as shares of its shard. num_bytes: of the parameters; None: so many that the time of one chunk
-    does not matter.
+    all_ms: time in which one link carries all the stage's parameters. share: bytes pushed to an owner and
+    pulled from it, as shares of the owner's shard. num_bytes: bytes of the parameters; None: so many that the
+    time of one chunk does not matter.
     """
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
@@ -100,7 +103,7 @@ def exchange_times(
 
 def all_reduce_ms(stage: Stage, all_ms: float) -> float:
     """Returns the time of a ring all-reduce: each replica sends and receives 2 (r - 1) / r of the stage's
-    gradients. all_ms: time of all gradients over one link.
+    gradients. all_ms: time in which one link carries all gradients.
     """
     return 2 * (stage.num_replicas - 1) / stage.num_replicas * all_ms
 
