@@ -488,7 +488,7 @@ def _wait_for_all() -> None:
 
 @contextlib.contextmanager
 def _left_by_trainer(module: Any) -> Iterator[None]:
-    """Inside, the module has no trainer, which could not be sent to workers."""
+    """In the with block, the module has no trainer, which could not be sent to workers."""
     attributes = vars(module)
     kept = attributes["_trainer"]
     attributes["_trainer"] = None

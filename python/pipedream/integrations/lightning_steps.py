@@ -156,7 +156,7 @@ class Steps(nn.Module):
 
     @contextlib.contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """Inside, training_step runs with the module in eval mode."""
+        """In the with block, training_step runs with the module in eval mode."""
         with in_eval_mode([self]):
             self.training, self.calls_eval = True, True
             try:

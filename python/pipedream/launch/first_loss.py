@@ -230,7 +230,7 @@ def _forget(_: Any) -> Any:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, modules run without compilation. The workers compile their own layers."""
+    """In the with block, modules run without compilation. The workers compile their own layers."""
     if not any(is_compiled(module) for root in modules for module in root.modules()):
         return contextlib.nullcontext()  # the next line imports the compiler, which takes seconds
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -341,7 +341,7 @@ def _is_open(file: int) -> bool:
 
 @contextlib.contextmanager
 def _held(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Inside, these signals are blocked, in this thread and in programs that it starts."""
+    """In the with block, these signals are blocked, in this thread and in programs that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -62,7 +62,7 @@ def forwarding(
     rendezvous: Rendezvous,
     iterating: threading.Lock,
 ) -> Iterator[Callable[[], RngState | None]]:
-    """Inside, a thread forwards the data; with forwarded=None none does.
+    """In the with block, a thread forwards the data; with forwarded=None none does.
 
     Gives a function that returns the generators' state after the last minibatch, from which another run
     continues. iterating: held while the user's data are iterated, as they draw from the generators of this
@@ -87,7 +87,7 @@ def forwarding(
 def forwarding_validation(
     options: JobOptions | None, folder: Path, iterating: threading.Lock
 ) -> Iterator[Callable[[], None] | None]:
-    """Inside, a thread forwards validation data; with options=None none does.
+    """In the with block, a thread forwards validation data; with options=None none does.
 
     Gives a function that raises an error of the data, to be called now and then; None if nothing is
     forwarded.

@@ -22,8 +22,9 @@ _log = logging.getLogger("pipedream")
 
 @contextlib.contextmanager
 def descriptor_limit_raised() -> Iterator[None]:
-    """Inside, this process may open as many files as its hard limit allows. The soft limit, 1,024 on most
-    systems, protects programs that call select()."""
+    """In the with block, this process may open as many files as its hard limit allows. The soft limit, 1,024
+    on most systems, protects programs that call select().
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

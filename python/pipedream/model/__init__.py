@@ -1,1 +1,3 @@
-"""A user's model and data as a run sees them: stage modules, boundaries, microbatches, precision, seeds."""
+"""This package prepares a user's model and data for a run: stage modules, boundaries, microbatches,
+precision, seeds.
+"""

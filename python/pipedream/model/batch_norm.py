@@ -1,14 +1,13 @@
 """Batch norm with microbatches. Each microbatch is normalised by its own statistics.
 
-If a minibatch is cut, the running statistics take one step per minibatch, as in GPipe: by the mean and
-variance over all of its microbatches (MinibatchStatistics). If data yield Microbatches, each is a batch of
-its own, as in a plain loop that accumulates gradients. Norms then take a step per batch, as they do by
-themselves.
+If the run cuts a minibatch, the running statistics are updated once per minibatch, as in GPipe, with the mean
+and variance over all of its microbatches (MinibatchStatistics). If the data yield Microbatches, the running
+statistics are updated once per microbatch, as in a plain loop that accumulates gradients.
 
 EvaluatedNorms detects a wrong gradient in a stage whose norms alternate between evaluation and training while
 minibatches are in flight. The backward of a norm in eval mode reads the running statistics again. Torch
-updates these in place and does not count the update as a version. So a minibatch that trains in between
-silently makes the gradient wrong, in a plain loop, too.
+updates these in place and does not count the update as a version. So if another minibatch trains between a
+forward and its backward, the gradient is silently wrong. This is so in a plain loop as well.
 
 Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute thread.
 """
@@ -86,8 +85,9 @@ class MinibatchStatistics:
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """A context around forwards that are repeated, whose statistics have been collected already: a
-        recompute, or the backward of layers that checkpoint themselves.
+        """A context around forwards that are repeated, in a recompute or in the backward of layers that
+        checkpoint themselves. It collects nothing, because the first forward's statistics have been
+        collected.
         """
         with _not_tracking(self._tracking):
             yield
@@ -114,7 +114,8 @@ def _tracks(norm: _BatchNorm) -> bool:
 
 @contextlib.contextmanager
 def _not_tracking(norms: list[_BatchNorm]) -> Iterator[None]:
-    # Without tracking, a norm in training uses the batch's statistics and touches no buffer.
+    # A norm that does not track running statistics uses the batch's statistics in training, and changes no
+    # buffer.
     for norm in norms:
         norm.__dict__["track_running_stats"] = False
     try:
@@ -143,8 +144,8 @@ Item = tuple[int, int]
 
 
 class EvaluatedNorms:
-    """Detects norms that are trained before a backward that needs their running statistics. Call `check()`
-    after each forward that has a graph.
+    """Detects norms whose running statistics change between a forward in eval mode and its backward. Call
+    `check()` after each forward that has a graph.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -166,13 +167,14 @@ class EvaluatedNorms:
         return bool(self._norms)
 
     def check(self, item: Item, in_flight: Container[Item]) -> None:
-        """Call it after an item's forward. in_flight: the items whose backward is yet to come.
+        """Checks the norms after the forward of `item`, a microbatch. in_flight: the microbatches whose
+        backward is yet to come.
 
-        Raises ValueError if a norm has been trained after it evaluated one of them.
+        Raises ValueError if a norm has been trained after it ran in eval mode for a microbatch in flight.
         """
         for index, (name, norm, counter) in enumerate(self._norms):
-            # A norm in training mode may not count its step. A norm in eval mode may have made a step earlier
-            # in this forward.
+            # Both signs are needed: a norm in training mode may not count its steps, and a norm that is in
+            # eval mode now may have been trained earlier in this forward.
             has_trained = norm.training or counter._version != self._counts[index]
             self._counts[index] = counter._version
             if not has_trained:

@@ -7,7 +7,7 @@
     Microbatches           each of its batches in turn, in one of these forms
     loss_fn=None           the model computes the loss: its output's .loss, or the output itself
 
-Pure; any thread.
+These functions are pure; any thread.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _call_by_name(model: nn.Module, inputs: Keywords) -> Any:
 
 
 def _why_not_bound(model: nn.Module, inputs: Keywords) -> str:
-    """Returns why the model's forward does not accept these arguments; empty if it does, so that the error
-    came from inside.
+    """Returns why the model's forward does not accept these arguments. Returns "" if it accepts them, so that
+    the error came from inside the forward.
     """
     try:
         inspect.signature(model.forward).bind(**inputs)

@@ -1,5 +1,5 @@
-"""Boundary: the value that crosses the cut between two stages. It is planned in a rehearsal and checked at
-every minibatch.
+"""Boundary describes the value that crosses the cut between two stages. It is planned in a rehearsal, and
+every minibatch's value is checked against it.
 
 A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. Only its
 tensors are sent, each once, in the order of the structure. Both sides know the structure. This module also
@@ -43,7 +43,7 @@ __all__ = [
 _KEEP = "keep the structure of the first minibatch"
 _NOTHING = object()  # marks a tensor that the value has not given yet
 
-# The types of nodes with keys, and of nodes with positions, by their names in a structure.
+# The types of nodes with keys (and below, of nodes with positions), by their names in a structure.
 _KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
 _INDEXED: dict[str, type[Any]] = {"tuple": tuple, "list": list, "microbatches": Microbatches}
 
@@ -52,10 +52,10 @@ _INDEXED: dict[str, type[Any]] = {"tuple": tuple, "list": list, "microbatches": 
 class Boundary:
     """The structure of a value and the tensors in it.
 
-    `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
-    {"microbatches": [nodes]}, {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A tensor
-    object that occurs twice has one index and crosses once. A tensor of the first minibatch may be None in a
-    later one, if another tensor crosses with it.
+    `structure` is ready for JSON. It is one node, which is one of {"tensor": index}, {"tuple": [nodes]},
+    {"list": [nodes]}, {"microbatches": [nodes]}, {"dict": {key: node}}, {"keywords": {key: node}},
+    {"constant": value}. A tensor object that occurs twice has one index and crosses once. A tensor of the
+    first minibatch may be None in a later minibatch, if at least one other tensor crosses in that minibatch.
     """
 
     structure: dict[str, Any]
@@ -68,8 +68,8 @@ class Boundary:
         """Returns the boundary of a value. Raises ValueError, naming the place, for a value that cannot
         cross.
 
-        needs_tensor: refuses a value that has constants only. num_beside: number of tensors that will cross
-        in addition.
+        needs_tensor: refuses a value that has constants only. num_beside: number of additional tensors that
+        will cross.
         """
         index_of: dict[int, int] = {}
         specs: list[TensorSpec] = []
@@ -85,8 +85,8 @@ class Boundary:
         return cls(structure, tuple(specs))
 
     def or_as(self, other: Boundary) -> Boundary:
-        """Returns the boundary of a value that may have the sizes of either. Raises ValueError if more than
-        the sizes differ.
+        """Returns a boundary for values as large as `self` or `other` plans. Raises ValueError if the two
+        differ in more than sizes.
         """
         kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
         if self.structure != other.structure or kinds[0] != kinds[1]:
@@ -101,7 +101,9 @@ class Boundary:
 
     @functools.cached_property
     def _lone(self) -> TensorSpec | None:
-        """The spec of a value that is a single tensor, as most are; None for any other value."""
+        """The spec of the only tensor, if the value is a single tensor, as most values are; None for any
+        other value.
+        """
         return self.tensors[0] if "tensor" in self.structure else None
 
     def checked(
@@ -193,13 +195,15 @@ class Boundary:
             if fault is not None:
                 raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
 
-    # How tensors, and the gradients of those that need one, are laid out when they are sent.
+    # These methods say how tensors are laid out when they are sent. gradients: the tensors are gradients.
 
     def sent(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
         return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
 
     def received(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
-        """Returns the tensors as the stage uses them; the inverse of sent(), in the same memory."""
+        """Returns received tensors in the layout that the stage uses; the inverse of sent(), in the same
+        memory.
+        """
         return _each(as_used, tensors, self._gradient_orders if gradients else self._orders)
 
     @functools.cached_property
@@ -234,8 +238,8 @@ class Boundary:
 class _Alias(torch.autograd.Function):
     """Returns a tensor in the same memory that autograd treats as neither a leaf nor a view.
 
-    It uses `.data` because autograd forbids modifying a view that a custom function returns, and detach()
-    makes one.
+    It uses `.data` and not detach(), because detach() makes a view, and autograd forbids changing a view in
+    place that a custom function returns.
     """
 
     @staticmethod
@@ -247,8 +251,8 @@ class _Alias(torch.autograd.Function):
         return gradients[0]
 
 
-# _Alias.apply would first look for transforms of torch.func. That takes longer than everything else, and a
-# stage has none.
+# _Alias.apply would first look for transforms of torch.func. The search takes longer than the rest of the
+# call, and a stage has no such transforms.
 _alias = super(torch.autograd.Function, _Alias).apply
 
 
@@ -289,8 +293,8 @@ def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
 def exportable(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's values as plain contiguous memory, for code that reads it by its address.
 
-    It is the same memory if that is plain already. Lazy conjugate and negative bits are resolved, because
-    DLPack and raw pointers do not carry them.
+    No copy is made if the tensor's memory is plain already. Lazy conjugate and negative bits are resolved,
+    because DLPack and raw pointers do not carry such bits.
     """
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
@@ -387,7 +391,8 @@ def _kind_of(value: Any) -> str:
 
 
 def _collect(node: dict[str, Any], value: Any, place: str, given: list[Any]) -> str | None:
-    # Fills `given` with the tensors, None for missing ones. Returns the difference from the plan, if any.
+    # Puts the tensors of `value` into `given`, by their indices. A tensor may be None. Returns how the value
+    # differs from the plan, if it does.
     ((kind, content),) = node.items()
     if kind == "tensor":
         if value is not None and not isinstance(value, torch.Tensor):
@@ -446,7 +451,7 @@ def _indices(node: Any) -> Iterator[int]:
 
 
 def _key_of(structure: dict[str, Any], tensor_index: int) -> str:
-    """ " (input_ids)" for an input that the model takes by this name; empty for any other."""
+    """Returns " (input_ids)" for an input that the model takes by the name input_ids; "" for any other."""
     keys = structure.get("keywords", {})
     return "".join(f" ({key})" for key, node in keys.items() if node == {"tensor": tensor_index})
 

@@ -1,10 +1,10 @@
-"""Intercepts calls of modules: each call goes through a handler, which may make the call, or return something
-else without it.
+"""Intercepts calls of modules. Each call goes through a handler. The handler makes the call, or returns
+something else without making it.
 
-The handler sees a call including its hooks. It is installed where torch installs a compiled call, so the
-module keeps its class, which forwards may check. A class with a `__call__` of its own (checkpointing) needs
-another way: its modules get a subclass of the same name for the time. Owned by the thread that runs the
-forward.
+The handler gets a call together with the module's hooks. It is installed where torch installs a compiled
+call. So the module keeps its class, which user code may check. This does not work for a class that defines
+`__call__` itself (checkpointing). Modules of such a class temporarily get a subclass of the same name. Owned
+by the thread that runs the forward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) for the modules whose calls can be seen, each once. Those inside a compiled
-    module cannot.
+    """Returns (name, module) for the modules whose calls can be intercepted, each once. Calls inside a
+    compiled module cannot be intercepted.
     """
     found: dict[int, tuple[str, nn.Module]] = {}
     pending = [("", model)]
@@ -55,14 +55,14 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Returns the names of the modules whose calls can be seen, by id()."""
+    """Returns the names of the modules whose calls can be intercepted, by id()."""
     return {id(module): name for name, module in visible_modules(model)}
 
 
 @contextlib.contextmanager
 def calls_seen(modules: Iterable[nn.Module], handler: CallHandler) -> Iterator[None]:
-    """Inside, every call of these modules goes through the handler, but not calls that the handler itself
-    makes.
+    """In the with block every call of these modules goes through the handler, except calls that the handler
+    itself makes.
     """
     with contextlib.ExitStack() as seen:
         for module in modules:
@@ -108,7 +108,7 @@ def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _handler_name(kind: type[nn.Module]) -> str:
-    """Returns the attribute that stores the next handler; the class may have handlers already."""
+    """Returns a free attribute name for one more handler. The class may have handlers already."""
     return f"{_HANDLER}{getattr(kind, _DEPTH, 0)}"
 
 

@@ -1,5 +1,5 @@
-"""Contents: saves and restores what is inside objects that change without being replaced. Stateless; the
-thread that runs the module.
+"""Saves and restores the contents of objects that change in place. Stateless; used on the thread that runs
+the module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 __all__ = ["Contents", "attributes_of", "is_of_the_users", "overwriting"]
 
 _LENGTH_MAX = 1024
-"""Containers with more entries than this are not searched: they are data, not a layer's memory. Their own
-entries are restored, but not the contents of these.
+"""Containers with more entries than this are taken for data, not for a layer's memory. Their entries are
+restored, but the contents of each entry are not.
 """
 _CONTAINERS = (list, deque, dict, set)
-# Objects of these libraries hold threads, files and caches. Restoring those is not our business.
+# Objects of these libraries hold threads, files and caches, which must not be restored.
 _LIBRARIES = {"torch", "numpy", "pipedream", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
 _NOTHING = object()
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
@@ -35,8 +35,8 @@ class Contents:
     """The saved contents of containers, tensors, arrays, generators, and objects of the user's classes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """modules: not saved here, because the caller saves them in another way."""
-        # By id. The objects are kept alive, so that their ids stay unique.
+        """modules: modules that are not saved here, because the caller saves them in another way."""
+        # Keyed by id(). The objects are kept alive, so that their ids stay unique.
         self._kept: dict[int, tuple[Any, Callable[[], object]]] = {
             id(module): (module, _nothing) for module in modules
         }
@@ -63,7 +63,7 @@ def _nothing() -> None:
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """Returns a function that gives the value its present contents back; None for an unknown kind of
+    """Returns a function that restores the value's present contents later; None for an unknown kind of
     object.
     """
     if isinstance(value, Tensor):
@@ -144,8 +144,8 @@ def _refilling_attributes(target: Any) -> Callable[[], None]:
 
 
 def _refilling(container: Any) -> Callable[[], None]:
-    """Returns a function that gives the container its present entries back. It uses methods of the base
-    class, because a subclass may override them with code that computes or refuses.
+    """Returns a function that restores the container's present entries later. The function uses methods of
+    the base class, because a subclass may override them with code that computes or refuses.
     """
     base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(container, kind))
     is_dict = issubclass(base, dict)
@@ -171,8 +171,8 @@ def _are_these(found: Iterable[Any], objects: list[Any]) -> bool:
 
 
 def overwriting(tensor: Tensor) -> Callable[[], None]:
-    """Returns a function that gives the tensor its present memory and values back. It compares values,
-    because writes through `.data` count as no version.
+    """Returns a function that restores the tensor's present memory and values later. It compares values,
+    because writes through `.data` do not increase the tensor's version.
     """
     memory, version = tensor.data, tensor._version
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested

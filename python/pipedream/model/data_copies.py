@@ -1,8 +1,9 @@
-"""Copies of data, for looking at a minibatch before the run without changing what the run will read: counters
-of a dataset or sampler, items of a queue, generators.
+"""Makes copies of data, so that a minibatch can be read before the run without using anything up: counters of
+a dataset or sampler, entries of a queue, random numbers of a generator.
 
-A DataLoader's generators keep their state while it is looked at. After a run they are as if the caller had
-iterated the loader. Stateless; the thread that looks.
+Reading a copy leaves the state of a DataLoader's generators unchanged. After a run the generators are in the
+state that they would have if the caller had iterated the loader. Stateless; used on the thread that reads the
+copy.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _INDICES = {torch.int64, torch.int32}
 
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
-    """Returns data to iterate in place of these. None if a copy would share something that iterating uses up,
-    as the position in an open file or the items of a queue.
+    """Returns a copy of the data to iterate. None if the copy would share something that iterating uses up,
+    such as the position in an open file or the entries of a queue.
     """
     if isinstance(data, (list, tuple)):
         return data
@@ -49,7 +50,9 @@ def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
 
 
 def has_indices(data: Iterable[Any]) -> bool:
-    """Whether iterating uses nothing up, so that copy_of() always returns a copy."""
+    """Whether the data are read by index, so that iterating uses nothing up and copy_of() always returns a
+    copy.
+    """
     is_loader = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
     return is_loader or isinstance(data, (list, tuple))
 
@@ -78,8 +81,8 @@ def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _copy_of_samplers(parts: tuple[Any, Any, Any], shared: dict[int, Any]) -> tuple[Any, Any, Any]:
-    """Copies a loader's generator, sampler and batch sampler, which are `parts`. shared: replacements for
-    objects, by the object's id.
+    """Copies `parts`: a loader's generator, sampler and batch sampler. shared: objects to use in the copy, by
+    the id of the object that each replaces.
     """
     for copied in (_sharing_copy, copy.deepcopy):
         with contextlib.suppress(Exception):  # a user's object may raise anything
@@ -104,7 +107,7 @@ def _shallow_copy(data: Any) -> Any:
 
 
 def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
-    """Copies a value. shared: what to use in the copy in place of an object, by the object's id."""
+    """Copies a value. shared: objects to use in the copy, by the id of the object that each replaces."""
     content = io.BytesIO()
     pickler = _SharingPickler(content, shared)
     pickler.dump(value)
@@ -113,7 +116,9 @@ def _sharing_copy(value: Any, shared: dict[int, Any]) -> Any:
 
 
 class _SharingPickler(pickle.Pickler):
-    """Copies everything that can be pickled, and shares tensors and arrays, which iterating only reads."""
+    """Copies everything that can be pickled. Tensors and arrays are shared with the original, because
+    iterating only reads them.
+    """
 
     def __init__(self, content: io.BytesIO, stand_ins: dict[int, Any]) -> None:
         super().__init__(content, protocol=pickle.HIGHEST_PROTOCOL)
@@ -158,8 +163,8 @@ def generator_states(data: Iterable[Any]) -> list[Tensor]:
 
 
 def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
-    """Sets the data's generators. states: from generator_states() of these data or a copy; empty if they were
-    iterated elsewhere.
+    """Sets the data's generators. states: the result of generator_states() for these data or a copy; empty if
+    another process iterated the data.
     """
     for generator, state in zip(_generators_of(data), states, strict=False):
         generator.set_state(state)
@@ -167,14 +172,18 @@ def set_generators(data: Iterable[Any], states: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def generators_of_loader_kept(data: Iterable[Any]) -> Iterator[None]:
-    """Inside, the data may be iterated; afterwards a DataLoader's generators have their former states."""
+    """The data may be iterated in the with block. Afterwards a DataLoader's generators have their former
+    states.
+    """
     states = generator_states(data)
     with afterwards(lambda: set_generators(data, states)):
         yield
 
 
 def _generators_of(data: Iterable[Any]) -> list[torch.Generator]:
-    """Returns each generator once: a loader passes its own to the sampler that it makes."""
+    """Returns the generators of a loader and its samplers, each once. A loader and the sampler that it makes
+    share one generator.
+    """
     if not isinstance(data, torch.utils.data.DataLoader):
         return []
     parts = [data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]

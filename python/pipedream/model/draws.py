@@ -5,9 +5,9 @@ masks are then the same for every cut, number of replicas, schedule and recomput
            where in the forward      which numbers are drawn there
 
 A position is the begin, or the end, of a module's call that drew random numbers when the model was traced. In
-a list of layers it is the begin of a layer. The generator is seeded where such a call begins, and where it
-ends if its caller goes on to draw. A stage behind a cut makes none of the earlier calls, and still draws the
-same numbers as a run without cuts.
+a list of layers it is the begin of a layer. The generator is seeded where such a call begins. If the caller
+then draws numbers, too, the generator is also seeded where the call ends. So a stage after a cut draws the
+same numbers as a run without cuts, although it makes none of the earlier calls.
 
 The seed contains the position because a generator remembers its seed: code that saves and restores a
 generator's state restores the position with it. The CPU's generator uses the low half of the seed.
@@ -49,7 +49,9 @@ __all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "drawing_alike", "keyed_draws
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
 _NEXT_BITS = 10
-"""Bits between two positions. They number calls that come after a module's last traced call."""
+"""Bits of a position below the traced positions. They number calls that come after a module's last traced
+call.
+"""
 _NOT_ONLY = (-1, None)
 _mixed = _core.derived_seed
 _seed_host = torch.default_generator.manual_seed
@@ -61,19 +63,23 @@ class DrawSites:
     """The places at which a forward draws random numbers."""
 
     begins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Module -> positions of its calls, ascending; empty for a module that only resembles those that draw."""
+    """Module -> positions of its calls, ascending. Empty for a module that did not draw in the trace but has
+    the type of one that did.
+    """
     ends: Mapping[int, int] = field(default_factory=dict)
     """Begin -> end, for calls whose caller draws after them."""
     skips: Mapping[CallKey, int] = field(default_factory=dict)
-    """Call -> the last position up to its end, for all calls, if later draws depend on it."""
+    """Call -> the last position up to the call's end, for every call after which draws depend on that
+    position.
+    """
     quiet: frozenset[str] = frozenset()
-    """Modules that drew nothing in a call before their caller drew. A stage behind a cut may not call them.
-    If they draw in a later minibatch, that must not change their caller's numbers.
+    """Modules that drew nothing in the trace, and whose caller drew after their call. A stage after a cut may
+    not call them. So if they draw in a later minibatch, their draws must not change the caller's numbers.
     """
     draws_between: bool = False
     """Whether code outside all module calls draws."""
     of_loss: int = 0
-    """Position of the loss. 0: the loss draws on from the last position."""
+    """Position of the loss. 0: the loss is not seeded and continues from the last position."""
 
     def __bool__(self) -> bool:
         """Whether the forward draws anything."""
@@ -140,10 +146,10 @@ def _may_draw(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class SeenDraws:
-    """The parts of a stage that drew random numbers in one run of it."""
+    """The parts of a stage that drew random numbers when the stage ran once."""
 
     layers: frozenset[int] = frozenset()
-    """Layers of a list that drew, by their index in the model."""
+    """Indices in the model of the layers that drew, for a list of layers."""
     in_loss: bool = False
     in_backward: bool = False
 
@@ -154,13 +160,13 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """Returns the position before the layer's own, in a list of layers."""
+    """Returns the position just before the layer's position, in a list of layers."""
     return layer_index << _NEXT_BITS
 
 
 def _sites_of_layers(stage: StageModule, seen: SeenDraws) -> DrawSites:
-    """Returns the places of layers that drew, and of layers with dropout, which may draw in a later
-    minibatch.
+    """Returns the places where layers drew. Layers with dropout are included, because they may draw in a
+    later minibatch.
     """
     begins = {
         str(index): (_start_of_layer(index + 1),)
@@ -194,8 +200,9 @@ def keyed_draws(
 
 @contextlib.contextmanager
 def drawing_alike(stage: StageModule, device: torch.device) -> Iterator[None]:
-    """Inside, a stage of a traced model draws the same numbers in every process, so that stages in several
-    processes take the same path. A list of layers draws from the generators as usual.
+    """In the with block, a stage of a traced model draws the same numbers in every process. If the model's
+    code branches on a drawn number, all processes then take the same branch. A list of layers draws from the
+    generators as usual.
     """
     traced = stage.traced_draws is not None
     draws = keyed_draws(0, [stage], [SeenDraws()], device) if traced else None
@@ -217,8 +224,8 @@ class KeyedDraws:
         modules: Iterable[tuple[str, nn.Module]],
         device: torch.device,
     ) -> None:
-        """base: seeding.draws_seed(). modules: with their names in the sites; modules without a site draw
-        nothing.
+        """base: the value of seeding.draws_seed(). modules: pairs of a module's name in `sites` and the
+        module. Modules without an entry in `sites` are assumed to draw nothing.
         """
         self._base = base
         self._sites = sites
@@ -247,12 +254,16 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, calls of the modules draw by their positions, also when a backward repeats them."""
+        """In the with block, calls of the modules draw by their positions, also when a backward repeats the
+        calls.
+        """
         with calls_seen(self._modules, self._call):
             yield
 
     def begin(self, minibatch: int, microbatch: int, stage: StageModule | None) -> None:
-        """Call it before a stage's forward of the microbatch. stage None: a whole traced model."""
+        """Seeds the generators before a stage's forward of the microbatch. stage None: a whole traced
+        model.
+        """
         self.go_back_to(minibatch, microbatch)
         if stage is None or stage.traced_draws is not None:
             self._seed(0)
@@ -260,7 +271,9 @@ class KeyedDraws:
             self._seed(_start_of_layer(stage.first_layer))
 
     def go_back_to(self, minibatch: int, microbatch: int) -> None:
-        """Call it before a backward of the microbatch, which may repeat calls."""
+        """Makes calls draw for this microbatch again. Call it before the microbatch's backward, which may
+        repeat calls.
+        """
         self._context = _mixed(_mixed(self._base, minibatch), microbatch)
 
     def begin_loss(self) -> None:
@@ -268,7 +281,9 @@ class KeyedDraws:
             self._seed(self._sites.of_loss)
 
     def skip(self, key: CallKey) -> None:
-        """Call it for a call that an earlier stage has made; its output is taken from there."""
+        """Seeds the generators as they are after a call that an earlier stage has made and this stage
+        skips.
+        """
         position = self._sites.skips.get(key)
         if position is not None:
             self._seed(position)
@@ -316,8 +331,8 @@ class KeyedDraws:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Calls a module that the traced forward did not call. It leaves later draws unchanged, because other
-        stages may not call the module.
+        """Calls a module that the traced forward did not call. The call leaves later draws unchanged, because
+        other stages may not make it.
         """
         with generators_of_torch_kept():
             position = _seed_of_host() >> _LOW_BITS
@@ -325,8 +340,8 @@ class KeyedDraws:
             return call(*arguments, **keywords)
 
     def _next_call(self, module: nn.Module) -> int | None:
-        """Returns the position of a module's next call, after the present position; None for a module without
-        any.
+        """Returns the position of a module's next call after the present position; None for a module without
+        positions.
         """
         before = _seed_of_host() >> _LOW_BITS
         positions = self._positions[id(module)]

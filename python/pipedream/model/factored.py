@@ -1,12 +1,11 @@
-"""Fully connected layers that keep a weight's gradient as two factors: the gradients of the layer's outputs
-and the layer's inputs. Their product is the gradient (sufficient factors; Zhang et al., Poseidon, ATC 2017,
-section 4).
+"""Makes fully connected layers keep a weight's gradient as two factors, which are the gradients of the
+layer's outputs and the layer's inputs. The gradient is the product of the factors (sufficient factors; Zhang
+et al., Poseidon, ATC 2017, section 4).
 
     dW = dY^T X         W: outputs x inputs, dY: rows x outputs, X: rows x inputs
 
-rows: all dimensions of a minibatch but the last, joined. While a layer is factored its backward does not
-compute dW. A gradient that still arrives at W comes from another use of W. Owned by the thread that runs the
-stage.
+rows: all dimensions of a minibatch but the last, joined. The backward of a factored layer does not compute
+dW. If a gradient still arrives at W, it comes from another use of W. Owned by the thread that runs the stage.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["FactoredLayers", "Factors", "Take", "factorable", "rows_counted"]
 
 
 class Factors(NamedTuple):
-    """The factors of a weight's gradient, which is gradients^T @ inputs. Both are contiguous."""
+    """The two factors of a weight's gradient, both contiguous. The gradient is gradients^T @ inputs."""
 
     gradients: Tensor
     """Gradients of the outputs, rows x outputs."""
@@ -40,25 +39,25 @@ class Factors(NamedTuple):
 
 
 Take = Callable[[str, Tensor, Tensor], None]
-"""Called in a backward for each use of a weight: (its name, gradients, inputs), as in Factors. Both tensors
-may change after the call.
+"""A function that a backward calls for each use of a weight, with (name of the weight, gradients, inputs) as
+in Factors. Both tensors may change after the call.
 """
 
 
 class FactoredLayers:
-    """The factored weights of a stage, by their full names. It replaces the forwards of the layers that use
-    them.
+    """The factored weights of a stage, by their full names. This class replaces the forwards of the layers
+    that use the weights.
     """
 
     def __init__(self, layers: Mapping[str, Sequence[nn.Linear]], take: Take) -> None:
-        """layers: from factorable(), by the weight's name, the layers that use the weight."""
+        """layers: the result of factorable(): for each weight's name, the layers that use the weight."""
         self._layers = layers
         self._take = take
         self._is_open = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the layers are factored."""
+        """In the with block, the layers are factored."""
         self.install()
         try:
             yield
@@ -77,8 +76,8 @@ class FactoredLayers:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A context around a backward of the stage. Gradients that a forward computes for itself are not
-        taken.
+        """A context around a backward of the stage. Factors count only in this context, so gradients that a
+        forward computes internally are left out.
         """
         self._is_open = True
         try:
@@ -88,8 +87,8 @@ class FactoredLayers:
 
     def used(self, name: str, node: Any, gradients: Tensor, inputs: Tensor) -> None:
         """Called by a layer's backward. node: the weight's node in the graph."""
-        # A layer's hook may differentiate by the layer's inputs only, even during this backward. Such factors
-        # do not count.
+        # A layer's hook may start a backward to the layer's inputs only, even during this backward. That
+        # backward does not reach the weight, so its factors do not count.
         if self._is_open and torch._C._will_engine_execute_node(node):
             self._take(name, gradients, inputs)
 
@@ -119,8 +118,8 @@ def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> d
 
 @contextlib.contextmanager
 def rows_counted(layers: Mapping[str, Sequence[nn.Linear]]) -> Iterator[dict[str, int]]:
-    """Gives the number of rows of each weight's factors, by name. It counts backwards inside the context, of
-    forwards that also ran inside. layers: from factorable().
+    """Yields a dict with the number of rows of each weight's factors, by name. It counts rows of backwards in
+    the with block, if their forwards ran there as well. layers: the result of factorable().
     """
     rows: dict[str, int] = {}
 
@@ -157,8 +156,9 @@ class _Forward:
 
     def __call__(self, input: Tensor) -> Tensor:  # nn.Linear calls its argument so
         layer = self._layer
-        # The model's own autocast would round the factors. A weight that functional_call made is not the
-        # parameter itself. Both run plainly; the gradient that then arrives at the weight reveals them.
+        # In two cases the layer runs without factors: the model's own autocast would round the factors, and a
+        # weight that functional_call made is not the parameter itself. A gradient then arrives at the weight,
+        # which reveals such a case.
         if torch.is_autocast_enabled(input.device.type) or not layer.weight.is_leaf:
             return F.linear(input, layer.weight, layer.bias)
         output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
@@ -177,7 +177,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.factored, ctx.name = factored, name
         output = F.linear(inputs, weight, bias)
-        # Autograd forbids changing a view in place that a Function returns, which the next layer may do.
+        # The next layer may change its input in place. Autograd forbids that for a view that a Function
+        # returns.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod

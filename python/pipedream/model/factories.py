@@ -157,8 +157,8 @@ def try_factories(
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """Inside, torch's optimizers are made without importing the compiler. The import takes seconds in a
-    process that will train nothing.
+    """In the with block, torch's optimizers are made without importing the compiler. The import takes seconds
+    in a process that will train nothing.
     """
     marked = torch.optim.Optimizer.add_param_group
     torch.optim.Optimizer.add_param_group = unmarked_until_compiling(marked)  # type: ignore[method-assign]

@@ -117,7 +117,9 @@ def _make_values(
 def materialised(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> Iterator[None]:
-    """Inside, the named tensors that were on meta have values. Afterwards they are on meta again."""
+    """In the with block, the named tensors that were on meta have values. Afterwards they are on meta
+    again.
+    """
     tables = [(module, dict(module._buffers)) for _, root in roots for module in root.modules()]
     former = _make_values(roots, names, weights, seed)
     try:
@@ -132,8 +134,8 @@ def materialised(
 
 @contextlib.contextmanager
 def traceable(model: nn.Module, weights: WeightSource) -> Iterator[None]:
-    """Inside, a model on meta can run on the host: its buffers have their values, its parameters are
-    stand-ins. Tensors that autograd saves are dropped at once, so there can be no backward.
+    """In the with block, a model on meta can run on the host: its buffers have their values, its parameters
+    are stand-ins. Tensors that autograd saves are dropped at once, so there can be no backward.
     """
     if not is_on_meta([model]):
         yield
@@ -308,7 +310,7 @@ def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 class _OwnDraws(TorchDispatchMode):
-    """Inside, each draw on the host starts from a seed of its own."""
+    """In the with block, each draw on the host starts from a seed of its own."""
 
     def __init__(self, seed: int, module: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -406,8 +408,8 @@ _SEED = 0
 
 @contextlib.contextmanager
 def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]:
-    """Inside, the model has values if they fit into host memory. Gives whether it has; if not, the log says
-    why.
+    """In the with block, the model has values if they fit into host memory. Gives whether it has; if not, the
+    log says why.
     """
     roots = roots_of(model)
     tensors = dict(_named_tensors(model))

@@ -173,9 +173,9 @@ def _is_as(before: tuple[Any, int] | None, value: Any) -> bool:
 
 @contextlib.contextmanager
 def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
-    """Inside, the modules that the loss is, or carries, are on the device. Afterwards they have their own
-    parameters and buffers again, with the new contents of the buffers. Modules that are on the device already
-    are left alone.
+    """In the with block, the modules that the loss is, or carries, are on the device. Afterwards they have
+    their own parameters and buffers again, with the new contents of the buffers. Modules that are on the
+    device already are left alone.
     """
     elsewhere = [
         module

@@ -53,8 +53,9 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
 
 @contextlib.contextmanager
 def casts_not_kept() -> Iterator[None]:
-    """Inside, every use of a parameter casts it again, also in regions that the model itself opens. A cached
-    cast that one call made for another would cross a cut unseen, and a stage makes its own anyway.
+    """In the with block, every use of a parameter casts it again, also in regions that the model itself
+    opens. A cached cast that one call made for another would cross a cut unseen, and a stage makes its own
+    anyway.
     """
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -39,8 +39,8 @@ class GeneratorState:
 
     @contextlib.contextmanager
     def replayed(self, device: torch.device) -> Iterator[None]:
-        """Inside, the same random numbers come as after the capture. Afterwards the generators go on as
-        before.
+        """In the with block, the same random numbers come as after the capture. Afterwards the generators go
+        on as before.
         """
         outside = GeneratorState.capture(device)
         self.restore(device)
@@ -99,8 +99,8 @@ Buffers = list[tuple[nn.Module, str, torch.Tensor | None]]
 
 @contextlib.contextmanager
 def buffers_replayed(stage: nn.Module, kept: Buffers) -> Iterator[None]:
-    """Inside, the layers work on copies of their buffers with the kept contents. Afterwards they have their
-    own buffers again, unchanged.
+    """In the with block, the layers work on copies of their buffers with the kept contents. Afterwards they
+    have their own buffers again, unchanged.
     """
     owned = [(module, dict(module._buffers)) for module in stage.modules() if module._buffers]
     for module, buffers in owned:

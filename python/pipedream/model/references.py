@@ -143,8 +143,8 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 @contextlib.contextmanager
 def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, a gradient that arrives at one of these parameters raises ValueError with the parameter's
-    name.
+    """In the with block, a gradient that arrives at one of these parameters raises ValueError with the
+    parameter's name.
     """
     handles = [
         _told_of_gradients(parameter, _notice if parameter.requires_grad else _notice_thawed, name)

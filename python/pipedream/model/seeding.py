@@ -194,7 +194,9 @@ class RngState:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[RngState]:
-    """Inside, the generators may be used. Afterwards they have their former states. Gives these states."""
+    """In the with block, the generators may be used. Afterwards they have their former states. Gives these
+    states.
+    """
     state = RngState.capture()
     try:
         yield state
@@ -204,7 +206,7 @@ def generators_kept() -> Iterator[RngState]:
 
 @contextlib.contextmanager
 def generators_of_torch_kept() -> Iterator[None]:
-    """Inside, torch's generators may be used. Afterwards they have their former states."""
+    """In the with block, torch's generators may be used. Afterwards they have their former states."""
     cpu, cuda = torch.get_rng_state(), _cuda_state()
     try:
         yield

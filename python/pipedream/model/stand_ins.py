@@ -60,8 +60,8 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside, the tensors are poisoned on the device: one element, expanded to their shape. read: those of
-    them that get memory for all of their elements.
+    """In the with block, the tensors are poisoned on the device: one element, expanded to their shape. read:
+    those of them that get memory for all of their elements.
     """
     in_memory = {id(tensor) for tensor in read}
     with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):
@@ -70,8 +70,8 @@ def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Ten
 
 @contextlib.contextmanager
 def zeroed(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the tensors are zeros in the host's address space, which take no memory until they are
-    written.
+    """In the with block, the tensors are zeros in the host's address space, which take no memory until they
+    are written.
     """
     with _exchanged(tensors, _zeros_like):
         yield

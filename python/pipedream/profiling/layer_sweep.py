@@ -107,7 +107,7 @@ class LayerSweep:
 
     @contextlib.contextmanager
     def _held(self, stage: StageModule) -> Iterator[None]:
-        """Inside, the stage has its values, and stand-ins for other stages' values."""
+        """In the with block, the stage has its values, and stand-ins for other stages' values."""
         held = stage.held_names()
         others = [p for p in stage.others_parameters() if p.is_meta]
         stand_ins = poisoned(others, torch.device("cpu"), stage.strays())

@@ -242,8 +242,8 @@ class _Pass:
 
 @contextlib.contextmanager
 def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], None]) -> Iterator[None]:
-    """Inside, count(bytes) is called for every storage that autograd keeps, except those of the modules'
-    parameters.
+    """In the with block, count(bytes) is called for every storage that autograd keeps, except those of the
+    modules' parameters.
     """
     seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
 

@@ -199,8 +199,8 @@ def as_float64(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_float64(roots: Iterable[tuple[str, nn.Module]], loss_fn: Any) -> Iterator[None]:
-    """Inside, all floating-point tensors of the modules and the loss are float64, and so is the default
-    dtype. Raises NotInFloat64Error if they cannot be converted.
+    """In the with block, all floating-point tensors of the modules and the loss are float64, and so is the
+    default dtype. Raises NotInFloat64Error if they cannot be converted.
     """
     held = [place.tensor for place in places_of(roots)]
     held += [tensor for _, tensor in tensors_carried_by("loss_fn", loss_fn)]

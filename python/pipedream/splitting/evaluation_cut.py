@@ -45,8 +45,9 @@ class EvaluationCut:
 
 @contextlib.contextmanager
 def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, all modules are in eval mode; afterwards each has its own mode again. Torch's fused kernel for
-    encoder layers is off, because it would not call the modules inside, at which the forward may be cut.
+    """In the with block, all modules are in eval mode; afterwards each has its own mode again. Torch's fused
+    kernel for encoder layers is off, because it would not call the modules inside, at which the forward may
+    be cut.
     """
     takes_fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

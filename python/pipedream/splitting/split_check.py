@@ -368,7 +368,7 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _strays_swapped(stage: StageModule) -> Iterator[None]:
-    """Inside, other stages' parameters and buffers that this stage reads have poison or clones as
+    """In the with block, other stages' parameters and buffers that this stage reads have poison or clones as
     contents.
     """
     contents = [(tensor, tensor.data) for tensor in stage.strays()]
