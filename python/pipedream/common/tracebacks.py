@@ -6,7 +6,9 @@ shown whole. Torch-free; any thread.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -51,11 +53,16 @@ def wants_whole_tracebacks() -> bool:
 
 def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorates a function for users. Its errors show the user's frames and one of ours. An interrupt shows
-    one line.
+    one line. The error for an unknown argument names the nearest one.
     """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        for name in () if takes_any else kwargs.keys() - parameters.keys():
+            if near := difflib.get_close_matches(name, parameters, n=1):
+                raise TypeError(f"{function.__name__}() takes no argument {name!r}: do you mean {near[0]!r}?")
         try:
             return function(*args, **kwargs)
         except Exception as error:

@@ -139,6 +139,15 @@ def test_a_mistake_in_the_arguments_shows_where_the_user_made_it() -> None:
     assert _shown(_profile("model").__traceback__) == ["_profile", "[call]"]
 
 
+def test_an_unknown_argument_is_told_with_the_nearest_one() -> None:
+    plan = pipedream.Plan.straight(1, 1)
+    mistyped: dict[str, Any] = {"microbatch": 2}
+    with pytest.raises(TypeError, match="takes no argument 'microbatch': do you mean 'microbatches'"):
+        pipedream.run(nn.Linear(3, 3), plan, data=_DATA, optimizer=torch.optim.SGD, **mistyped)
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'xyz'"):
+        pipedream.profile(nn.Linear(3, 3), _DATA, xyz=2)  # type: ignore[call-arg]
+
+
 def test_an_error_that_nobody_foresaw_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "pipedream.profiling.profiler.layers_of", _function_of_ours("raise AssertionError('our bug')")
