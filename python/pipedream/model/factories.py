@@ -39,9 +39,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
-    """Returns parameters for an optimizer. They share the memory and the marks (attributes) of these
-    parameters.
-    """
+    """Returns parameters for an optimizer. They share the memory and the attributes of these parameters."""
     return [_make_master(parameter) for _, parameter in named]
 
 
@@ -89,8 +87,8 @@ def build_optimizer(
 
 
 def with_delay(factory: OptimizerFactory, delay: float) -> OptimizerFactory:
-    """Returns the factory with delay= set to the stage's mean delay in updates, if it has an argument `delay`
-    that is not bound yet.
+    """Returns the factory with its argument `delay` bound to the stage's mean delay in updates. Returns the
+    factory unchanged if it has no such argument or the argument is bound already.
     """
     is_bound = isinstance(factory, functools.partial) and "delay" in factory.keywords
     if is_bound or "delay" not in _arguments(factory):
@@ -125,11 +123,11 @@ def try_factories(
     device_type: str,
     delays: Sequence[float] | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Calls both factories as each stage will, so that a mistake shows before the run starts. Returns the
-    optimizers. Random number generators keep their states.
+    """Calls both factories as each stage will call them, so that a mistake shows before the run starts.
+    Returns the optimizers. Random number generators keep their states.
 
-    stages: the parameters that each stage updates. device_type: where these will be. delays: of the stages,
-    in updates; None: 0.
+    stages: the parameters that each stage updates. device_type: the device where they will be. delays: the
+    stages' mean delays in updates; None: 0.
 
     If the parameters are on another device now, a factory may fail for that reason only (fused=True). The
     error is then ignored: the stage's own call will raise it again.
@@ -157,8 +155,8 @@ def try_factories(
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """In the with block, torch's optimizers are made without importing the compiler. The import takes seconds
-    in a process that will train nothing.
+    """In the with block, torch's optimizers are made without importing the compiler. The import would take
+    seconds in a process that trains nothing.
     """
     marked = torch.optim.Optimizer.add_param_group
     torch.optim.Optimizer.add_param_group = unmarked_until_compiling(marked)  # type: ignore[method-assign]

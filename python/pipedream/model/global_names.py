@@ -1,5 +1,5 @@
-"""Saves and restores global names in which a model's code counts or keeps something. Running a model for
-other reasons than training then leaves no trace in them.
+"""Saves and restores global names in which a model's code counts or keeps something. So a forward that is run
+to trace, check or measure a model does not change them.
 
     global step; step += 1            the name itself
     counts["step"] += 1               a key of a dict under a global name
@@ -42,8 +42,9 @@ _Restore = Callable[[], None]
 
 
 class GlobalNames:
-    """Finds the places where code counts in global names: code of modules, of a function or object, and of
-    functions that these name. They are searched once, and saved as often as needed.
+    """Finds the places where code changes global names. It searches the code of modules, of a function or
+    object, and of functions that this code names. The search runs once. The places can then be saved as often
+    as needed.
     """
 
     def __init__(self, modules: Iterable[nn.Module], function: Any = None) -> None:
@@ -74,7 +75,7 @@ class GlobalNames:
                     self._look_into(value)
 
     def kept(self) -> _Restore:
-        """Returns a function that gives all places their present values back."""
+        """Returns a function that restores the present values of all places later."""
         entries = [
             (holder, name, _entries_of(holder).get(name, _MISSING)) for holder, name in self._entries.values()
         ]

@@ -1,5 +1,5 @@
-"""Detects labels of -100, which torch's losses leave out of their mean. With microbatches, each microbatch
-must then count by its remaining labels, not by its samples.
+"""Detects labels of -100, which torch's losses leave out of their mean. With microbatches, each microbatch's
+weight must then be the number of its remaining labels, not of its samples.
 
     look     the last stage's reader finds a minibatch whose microbatches have unequal shares of such labels
     judge    the stage tests whether its loss is such a mean, by losses of one microbatch with changed labels
@@ -39,7 +39,7 @@ IGNORED = -100
 _DTYPES = (torch.int64, torch.int32, torch.int16)
 _ROUNDING = 1e-7  # relative, of a loss in float32
 _LOOKS_ON_DEVICE = 8
-"""How many labels on a device are looked at; labels on the host are always looked at."""
+"""How many times labels on a device are searched for -100; labels on the host are always searched."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class UnevenLabels:
     """Labels whose -100s are spread unevenly over the microbatches."""
 
     where: str
-    """An expression that follows the name of the targets: "" or '["labels"]'."""
+    """The Python expression that, after the name of the targets, gives the labels: "" or '["labels"]'."""
     valid: int
     """Some label other than -100."""
     is_uneven: tuple[bool, bool]
-    """Whether they are uneven when all labels count, and when the first label of each sample is left out."""
+    """Whether the microbatches have unequal shares of labels, in two cases: all labels count, or each
+    sample's first label does not.
+    """
     is_named: bool
     """Whether the targets are a batch with named entries."""
 
@@ -112,9 +114,9 @@ class IgnoredLabels:
         minibatch: int,
         num_microbatches: int,
     ) -> None:
-        """Raises ValueError if the loss is a mean over the labels, once a microbatch has shown that it is.
-        labels: of a microbatch. loss_with: computes its loss with other labels, possibly for twice as many
-        samples.
+        """Raises ValueError if the loss is a mean over these labels, which the first microbatch with labels
+        of -100 shows. labels: the labels of a microbatch. loss_with: computes the microbatch's loss with
+        other labels, possibly for twice as many samples.
         """
         if uneven.where not in self._is_shifted:
             if not bool((labels == IGNORED).any()):
@@ -150,7 +152,7 @@ def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
 
 
 def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
-    """Returns the targets' integer tensors by the expression that follows the targets' name."""
+    """Returns the targets' integer tensors, by the expression as in UnevenLabels.where."""
     if isinstance(targets, Tensor):
         return {where: targets} if targets.dtype in _DTYPES and targets.dim() > 0 else {}
     entries: Mapping[Any, Any] = {}
@@ -180,7 +182,9 @@ def _array(labels: Tensor) -> Any:
 
 
 def _valid_in(labels: Tensor) -> tuple[int, int]:
-    """Returns the number of labels other than -100, of all and without the first of each sample."""
+    """Returns the number of labels other than -100, and that number without the first label of each
+    sample.
+    """
     is_valid = _array(labels.cpu()) != IGNORED
     num_valid = int(np.count_nonzero(is_valid))
     return num_valid, num_valid - (int(np.count_nonzero(is_valid[..., 0])) if labels.dim() > 1 else 0)
@@ -193,8 +197,8 @@ def _is_uneven(counts: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def _shift_of_mean(labels: Tensor, valid: int, loss_with: Callable[[Tensor], float]) -> bool | None:
-    """Tests whether the loss is a mean over labels. Returns whether it leaves out the first label of each
-    sample. None: it is no such mean, or the test is inconclusive.
+    """Tests whether the loss is a mean over labels. Returns whether the mean leaves out the first label of
+    each sample. None: the loss is no mean over labels, or the test is inconclusive.
     """
     if len(labels) == 1:
         labels = torch.cat([labels, labels])

@@ -8,8 +8,9 @@ whole model.
                        modules
 
 Every draw of random numbers has a stream of its own, which depends on the seed, the module and the number of
-the module's earlier draws. Tensors that stay on the meta device draw as well. So each tensor gets the same
-values whichever others are made, and a model starts alike in one process and in many stages.
+the module's earlier draws. Tensors that stay on the meta device draw as well. So the values of a tensor do
+not depend on which other tensors get values. A model in one process and the same model in many stages start
+with equal values.
 
 whole_for_a_check() holds the whole model in host memory while its cuts are checked, if it fits. Owned by the
 calling thread.
@@ -64,12 +65,13 @@ _UNSET = 0xFF  # this byte, repeated, is NaN in a float of any width
 
 
 def materialise(model: Model, weights: WeightSource = None, *, seed: int | None = None) -> None:
-    """Gives a model that was made on the meta device its values, in host memory: the values from which `run`
-    starts with this seed, or those of a checkpoint that `run(save=folder)` wrote.
+    """Gives a model that was made on the meta device its values, in host memory. They are the values from
+    which `run` starts with this seed, or those of a checkpoint that `run(save=folder)` wrote.
 
-    weights: None, for each module's own `reset_parameters()` and `_init_weights`; a function of a module that
-    sets what these leave; or a safetensors file, or a folder of such files. Tensors that are not on meta, and
-    the generators, keep their state. Raises ValueError naming the tensors that nothing sets.
+    weights: None calls each module's own `reset_parameters()` and `_init_weights`. A function of a module is
+    called after these two, and sets the tensors that they leave unset. A safetensors file, or a folder of
+    such files, gives the values by name. Tensors that are not on meta, and the generators, keep their state.
+    Raises ValueError naming the tensors that nothing sets.
     """
     check_weights(weights)
     roots = roots_of(model)
@@ -81,8 +83,8 @@ def materialise(model: Model, weights: WeightSource = None, *, seed: int | None 
 def materialise_some(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> None:
-    """Gives the named tensors on the meta device their values. Named tensors with memory get the values in
-    the checkpoint, if it has them. roots: layers.roots_of().
+    """Gives the named tensors on the meta device their values. Named tensors that have memory get the
+    checkpoint's values, if `weights` is a checkpoint that has them. roots: the result of layers.roots_of().
     """
     there = {name: tensor for name, tensor in _tensors_of(roots) if name in names and not tensor.is_meta}
     _make_values(roots, names, weights, seed)
@@ -95,7 +97,7 @@ def materialise_some(
 def _make_values(
     roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Makes values for tensors on meta. Returns pairs for stand_ins.exchange() that undo it."""
+    """Makes values for tensors on meta. Returns pairs with which stand_ins.exchange() undoes this."""
     wanted = {name: tensor for name, tensor in _tensors_of(roots) if name in names and tensor.is_meta}
     checkpoint = _Checkpoint(Path(weights)) if isinstance(weights, (str, os.PathLike)) else None
     saved: dict[str, str] = {} if checkpoint is None else checkpoint.names_of(wanted, roots)
@@ -206,7 +208,9 @@ class _Blank:
         self._version = tensor._version
 
     def is_set(self, now: Tensor | None) -> bool:
-        """Whether the tensor has its values now. now: the tensor that has its name now."""
+        """Whether the tensor has its values now. now: the tensor that the model now has under the tensor's
+        name.
+        """
         if now is not self._tensor:
             return now is not None and not now.is_meta
         if now.numel() == 0:
@@ -261,7 +265,7 @@ class _ModulePlace:
     """The _init_weights of the innermost module around this one that has the method."""
 
     def holds(self, ids: set[int]) -> bool:
-        """Whether the module, or one inside it, has any of these tensors."""
+        """Whether the module, or a module inside it, has any of these tensors."""
         return any(id(tensor) in ids for tensor in (*self.module.parameters(), *self.module.buffers()))
 
     def initialise(self, ids: set[int], function: Callable[[nn.Module], Any] | None) -> None:
@@ -310,7 +314,7 @@ def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 class _OwnDraws(TorchDispatchMode):
-    """In the with block, each draw on the host starts from a seed of its own."""
+    """In the with block, each draw of random numbers on the host starts from a seed of its own."""
 
     def __init__(self, seed: int, module: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -354,8 +358,8 @@ class _Checkpoint:
             )
 
     def names_of(self, wanted: Collection[str], roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-        """Returns those wanted names that the checkpoint has, under any name of the same tensor: {wanted: its
-        name there}.
+        """Returns {wanted name: name in the checkpoint} for the tensors that the checkpoint has. A tensor
+        with several names may have any of them there.
         """
         first_name = {id(tensor): name for name, tensor in _tensors_of(roots)}
         found: dict[str, str] = {}
@@ -400,16 +404,17 @@ class _Checkpoint:
 
 _log = logging.getLogger("pipedream")
 
-# A check holds this many copies of parameters and buffers: the values, the gradients of the whole model and
-# of the cut one, the figures that compare them, and about as much for activations.
+# A check of cuts needs the memory of this many copies of the parameters and buffers. They are the values, the
+# gradients of the whole model and of the cut model, tensors for their comparison, and about as much for
+# activations.
 _NUM_COPIES = 8
 _SEED = 0
 
 
 @contextlib.contextmanager
 def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]:
-    """In the with block, the model has values if they fit into host memory. Gives whether it has; if not, the
-    log says why.
+    """In the with block, the model has values if they fit into host memory. Yields whether it has values. If
+    not, the log says why.
     """
     roots = roots_of(model)
     tensors = dict(_named_tensors(model))

@@ -1,4 +1,4 @@
-"""Layers: the units of a model between which a plan may cut. Stateless; any thread."""
+"""Finds the layers of a model, the units between which a plan may cut. Stateless; any thread."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class CutForward(ABC):
         """Returns why there are no more layers, or an empty text."""
 
 
-# Users may pass any module or a list of layers. A run turns some modules into a CutForward.
+# Users may pass any module or a list of layers. A run turns a module that is no list of layers into a
+# CutForward.
 Model = nn.Module | Sequence[nn.Module] | CutForward
 
 
@@ -145,7 +146,7 @@ def _check_not_scripted(layer: nn.Module, prefix: str) -> None:
 
 
 def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    # Reads the table itself: named_children() would drop a layer that is used twice.
+    # Reads the table itself, because named_children() drops the second use of a layer.
     return model._modules.items()
 
 
@@ -161,7 +162,9 @@ def _is_plain(model: nn.Sequential) -> bool:
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for parameters that cannot be trained. prefix: put before their names in errors."""
+    """Raises ValueError for parameters that cannot be trained. prefix: text before a parameter's name in
+    errors.
+    """
     check_shapes(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
@@ -177,7 +180,7 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
 
 
 def check_shapes(module: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for parameters without a shape. prefix: put before their names in errors."""
+    """Raises ValueError for parameters without a shape. prefix: text before a parameter's name in errors."""
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if is_lazy(parameter):
             raise ValueError(
@@ -187,10 +190,10 @@ def check_shapes(module: nn.Module, prefix: str = "") -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32": a dtype's name on the wire and in errors."""
+    """Returns a dtype's name on the wire and in errors, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
+    """Returns the elements of a dense tensor in the order in which they lie in memory, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,6 +1,6 @@
-"""LossState: what a loss keeps from minibatch to minibatch, such as a centre, a queue or a count of its
-steps. It changes in the worker of the last stage. At the end of a run it is copied back into the caller's
-loss.
+"""LossState holds the values that a loss keeps from minibatch to minibatch, such as a centre, a queue or a
+count of its steps. They change in the worker of the last stage. At the end of a run they are copied back into
+the caller's loss.
 
     included     buffers of the loss's modules; tensors and numbers in attributes of its modules and other
                  objects
@@ -8,9 +8,10 @@ loss.
     replicas     floating-point values become the mean over the last stage's replicas, as the model's buffers
                  do
 
-Tensors of a loss, such as class weights, must be on the device of the last stage. Those of modules are moved
-for the time of a run. Other tensors may not be ours to move, so an error says what to do. Trying a loss
-before the run leaves no trace in a loss that counts or averages.
+Tensors of a loss, such as class weights, must be on the device of the last stage. Tensors of modules are
+moved there for the time of a run. Other tensors are not moved, because the user's code may use them
+elsewhere; an error says what to do. A trial call before the run does not change a loss that counts or
+averages.
 
 Owned by the worker's compute thread, and by the caller's.
 """
@@ -47,7 +48,7 @@ class LossState:
     """The values that a loss has changed since this object was made."""
 
     def __init__(self, loss_fn: Any, stages: Iterable[StageModule]) -> None:
-        """stages: the model's, whose tensors and modules are left out."""
+        """stages: the model's stages. Their tensors and modules are left out."""
         self._loss_fn = loss_fn
         roots = [root for stage in stages for _, root in stage.roots()]
         self._of_model = {id(module) for root in roots for module in root.modules()}
@@ -59,7 +60,8 @@ class LossState:
         return {
             key: value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
             for key, value in self._values()
-            # A buffer may be written through .data, which counts as no version, so it always goes along.
+            # A buffer may be written through .data, which does not increase its version, so a buffer is
+            # always included.
             if f":{_BUFFER}:" in key or not _is_as(self._before.get(key), value)
         }
 
@@ -77,7 +79,7 @@ class LossState:
 
 
 def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
-    """Copies a state into a loss. state: from changed() of a copy of the loss."""
+    """Copies a state into a loss. state: the result of changed() for a copy of the loss."""
     holders = dict(objects_carried_by("loss_fn", loss_fn)) if state else {}
     for key, value in state.items():
         path, kind, name = key.rsplit(":", 2)
@@ -173,9 +175,9 @@ def _is_as(before: tuple[Any, int] | None, value: Any) -> bool:
 
 @contextlib.contextmanager
 def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
-    """In the with block, the modules that the loss is, or carries, are on the device. Afterwards they have
-    their own parameters and buffers again, with the new contents of the buffers. Modules that are on the
-    device already are left alone.
+    """In the with block, the modules that are the loss, or are inside it, are on the device. Afterwards they
+    have their former parameters and buffers again. The buffers then have their new contents. Modules that are
+    on the device already are not changed.
     """
     elsewhere = [
         module
@@ -217,14 +219,15 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
 
 def spare_loss(loss_fn: Any, model: Iterable[nn.Module] = ()) -> Any:
     """Returns a copy of the loss for trial calls, which leave the loss's objects unchanged. The copy shares
-    the parameters, and the modules and tensors of the model. It also shares what cannot be copied, such as
-    global names and closures of functions. If copying fails, the loss itself is returned.
+    the parameters, and the modules and tensors of the model. It also shares objects that cannot be copied,
+    such as global names and closures of functions. If copying fails, the loss itself is returned.
     """
     shared: list[Any] = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
     for root in model:
         shared += (*root.modules(), *root.buffers())
     memo: dict[Any, Any] = {id(one): one for one in shared}
-    # The copy's views of the model's buffers must stay views: deepcopy looks up storages' copies here.
+    # deepcopy finds the storages in this dict and does not copy them, so the copy's views of the model's
+    # buffers stay views.
     storages = [one.untyped_storage() for one in shared if isinstance(one, Tensor)]
     memo["torch"] = {storage._cdata: storage for storage in storages}
     try:
@@ -247,7 +250,7 @@ def call_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any)
 
 
 def _advice(loss_fn: Any, outputs: Any) -> str:
-    """Returns a remedy if the loss holds a tensor on another device; else an empty text."""
+    """Returns a remedy if the loss holds a tensor on another device than the outputs; else ""."""
     for output in tensors_of(outputs)[:1]:
         for path, tensor in tensors_carried_by("loss_fn", loss_fn):
             if tensor.device != output.device:

@@ -1,4 +1,4 @@
-"""Microbatches: how a minibatch is cut into pieces, and the weight of each piece. Pure; any thread."""
+"""Cuts a minibatch into microbatches, and computes the weight of each one. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 
 
 def samples_of(inputs: Any, targets: Any) -> int | None:
-    """Returns the number of samples of a minibatch; None if nothing tells it.
+    """Returns the number of samples of a minibatch; None if it is unknown.
 
     It is the size of dimension 0 of the first tensor that has one, in the targets, or else in the inputs. A
     size of 1, which broadcasts, does not count if another tensor has more. If the targets are a list with one
@@ -56,16 +56,18 @@ def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
     kinds = {type(entry) for entry in targets}
     if len(kinds) != 1 or not issubclass(kinds.pop(), (dict, torch.Tensor)) or hasattr(targets, "_fields"):
         return False
-    # Dicts or tensors may be one record or mask per sample, or fields over all samples. Fields have equal
-    # sizes in dimension 0. A tuple of inputs may have fields of other sizes, such as a graph's edges, so a
-    # tuple of targets is compared alone.
+    # A list of dicts or tensors may have one record or mask per sample, or be several fields over all
+    # samples. Fields have equal sizes in dimension 0. A tuple of inputs may have fields of other sizes, such
+    # as a graph's edges, so a tuple of targets is compared by itself.
     is_pair = isinstance(inputs, (list, tuple)) and len(inputs) == len(targets)
     compared = targets if isinstance(targets, tuple) else (targets, inputs)
     return is_pair and len({tensor.shape[:1] for tensor in tensors_of(compared)} - {(1,)}) > 1
 
 
 def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
-    """Whether each entry can only belong to one sample: texts, or numbers and the like in a list."""
+    """Whether each entry must belong to one sample. This is so for texts, and for numbers or similar values
+    in a list.
+    """
     kinds = {type(entry) for entry in sequence}
     if isinstance(sequence, list):
         return bool(kinds) and all(issubclass(kind, (type(None), *_CONSTANTS)) for kind in kinds)
@@ -110,15 +112,15 @@ def _is_of_samples(value: Any, num_samples: int) -> bool:
 
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
-    """Returns the batch size for a profile: the number of samples, at least 1, None if unknown. If inputs are
-    joined (words of bags, nodes of graphs), the targets tell it.
+    """Returns the batch size for a profile: the number of samples, at least 1, None if unknown. If the
+    samples of the inputs are joined (words of bags, nodes of graphs), the number comes from the targets.
     """
     num_samples = samples_of(inputs, targets)
     return None if num_samples is None else max(1, num_samples)
 
 
 def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
-    """Returns the number of samples of each piece, as torch.chunk cuts. Without samples: 1 for each."""
+    """Returns the number of samples of each piece, as torch.chunk cuts. num_samples None: 1 for each."""
     if num_samples is None:
         return [1] * num_microbatches
     if num_microbatches == 1:
@@ -128,8 +130,9 @@ def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
 
 
 def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatches: int) -> list[int]:
-    """Returns the number of samples of each microbatch: as torch.chunk cuts num_samples, or as Microbatches
-    have them. inputs or targets is None at a stage that reads only the other.
+    """Returns the number of samples of each microbatch. torch.chunk's rule gives it from num_samples;
+    Microbatches have it themselves. A stage that reads only inputs, or only targets, passes None for the
+    other.
     """
     if not (isinstance(inputs, Microbatches) or isinstance(targets, Microbatches)):
         return piece_sizes(num_samples, num_microbatches)
@@ -139,8 +142,8 @@ def sizes_of(inputs: Any, targets: Any, num_samples: int | None, num_microbatche
 
 
 def filled_up(part: Microbatches, num_microbatches: int) -> Microbatches:
-    """Returns num_microbatches microbatches: the given ones, then ones without samples. Only the given ones
-    count.
+    """Returns num_microbatches microbatches: the given ones, followed by microbatches without samples, which
+    have no weight.
     """
     missing = num_microbatches - len(part)
     empty = map_tensors(lambda tensor: tensor[:0] if tensor.dim() > 0 else tensor, part[0])
@@ -152,9 +155,10 @@ def chunk(
 ) -> list[Any]:
     """Cuts a nested value into microbatches, as views, in order; returns [value] for num_microbatches = 1.
 
-    Dimension 0 of a tensor is its samples. Tensors are cut with torch.chunk along it, and lists or tuples
-    with one entry per sample likewise. Three things go to every piece: tensors without a dimension, tensors
-    of size 1 in dimension 0 where others have more (positions, masks of shape (1, T)), and constants.
+    Dimension 0 of a tensor counts its samples. Tensors are cut with torch.chunk along dimension 0. Lists or
+    tuples with one entry per sample are cut in the same way. Every piece gets three kinds of values whole:
+    tensors without a dimension, tensors of size 1 in dimension 0 if other tensors have more (positions, masks
+    of shape (1, T)), and constants.
 
     Like torch.chunk, this may return fewer pieces than asked for (5 samples in 4: 2, 2, 1). A value
     without samples is repeated for each piece of num_samples. Microbatches are returned uncut.
@@ -214,9 +218,9 @@ def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
 
 
 def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
-    """Raises ValueError for a minibatch of 0 samples, which cannot be cut. num_samples None: nothing has
-    samples. Fewer samples than microbatches are allowed, as in a short last minibatch; some microbatches are
-    empty then.
+    """Raises ValueError for a minibatch of 0 samples, which cannot be cut. num_samples None: the values have
+    no samples. Fewer samples than microbatches are allowed, as in a short last minibatch. Some microbatches
+    are then empty.
     """
     if num_samples == 0 and num_microbatches > 1:
         raise ValueError(
@@ -250,8 +254,8 @@ def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: 
 
 
 def weights(counts: Sequence[float]) -> list[float]:
-    """Returns each microbatch's share in the minibatch's loss and gradient: its count (of samples, or by
-    weight_fn) over the sum of all.
+    """Returns each microbatch's share in the minibatch's loss and gradient. It is the microbatch's count (of
+    samples, or from weight_fn) divided by the sum of all counts.
     """
     if len(counts) == 1:
         return [1.0]  # even if the count is 0
@@ -260,9 +264,9 @@ def weights(counts: Sequence[float]) -> list[float]:
 
 
 def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
-    """Returns weight_fn's count for each microbatch. pieces: their targets. If all counts are 0, all become
-    1: the loss is then what loss_fn returns for no labels. Raises ValueError for a negative or infinite
-    count.
+    """Returns weight_fn's count for each microbatch. pieces: the microbatches' targets. If all counts are 0,
+    all become 1. The loss is then the value that loss_fn returns without labels. Raises ValueError for a
+    negative or infinite count.
     """
     counts = []
     for piece in pieces:
@@ -277,7 +281,8 @@ def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch:
 
 
 def _check_constants(value: Any, name: str, minibatch: int | str) -> None:
-    # An object that map_tensors() does not look into would go to every microbatch with all of its samples.
+    # Refuses an object whose tensors map_tensors() does not reach: every microbatch would get the object with
+    # all of its samples.
     if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Precision: the values of `autocast`, and the loss scale that float16 needs.
+"""Defines the values of `autocast`, and the loss scale that float16 needs.
 
 Pure values and one rule. The last stage's compute thread owns the scaler.
 """
@@ -53,9 +53,9 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
 
 @contextlib.contextmanager
 def casts_not_kept() -> Iterator[None]:
-    """In the with block, every use of a parameter casts it again, also in regions that the model itself
-    opens. A cached cast that one call made for another would cross a cut unseen, and a stage makes its own
-    anyway.
+    """In the with block, every use of a parameter casts it again, also in autocast regions that the model
+    itself opens. With a cache, a later call could use an earlier call's cast. A trace would then show a
+    tensor that crosses the cut between the two, although each stage casts for itself.
     """
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -67,9 +67,9 @@ def casts_not_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_left() -> Iterator[dict[str, torch.dtype]]:
-    """Leaves the caller's regions of autocast, including those that turn it off. In such a region casts of
-    parameters would be cached until its end; a stage has a region around each forward instead. Gives the
-    dtypes of the regions that were on, by device type.
+    """Suspends the caller's regions of autocast in the with block, including regions that turn autocast off.
+    In such a region casts of parameters would be cached until its end. A stage has a region around each
+    forward instead. Yields the dtypes of the regions that were on, by device type.
     """
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
     depth = torch.autocast_increment_nesting() - 1
@@ -90,11 +90,11 @@ def autocast_left() -> Iterator[dict[str, torch.dtype]]:
 def num_steps_in_flight(
     in_flight: int, num_replicas_first: int, num_replicas_last: int, microbatches_per_step: int
 ) -> int:
-    """Returns how many scales may be in use at once if no round drains: the number of the scale's steps for
-    which microbatches with an older scale are under way.
+    """Returns how many loss scales may be in use at once if no round drains. It is the number of changes of
+    the scale during which microbatches with an older scale are still in flight.
 
-    in_flight: microbatches at each replica of the first stage. microbatches_per_step: consecutive
-    microbatches with one scale.
+    in_flight: microbatches in flight at each replica of the first stage. microbatches_per_step: number of
+    consecutive microbatches with the same scale.
     """
     others = in_flight * num_replicas_first - num_replicas_last
     steps = 1 + max(0, -(-others // microbatches_per_step))
@@ -103,8 +103,9 @@ def num_steps_in_flight(
 
 
 class LossScaler:
-    """The scale of each minibatch's loss in float16. It is halved after an overflow, and doubled after a long
-    time without one. With replicas, all minibatches in a round of the last stage have one scale.
+    """The factor by which each minibatch's loss is scaled in float16. It is halved after an overflow, and
+    doubled after a long time without overflow. With replicas, all minibatches in a round of the last stage
+    have one scale.
 
     Source: Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the figures of
     torch.amp.GradScaler.
@@ -115,8 +116,9 @@ class LossScaler:
     _SCALE_MIN = 2.0**-14
 
     def __init__(self, num_steps_between_backoffs: int) -> None:
-        """num_steps_between_backoffs: the least number of calls between two halvings. Minibatches that were
-        under way with the old scale may overflow as well, which says nothing new.
+        """num_steps_between_backoffs: the least number of calls of next_scale() between two halvings.
+        Minibatches that were in flight with the old scale may overflow as well, and must not halve the new
+        scale.
         """
         self._distance = num_steps_between_backoffs
         self._scale = self.INITIAL_SCALE

@@ -21,7 +21,9 @@ __all__ = ["BufferMemory", "Buffers", "GeneratorState", "buffers_replayed"]
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """The state of torch's generators on this worker: the CPU's, and the device's if it is CUDA."""
+    """The states of torch's generators on this worker: the generator of the CPU, and of the device if it is
+    CUDA.
+    """
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -39,8 +41,8 @@ class GeneratorState:
 
     @contextlib.contextmanager
     def replayed(self, device: torch.device) -> Iterator[None]:
-        """In the with block, the same random numbers come as after the capture. Afterwards the generators go
-        on as before.
+        """In the with block, the generators repeat the random numbers that followed the capture. Afterwards
+        they have the states from before the block.
         """
         outside = GeneratorState.capture(device)
         self.restore(device)
@@ -57,7 +59,8 @@ class GeneratorState:
 
 class BufferMemory:
     """Keeps the contents of a stage's buffers before each forward, so that the repeated forward reads the
-    same. Only buffers that a forward both reads and changes need that (spectral norm's vectors, codebooks).
+    same contents. This is needed only for buffers that a forward both reads and changes (spectral norm's
+    vectors, codebooks).
 
     The first forward shows which buffers change. Batch norm's running statistics do not count, because a
     forward in training mode does not read them.
@@ -74,7 +77,7 @@ class BufferMemory:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Buffers]:
-        """A context around a forward. Gives the buffers that buffers_replayed() needs."""
+        """A context around a forward. Yields the buffers that buffers_replayed() needs."""
         watched = self._owned if self._changing is None else self._changing
         before = [(module, name, module._buffers.get(name)) for module, name in watched]
         counts = [None if buffer is None else buffer._version for _, _, buffer in before]

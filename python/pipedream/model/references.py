@@ -1,9 +1,10 @@
-"""References: all places where a model or a loss holds tensors, besides the modules' tables of parameters.
+"""Finds all places where a model or a loss holds tensors, besides the modules' tables of parameters.
 
 Before a forward, a stage puts its weight version into every place that holds a parameter: the modules'
 tables, and the lists, dicts, tuples, attributes, partials and closures that a layer keeps. A place that
-cannot be written is refused by name. A use that this search does not find is noticed by its gradient: it
-arrives at the model's own parameter, which nothing else trains during a run. Stateless; any thread.
+cannot be written is refused by name. If this search misses a place, a gradient arrives at the model's own
+parameter, which gets no gradient otherwise during a run. gradients_noticed() reports that. Stateless; any
+thread.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ __all__ = [
     "tensors_carried_by",
 ]
 
-# Objects of these libraries, modules apart, hold none of the user's weights.
+# Objects of these libraries hold none of the user's weights, except modules.
 _LIBRARIES = ("torch", "numpy", "logging", "pipedream")
-# Values of these types hold nothing, and are by far the most: a vocabulary has a million. They are skipped
-# before anything is allocated for them.
+# Values of these types hold no tensors. They are by far the most numerous (a vocabulary has a million), so
+# they are skipped before anything is allocated for them.
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
-# Empty ones are skipped. Most modules' tables of hooks are.
+# Empty containers of these types are skipped. Most modules' tables of hooks are empty.
 _CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
 _TABLES = {"_parameters", "_buffers", "_modules"}
 
@@ -50,14 +51,14 @@ class Place:
     path: str
     tensor: Tensor
     container: Any
-    """The object with container[key] that holds the tensor, or a tuple or partial around it. None: nothing
-    can be written there.
+    """The object for which container[key] is the tensor, or a tuple or partial that contains the tensor.
+    None: the place cannot be written.
     """
     key: Any
     held: Any
     """The present value of container[key]."""
     is_outside: bool
-    """Whether it is inside a module that no root has registered."""
+    """Whether the place is inside a module that no root has registered."""
 
     @property
     def where(self) -> tuple[int, Any]:
@@ -71,7 +72,7 @@ class Place:
 
 
 class ByteSpan(NamedTuple):
-    """The memory of a tensor: bytes begin <= b < end of a storage."""
+    """The memory of a tensor: the bytes b of a storage with begin <= b < end."""
 
     device: torch.device
     storage: int
@@ -95,7 +96,9 @@ class ByteSpan(NamedTuple):
 
 
 def places_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
-    """Yields the places within some modules, entering each object once. roots: (path, module)."""
+    """Yields the places inside the modules of `roots`, which are pairs (path, module). Each object is
+    searched once.
+    """
     roots = list(roots)
     registered = {id(module) for _, root in roots for module in root.modules()}
     return _places([_Found(root, path) for path, root in roots], registered, with_globals=False)
@@ -143,8 +146,8 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 @contextlib.contextmanager
 def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """In the with block, a gradient that arrives at one of these parameters raises ValueError with the
-    parameter's name.
+    """In the with block, ValueError is raised if a gradient arrives at one of these parameters. The error has
+    the parameter's name.
     """
     handles = [
         _told_of_gradients(parameter, _notice if parameter.requires_grad else _notice_thawed, name)
@@ -207,8 +210,8 @@ class _Found(NamedTuple):
         return _Found(value, path, container, key, value, self.is_outside)
 
     def part(self, path: str, value: Any) -> _Found:
-        """Returns an entry for a part of an immutable value. Changing the part means making the value
-        again.
+        """Returns an entry for a part of an immutable value. To change the part, the whole value must be made
+        anew.
         """
         return _Found(value, path, self.container, self.key, self.held, self.is_outside)
 
@@ -245,7 +248,7 @@ def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> I
         if isinstance(value, Tensor):
             yield found
         elif type(value) not in _ATOMS:
-            # Each place of a tuple or a partial must be written separately.
+            # A tuple or partial that occurs at several places must be replaced at each of them.
             if id(value) in seen and not _is_made_anew(value):
                 continue
             seen[id(value)] = value
@@ -260,7 +263,8 @@ def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
     if isinstance(value, nn.Module):
         yield from _inside_module(found)
     elif isinstance(value, dict):
-        # Reads what is stored: a subclass may compute or load what it returns.
+        # Reads the stored entries by the base class: a subclass may compute or load the values that it
+        # returns.
         stored = dict.items(value)
         yield from (found.fixed(f"a key of {path}", key) for key, _ in stored if type(key) not in _ATOMS)
         yield from (

@@ -1,4 +1,5 @@
-"""Random numbers: which generator each part of a run draws from, so that a run can be repeated exactly.
+"""Decides from which generator each part of a run draws random numbers, so that a run can be repeated
+exactly.
 
 The rule is the same in the workers and in the reference:
 
@@ -74,8 +75,8 @@ def draws_seed(base: int) -> int:
 
 
 def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
-    """Returns the seed for an optimizer's draws in its steps. names: of the parameters, or pieces of
-    parameters, that it updates.
+    """Returns the seed for an optimizer's draws in its steps. names: names of the parameters, or pieces of
+    parameters, that the optimizer updates.
     """
     return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
 
@@ -98,7 +99,8 @@ def process_seed(base: int, stage_index: int) -> int:
 def data_seed(base: int, stopped_at: int | None = None) -> int:
     """Returns the 63-bit seed of the stream from which data draw (shuffling, augmentation).
 
-    stopped_at: the minibatch before which the run stopped that this run continues; None: it continues none.
+    stopped_at: if this run continues an earlier run, the minibatch before which the earlier run stopped; else
+        None.
     """
     return _mix(b"data", (str(base) if stopped_at is None else f"{base} {stopped_at}").encode())
 
@@ -129,7 +131,7 @@ class RngState:
 
     torch_cpu: torch.Tensor
     torch_cuda: tuple[torch.Tensor, ...]
-    """One per device; empty when CUDA was not initialised at capture."""
+    """States, one per device; empty if CUDA was not initialised at capture."""
     python: tuple[Any, ...]
     numpy: Any | None
 
@@ -194,8 +196,8 @@ class RngState:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[RngState]:
-    """In the with block, the generators may be used. Afterwards they have their former states. Gives these
-    states.
+    """In the with block, the generators may be used. Afterwards they have their former states, which are
+    yielded.
     """
     state = RngState.capture()
     try:
@@ -216,8 +218,8 @@ def generators_of_torch_kept() -> Iterator[None]:
 
 
 class RngStream:
-    """A torch stream of its own (CPU and CUDA). `with stream:` draws from it and goes on where the last one
-    stopped.
+    """A stream of random numbers for torch's generators (CPU and CUDA), separate from all others. In `with
+    stream:` torch draws from it. Each such block continues where the last block stopped.
 
     Swapping takes about 1 us each way. `random` and numpy belong to the data and are left alone.
     """
@@ -228,8 +230,8 @@ class RngStream:
         self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def left_at(self) -> RngState | None:
-        """Returns torch's generators where this stream stopped, with the others' present states; None before
-        its first use.
+        """Returns the states of torch's generators where this stream stopped, with the present states of
+        `random` and numpy; None before the stream's first use.
         """
         if self._inside is None:
             return None
@@ -276,7 +278,7 @@ def _of_hex(text: str) -> torch.Tensor:
 
 def seed_torch(seed: int) -> None:
     """Seeds torch's generators of the host and of all devices in use."""
-    # torch.manual_seed takes a hundred times as long, because it looks for devices that are not there.
+    # torch.manual_seed would take a hundred times as long, because it also looks for other kinds of devices.
     _seed_host(seed)
     if _cuda_is_initialized():
         torch.cuda.manual_seed_all(seed)

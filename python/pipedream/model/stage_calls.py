@@ -1,6 +1,6 @@
-"""The calls of one stage's forward and backward. Training makes them (stage/passes.py), a rehearsal measures
-them (budget/rehearsal.py), the layer sweep times them (layer_sweep.py). Each adds its own work around these
-calls.
+"""Calls one stage's forward and backward. Three parts use these calls and add their own work around them:
+training (stage/passes.py), a rehearsal, which measures memory (budget/rehearsal.py), and the layer sweep,
+which measures time (layer_sweep.py).
 
     leaves_of(value)          the stage's input, detached from the graph of earlier stages
     layers(given), loss(...)  the forward and the loss, each in the run's precision
@@ -67,8 +67,8 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. An output
-    with a gradient without elements is left out, too: nothing downstream depended on it.
+    """Runs the backward from the outputs' gradients. Outputs that need no gradient are left out. So are
+    outputs whose gradient has no elements, because nothing downstream depended on them.
     """
     roots = [
         (output, gradient)
@@ -80,8 +80,9 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Does torch.autograd.backward(roots, gradients) without torch's comparison of shapes. The engine
-    compares them anyway, and torch's comparison imports the compiler's symbolic shapes, which takes 0.4 s.
+    """Does the work of torch.autograd.backward(roots, gradients) without torch's comparison of shapes. The
+    engine compares them anyway, and torch's comparison imports the compiler's symbolic shapes, which takes
+    0.4 s.
     """
     _engine_run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -89,9 +90,9 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
-    """Runs the backward of factor * loss, from a loss that nobody else uses; does nothing if there is nothing
-    to train. It starts with `factor` as the gradient. Multiplying, and torch's checks in Python, would take
-    as long as a small layer's backward.
+    """Runs the backward of factor * loss. Nobody else may use the loss. Does nothing if the loss needs no
+    gradient. The backward starts with `factor` as the gradient of the loss, because a multiplication and
+    torch's checks in Python would take as long as a small layer's backward.
     """
     if not loss.requires_grad:
         return

@@ -1,4 +1,4 @@
-"""StageModule: runs the layers of one stage. Tie: a parameter that several stages use.
+"""StageModule runs the layers of one stage. Tie describes a parameter that several stages use.
 
 Nothing is copied: a stage holds the model's own layer objects, so training the stage trains the model. Made
 in the caller's thread; then used by the compute thread.
@@ -22,8 +22,8 @@ __all__ = ["StageModule", "Tie", "find_ties", "tie_pairs"]
 
 
 class StageModule(nn.Module):
-    """Layers first_layer..last_layer of a model, run in order. Each gets the value that the one before
-    returned.
+    """A module that runs layers first_layer..last_layer of a model in order. Each layer gets the value that
+    the layer before it returned.
 
     A value is a tensor or nested tuples, lists and dicts of tensors. The layers are the model's own.
     """
@@ -41,7 +41,9 @@ class StageModule(nn.Module):
         self.traced_draws: DrawSites | None = None
         """The places at which the model draws random numbers; None for a list of layers."""
         self.modules_at_cuts: frozenset[str] = frozenset()
-        """Names of modules whose calls have ended at one of the stage's cuts, inside a call that goes on."""
+        """Names of modules whose call has ended at one of the stage's cuts, while the call around it has not
+        ended.
+        """
         self.draws: KeyedDraws | None = None
         """Seeds the generators while the stage trains."""
         self._prefixes = [prefix for _, prefix, _ in layers]
@@ -68,8 +70,8 @@ class StageModule(nn.Module):
         ]
 
     def stage_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns (full name in the model, buffer) for each buffer once, including those that no state_dict
-        has.
+        """Returns (full name in the model, buffer) for each buffer once, including buffers that are not in
+        the state_dict.
         """
         unique: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, layer in zip(self._prefixes, self.layers, strict=True):
@@ -137,13 +139,13 @@ class StageModule(nn.Module):
 class Tie:
     """A trainable parameter that several stages use.
 
-    In this process it is one nn.Parameter object. In separate processes each stage has an object of its own,
-    and the names say which belong together.
+    In this process the parameter is one nn.Parameter object. In separate processes each stage has its own
+    object, and `names` says which objects belong together.
     """
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
-    """Ascending. The first stage owns the parameter: its optimizer updates it."""
+    """The stages, ascending. The first one owns the parameter: the optimizer of that stage updates it."""
     names: tuple[str, ...]
     """The parameter's full name in the model at each of these stages."""
 

@@ -1,5 +1,5 @@
-"""Stand-ins: replace the contents of parameters whose values a process does not need, without taking their
-memory.
+"""Replaces the contents of parameters by stand-ins, which need almost no memory. This is for parameters whose
+values a process does not need.
 
     zeroed      for tracing a model on the meta device. Data flow does not depend on values, but any kernel
                 may run, so there must be values.
@@ -52,16 +52,16 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
     tensor with the former memory; exchanging it back undoes this.
     """
     content = content.detach().requires_grad_(tensor.requires_grad)
-    # torch.utils.swap_tensors would refuse while a graph holds the tensor. After an error a graph does,
-    # although nobody will use it.
+    # torch.utils.swap_tensors would refuse while a graph holds the tensor. After an error an unused graph may
+    # still hold it.
     torch._C._swap_tensor_impl(tensor, content)
     return content
 
 
 @contextlib.contextmanager
 def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
-    """In the with block, the tensors are poisoned on the device: one element, expanded to their shape. read:
-    those of them that get memory for all of their elements.
+    """In the with block, the tensors have poison as contents on the device: one element, expanded to the
+    tensor's shape. read: tensors among them that get memory for all of their elements.
     """
     in_memory = {id(tensor) for tensor in read}
     with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):

@@ -1,5 +1,5 @@
-"""Structure: how tuples, lists, dicts and dataclasses hold values. taken_apart() separates the two, rebuilt()
-joins them.
+"""Structure describes how tuples, lists, dicts and dataclasses hold values. taken_apart() separates a nested
+value into its structure and its values. rebuilt() joins the two.
 
 Any other object is one value, whatever is inside it. Structures can be pickled; any thread.
 """

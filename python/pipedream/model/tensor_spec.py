@@ -1,4 +1,4 @@
-"""TensorSpec: the plan of one tensor that is sent, across a cut or otherwise.
+"""TensorSpec is the plan of one tensor that is sent, across a cut or otherwise.
 
 Tensors are sent as contiguous memory. A tensor that is not row-major (channels_last, a transposed one) is
 sent in the order of its memory, without a copy. The receiver restores its strides. Pure; any thread.
@@ -28,7 +28,7 @@ DimOrder = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The plan of one tensor of a boundary: the largest that may cross."""
+    """The plan of one tensor of a boundary: dtype and shape of the largest tensor that may cross."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class TensorSpec:
     others: tuple[tuple[int, ...], ...] = ()
     """Shapes that it may have instead of `shape`."""
     order: DimOrder = ()
-    """The order of dimensions in the memory of the first minibatch's tensor. Later ones are sent in this
-    order.
+    """The order of dimensions in the memory of the first minibatch's tensor. The tensors of later minibatches
+    are sent in this order.
     """
 
     @classmethod
@@ -103,9 +103,7 @@ class TensorSpec:
     # then sent.
 
     def for_none(self, device: torch.device) -> Tensor | None:
-        """Returns the tensor that stands for None; None if there is none, because the shape leaves no room
-        for it.
-        """
+        """Returns the tensor that stands for None; None if the planned shape allows no such tensor."""
         can = any(self.shape)
         return torch.empty((0,) * len(self.shape), dtype=self.dtype, device=device) if can else None
 
@@ -123,7 +121,7 @@ class TensorSpec:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> TensorSpec:
-        """Reads the fields of to_fields(). Raises KeyError, TypeError or ValueError for any others."""
+        """Reads the fields of to_fields(). Raises KeyError, TypeError or ValueError for any other fields."""
         shape = tuple(whole(size) for size in fields["shape"])
         order = tuple(whole(dim) for dim in fields["order"])
         if order and sorted(order) != [*range(len(shape))]:
@@ -132,8 +130,8 @@ class TensorSpec:
 
 
 def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
-    """Returns the order of a tensor's dimensions in memory. Gaps in its memory and expanded dimensions are
-    ignored, as in a clone of it.
+    """Returns the order of a tensor's dimensions in memory. Gaps in the memory and expanded dimensions are
+    ignored, as when the tensor is cloned.
     """
     row_major, num_entries = [0] * len(shape), 1
     for dim in reversed(range(len(shape))):

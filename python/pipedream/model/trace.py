@@ -1,5 +1,5 @@
-"""Trace: the record of one forward of a model. It has the modules that were called, and the memory that every
-operation read and wrote.
+"""Trace is the record of one forward of a model. It has the modules that were called, and the memory that
+every operation read and wrote.
 
     ticks   0        1 ... 4          5      6 ... 9
             inputs   stem: conv, ...  relu   block: ...      one clock for calls and operations
@@ -7,7 +7,7 @@ operation read and wrote.
                                       call
 
 A tensor is identified by its storage and the storage's version, the number of times it had been written.
-Views of a storage are no tensors of their own. The data flow is therefore exact, however Python passes a
+Views of one storage count as the same tensor. The data flow is therefore exact, however Python passes a
 tensor on (attributes, hooks, tuples). Operations outside all module calls belong to the model itself. They
 and the loss are the call ROOT. Recording takes one forward's time plus about 20 us per operation. It keeps no
 tensor alive. The model is unchanged afterwards if the caller wraps the recording in `untouched`. Owned by the
@@ -21,8 +21,8 @@ Data sizes are sizes of dimensions that depend on the contents of a tensor, as a
                                          long
     out.index_put_(mask, rows)           has none: out is as long as before
 
-They are followed by length, so another dimension that happens to be as long counts as well. A slice by a
-number that Python got from a tensor (`x[:n.item()]`) is not seen.
+The trace follows these sizes by length, so another dimension that happens to be as long counts as well. A
+slice by a number that Python got from a tensor (`x[:n.item()]`) is not seen.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Version(NamedTuple):
 
     storage: int
     writes: int
-    """How often the storage had been written; 0: not during the forward."""
+    """Number of writes to the storage so far; 0: the forward has not written it."""
 
 
 _NOTHING = Version(-1, 0)
@@ -129,8 +129,8 @@ class CallCounter:
 
 
 class Opaque:
-    """Stands for an object that is no plain value, such as a cache. The class itself is the mark. Behind a
-    cut such an object is None.
+    """Stands for an object that is no plain value, such as a cache. The class itself is used, not an
+    instance. After a cut such an object is None.
     """
 
 
@@ -171,8 +171,8 @@ class Call:
     begin: int
     end: int
     is_plain: bool
-    """Whether autograd records it in the ordinary way: not under no_grad, and without hooks on saved tensors,
-    which checkpointing uses.
+    """Whether autograd records the call in the ordinary way: not under no_grad, and without the hooks on
+    saved tensors that checkpointing uses.
     """
     structure: Structure
     """The structure of the output."""
@@ -193,10 +193,10 @@ class Operation:
     reads: tuple[Version, ...]
     writes: tuple[Version, ...]
     draws: bool
-    """Whether it drew random numbers."""
+    """Whether the operation drew random numbers."""
     decides: bool
-    """Whether the forward's later course may depend on it. It gave Python a value, or drew a number of random
-    numbers that depends on a tensor's contents.
+    """Whether the code that runs after the operation may depend on its result. This is so if the operation
+    gave Python a value, or if the count of random numbers that it drew depends on a tensor's contents.
     """
     is_copy: bool = False
     """Whether the recording added it: see _made_own()."""
@@ -219,7 +219,7 @@ class Trace:
 def record(
     model: nn.Module, inputs: Any, call_model: Callable[[Any], Any], make_loss: Callable[[Any], Tensor]
 ) -> Trace:
-    """Records make_loss(call_model(inputs)), where call_model calls the model.
+    """Records one evaluation of make_loss(call_model(inputs)). call_model must call the model.
 
     Raises any error that the model raises.
     """
@@ -461,7 +461,9 @@ Sizes = frozenset[int]
 
 
 def data_sizes(func: Any, args: Sequence[Any], output: Tensor, known: Sizes) -> Sizes:
-    """Returns the sizes of an operation's output that come from data. known: those of its arguments."""
+    """Returns the sizes of an operation's output that depend on tensors' contents. known: the same for the
+    operation's arguments.
+    """
     name = func._schema.name
     shape = output.shape
     found = known.intersection(shape)

@@ -1,5 +1,5 @@
-"""Saves and restores the state of modules that run for other reasons than training: to be traced, checked,
-profiled or rehearsed. Stateless; the thread that runs the module.
+"""Saves and restores the state of modules whose forward runs for another reason than training: a trace, a
+check, a profile or a rehearsal. Stateless; used on the thread that runs the module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Attributes", "attributes_kept", "untouched"]
 _PLAIN = (bool, int, float, complex, str, type(None))
 # Attributes that every module has. They are restored in other ways, except flags such as `training`.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-# A module's tables of hooks. Transformers' models install some in a first forward, and remember that in an
-# attribute.
+# A module's tables of hooks. Models of transformers install hooks in their first forward, and note that in an
+# attribute. So both must be restored.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -45,7 +45,7 @@ Hooks = dict[str, dict[int, Any]]
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[None]:
-    """Layers and the loss may run inside. Afterwards everything is as it was.
+    """Layers and the loss may run in the with block. Afterwards everything is as it was before.
 
     Saved and restored are:
     - all random number generators,
@@ -100,8 +100,8 @@ def untouched(modules: Iterable[nn.Module], loss_fn: Any = None) -> Iterator[Non
 
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undoes what modules set inside: new attributes, changed ones, hooks. An object that changes without
-    being replaced gets its contents back (contents.py).
+    """Undoes changes of modules that are made in the with block: new attributes, changed attributes, hooks.
+    The contents of an object that changed in place are restored (contents.py).
     """
     modules = list(modules)
     before = [(module, type(module), dict(vars(module)), _hooks_of(module)) for module in modules]

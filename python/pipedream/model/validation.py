@@ -1,4 +1,4 @@
-"""Validation: held-out data on which a run evaluates its weights. Any thread."""
+"""Validation describes held-out data on which a run evaluates its weights. Any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipedream.common.checks import check_data, check_function, is_whole
 __all__ = ["LOSS", "Metric", "Validation", "check_validation"]
 
 LOSS = "loss"
-"""The name of the loss in every evaluation, beside those of the metrics."""
+"""The name of the loss among the figures of every evaluation."""
 
 Metric = Callable[[Any, Any], tuple[Any, Any] | Mapping[str, Any]]
 
@@ -28,8 +28,9 @@ class Validation:
     every: "epoch", or a number of minibatches, which is rounded up to the next point where all replicas have
         made their updates.
     outputs: True calls each metric once, with lists of all outputs and all targets. The lists are in host
-        memory and take 4 GiB at most. A function of (outputs, targets) returns what to keep of a minibatch in
-        place of its outputs. In both cases a metric may also return several figures by name, {"f1": 0.9}.
+        memory and take 4 GiB at most. A function of (outputs, targets) is called for each minibatch; its
+        result is kept in place of the outputs. In both cases a metric may also return several figures by
+        name, {"f1": 0.9}.
     ema: True evaluates the averages of callbacks.EMA in place of the weights.
     forward: (model, inputs) -> outputs, in place of the model's own forward in eval mode.
     """
