@@ -1,4 +1,6 @@
-"""The codecs of csrc/codec/codec.h once more, in plain torch, as reference.run's across_cut takes them."""
+"""A second implementation of the codecs of csrc/codec/codec.h, in plain torch, for
+reference.run(across_cut=...).
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,22 @@ _INDEX_BYTES = 4
 
 
 class CodecOracle:
-    """Encodes and decodes the tensors that cross between stages, and keeps topk's residual for each of
-    them."""
+    """Encodes and decodes the tensors that cross between stages. Keeps a residual of topk for each
+    of them.
+    """
 
     def __init__(self, codec: Any) -> None:
-        """codec: as run's."""
+        """codec: as in run()."""
         self._choice = parse_codec(codec)
         self._residuals: dict[Any, torch.Tensor] = {}
         self._orders: dict[tuple[frozenset[int], int], DimOrder] = {}
 
     def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Encodes elements in the order in which the first activation at this cut lies in memory, those of
-        gradients in the same order."""
+        """Passes a tensor through the codec of its cut.
+
+        Elements are encoded in the order in which the first activation at this cut lies in memory. Gradients
+        have the same order.
+        """
         place = (frozenset({sender, receiver}), tensor_index)
         order = self._orders.setdefault(place, order_in_memory(tensor.shape, tensor.stride()))
         codec = codec_between(self._choice, sender, receiver)
@@ -36,7 +42,7 @@ class CodecOracle:
         return as_used(received, order)
 
     def through(self, name: str, key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """key: of the tensors that follow each other."""
+        """key: equal for tensors that share a residual."""
         if not tensor.is_floating_point() or name == "none":
             return tensor.clone()
         if tensor.itemsize == 2 and name in ("bf16", "fp16"):
@@ -51,18 +57,18 @@ class CodecOracle:
         return self._through_topk(key, share, tensor)
 
     def _through_topk(self, key: Any, share: float, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest are sent; what is left over, or rounded away, is added to the next tensor's elements.
+        """Sends the largest elements. Adds what was left out, or rounded away, to the next tensor's elements.
 
-        Of what is not finite nothing is left over, sent or not.
+        An element that is not finite leaves nothing over, whether it is sent or not.
         """
         total = tensor.flatten().to(_sum_dtype(tensor.dtype), copy=True)
         kept = self._residuals.get(key, torch.zeros_like(total))
-        if len(kept) < len(total):  # of one that was planned for later
+        if len(kept) < len(total):  # the residual is that of a smaller minibatch
             kept = torch.cat([kept, total.new_zeros(len(total) - len(kept))])
         self._residuals[key] = kept
         kept = kept[: len(total)]
         total += kept
-        # Of equal ones the first: what stands in several places of an image has equal activations.
+        # Of equal magnitudes the first ones are sent. Equal parts of an image have equal activations.
         magnitudes = total.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         largest_first = magnitudes.sort(descending=True, stable=True).indices
         chosen = largest_first[: max(1, math.ceil(share * len(total)))]
@@ -73,7 +79,7 @@ class CodecOracle:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which topk adds up."""
+    """The type in which topk adds up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -83,7 +89,7 @@ def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rounded(tensor: torch.Tensor, *, num_mantissa_bits: int, smallest_exponent: int) -> torch.Tensor:
-    """To nearest even, once: torch's own conversion of float64 goes by way of float32 and rounds twice."""
+    """Rounds to nearest even, once. torch converts float64 by way of float32, and so rounds twice."""
     wide = tensor.double()
     exponent = (torch.frexp(wide).exponent - 1).clamp(min=smallest_exponent)
     unit = torch.ldexp(torch.ones_like(wide), exponent - num_mantissa_bits)
@@ -91,7 +97,7 @@ def _rounded(tensor: torch.Tensor, *, num_mantissa_bits: int, smallest_exponent:
 
 
 def _through_int8(tensor: torch.Tensor) -> torch.Tensor:
-    """Each block has a scale of its own, its largest magnitude / 127."""
+    """Encodes and decodes in blocks. Each block has a scale: its largest magnitude / 127."""
     values = tensor.flatten()
     blocks = [_block_through_int8(block) for block in values.float().split(_INT8_BLOCK)]
     wide = _sum_dtype(tensor.dtype)

@@ -1,5 +1,6 @@
-"""Compares a run of the zoo with the oracle's numbers, with the table's versions and with predicted
-memory."""
+"""Compares a run with the oracle's losses and weights, with the versions that it must read, and with
+predicted memory.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ def assert_equals_reference(
     train: Any = train_in_pipeline,
     **options: Any,
 ) -> tuple[RunResult, State]:
-    """Runs it at as many ranks as its plan has workers; rank 0's result and state.
+    """Runs the training at as many ranks as its plan has workers. Returns rank 0's result and state.
 
-    native: the optimizer of the pipeline where it is another than the oracle's. data: in the place of the
-    training's own, for both. options: of the pipeline alone. relative: by default what two orders of the
-    same arithmetic may differ by. train: what the ranks call.
+    native: the pipeline's optimizer, if it is not the oracle's. data: replaces the training's own data, for
+    both. options: for the pipeline only. relative: the allowed difference; by default that of two orders of
+    the same arithmetic. train: the function that the ranks call.
     """
     if native is not None:
         options["optimizer"] = native
@@ -81,9 +82,9 @@ def assert_same_numbers(
 
 
 def assert_memory_as_predicted(result: RunResult, unmeasured: Mapping[int, set[str]] | None = None) -> None:
-    """No term of any worker had more at its peak than was predicted.
+    """Asserts that no memory term of any worker exceeded its prediction.
 
-    unmeasured: by rank, all terms that have neither figure.
+    unmeasured: for each rank, all terms that have neither a prediction nor a peak.
     """
     for rank, (name, terms) in enumerate(zip(result.worker_names, result.memory, strict=True)):
         assert {TRANSIENT, MODEL} | (set() if "spare" in name else {STASH}) <= terms.keys(), name

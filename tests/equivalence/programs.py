@@ -1,4 +1,4 @@
-"""Programs that no schedule's name gives, and a generator of others."""
+"""Programs that no schedule's name gives, and a generator of random ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _text(workers: Iterable[list[Step]], minibatches_per_body: int) -> str:
 
 
 def _steps(short: str, versions: str) -> list[Step]:
-    """short: "F0 F1 B0 U0 B1 U1"; versions: those of its steps, "0 0 0 1 0 2"."""
+    """short: such as "F0 F1 B0 U0 B1 U1". versions: the version of each of these steps, such as "0 0 0 1 0
+    2".
+    """
     opcodes = {"F": "FORWARD", "B": "BACKWARD", "U": "UPDATE"}
     pairs = zip(short.split(), versions.split(), strict=True)
     return [(opcodes[name[0]], int(name[1:]), 0, int(version)) for name, version in pairs]
@@ -34,7 +36,7 @@ def _steps(short: str, versions: str) -> list[Step]:
 
 _PAIR = _steps("F0 F1 B0 U0 B1 U1", "0 0 0 1 0 2")
 BY_PAIRS = Program(_text([_PAIR, _PAIR, _PAIR], 2))
-"""Two forwards, two backwards, an update after each of these."""
+"""Each body has two forwards, then two backwards, each with an update after it."""
 
 DRAINS_AFTER_THREE = Program(
     _text(
@@ -50,9 +52,13 @@ DRAINS_AFTER_THREE = Program(
 
 
 def drawn_program(seed: int, replicas: Sequence[int] = (), workers: int | None = None) -> Program:
-    """Bodies that drain, in which stages go on in a random order, as far as they can, and read any version of
-    the body that is there, or at some stages without replicas one version, which is always the newest.
-    replicas: of each stage; () draws a number of stages. workers: that the stages are dealt to."""
+    """Draws a program whose bodies drain.
+
+    Stages go on in a random order, as far as they can. A forward reads any version of its body that exists by
+    then. Some stages without replicas keep only one version, which is the newest. replicas: of each stage; ()
+    draws a number of stages. workers: the number of workers that share the stages; None gives each replica a
+    worker.
+    """
     draw = random.Random(seed)
     replicas = replicas or [1] * draw.randint(2, 4)
     m = draw.randint(1, 3)
@@ -91,7 +97,7 @@ class _Drawn:
         self.num_replicas = num_replicas
         self.keeps_one = False
         self.read: dict[int, int] = {}
-        """By microbatch, the version that its forward has read."""
+        """For each microbatch, the version that its forward has read."""
         self.done: set[int] = set()
         """Microbatches whose backward is done."""
         self._m = m
@@ -106,7 +112,7 @@ class _Drawn:
     def go_on(
         self, draw: random.Random, replica: int, upstream: _Drawn | None, downstream: _Drawn | None
     ) -> list[str]:
-        """The next line of the replica's, if there is one that waits for nothing."""
+        """Returns a list with the replica's next line, or [] if it does nothing this time."""
         own = range(replica, self._total, self.num_replicas)
         updated, of_round = self._updates[replica], self._per_round * self._m
         forward = next((k for k in own if k not in self.read), None)

@@ -50,7 +50,7 @@ class LoRA(nn.Module):
 
 
 def _adapted(first_block: int) -> nn.Module:
-    """The twin with adapters in the blocks from this one on, which alone are trained."""
+    """Returns the twin with adapters in the blocks from this one on. Only the adapters are trained."""
     model = _TWIN.model()
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):

@@ -1,5 +1,6 @@
-"""run() of modules with a forward of their own: what plain training gives where the schedule drains, and the
-oracle's numbers where it does not."""
+"""run() of modules with a forward of their own. It gives the numbers of plain training if the schedule
+drains, and the oracle's numbers otherwise.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def assert_same_as_reference(
 
 @pytest.mark.parametrize("schedule", ["flush", "pipedream"])
 def test_a_replicated_stage_of_a_module_averages_buffers_of_its_own_alone(farm: Farm, schedule: str) -> None:
-    """The oracle changed those of the other stages, whose modules a stage holds, too."""
+    """The oracle once changed buffers of other stages too, because a stage also holds their modules."""
     straight = _plan("residual", 2)
     plan = Plan((replace(straight.stages[0], num_replicas=2), straight.stages[1]))
     result, state = farm.results(_train, "residual", plan, num_ranks=3, schedule=schedule)[0]
@@ -148,7 +149,7 @@ def test_autocast_reaches_every_stage_of_a_module(farm: Farm, name: str) -> None
 
 
 def test_several_stages_of_a_module_may_be_one_workers(farm: Farm) -> None:
-    name = "masked_transformer"  # whose tied parameter the first and the last of four stages use
+    name = "masked_transformer"  # the first and the last of four stages use its tied parameter
     plan = _plan(name, 4)
     plan = Plan(tuple(replace(stage, worker=index % 2) for index, stage in enumerate(plan.stages)))
     options: dict[str, Any] = {"schedule": "interleaved", "microbatches": 2}
@@ -273,7 +274,9 @@ def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> Non
 
 
 class _ReadsLater(nn.Module):
-    """Whose last code reads a parameter of its first module, without a gradient, where inputs are long."""
+    """A model whose last code reads a parameter of its first module, without a gradient, if inputs
+    are long.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +294,7 @@ def _train_reading_later(plan: Plan) -> None:
 
 
 def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(farm: Farm) -> None:
-    """It was read as it had been before the training."""
+    """The last stage once read the value that the parameter had before the training."""
     for outcome in farm.run(_train_reading_later, Plan.straight(2, 2), num_ranks=2):
         assert isinstance(outcome.error, pipedream.NonFiniteLoss)
         origin = "parameter 'early.weight', which another stage trains"
@@ -313,8 +316,10 @@ class _Scores(nn.Module):
 
 
 class _Padded:
-    """Batches that are each padded to its longest text, in any order, the last one short; nobody can look at
-    them before they come."""
+    """Batches that are each padded to its longest text, in any order of lengths. The last one is short.
+
+    They are in no list, so that run() cannot look at all of them before the training.
+    """
 
     shapes = [(4, 3), (4, 9), (4, 5), (4, 1), (4, 7), (2, 4)]
 
@@ -364,7 +369,7 @@ def test_a_batch_longer_than_the_largest_that_was_named_is_planned_for(farm: Far
 
 
 class _OfBudget(_Scores):
-    """Takes short texts in large batches, or long ones in small batches."""
+    """Takes at most 12 tokens: short texts in large batches, or long ones in small batches."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Output:
         if input_ids.numel() > 12:
@@ -382,7 +387,7 @@ _NAMES = ("input_ids", "attention_mask", "labels")
 
 
 def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm) -> None:
-    """It was blamed on the first minibatch, which passes."""
+    """The error once blamed the first minibatch, which passes."""
     for outcome in farm.run(_train_within_budget, Plan.straight(3, 2), num_ranks=2):
         assert str(outcome.error) == (
             "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"
@@ -405,7 +410,7 @@ def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> Non
 
 
 def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Farm) -> None:
-    """It was dropped behind the cut without a word, in the oracle in the same way."""
+    """The tensor was once dropped behind the cut without a word, in the oracle too."""
     plan, padded = straight_plan(3, (1,)), (False, False, True)
     outcomes = farm.run(_train_masked, plan, padded, num_ranks=2)
     named = "minibatch 2: the value[1] is a Tensor, and None in the first minibatch"
@@ -453,7 +458,7 @@ def test_a_number_that_changes_behind_a_cut_is_to_be_given_as_a_tensor() -> None
 
 
 class _Diverging(nn.Linear):
-    """In the second minibatch, where it is told to."""
+    """A layer whose outputs are NaN in the second minibatch if `diverges`."""
 
     def __init__(self, *, diverges: bool) -> None:
         super().__init__(3, 3)

@@ -1,4 +1,6 @@
-"""Asynchronous shards give the oracle's numbers, once it is told in which order they had the gradients."""
+"""Asynchronous shards give the oracle's numbers if the oracle is told in which order each shard got the
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def _check(result: RunResult, state: State, training: Training, **options: Any) 
 
 
 def _check_orders(result: RunResult, training: Training) -> None:
-    """Each gradient is in each shard once, and each read has its replica's own."""
+    """Asserts that each shard has each gradient once, and that each read has the reading replica's own."""
     num_minibatches = len(result.losses)
     for stage, orders in enumerate(result.update_orders):
         num_replicas = training.plan.stages[stage].num_replicas

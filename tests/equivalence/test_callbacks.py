@@ -1,4 +1,6 @@
-"""Callbacks steer a run at fixed minibatches, with the numbers of a run that was told so before."""
+"""Callbacks steer a run at fixed minibatches. Its numbers are those of a run that had these options from the
+start.
+"""
 
 from __future__ import annotations
 
@@ -371,7 +373,7 @@ def test_a_run_that_continues_tells_its_callbacks_of_all_before_and_decides_alik
 def test_a_finished_run_of_more_epochs_decides_by_the_evaluation_of_the_last_one(
     farm: Farm, tmp_path: Path, training: Training
 ) -> None:
-    """The weights at its end are evaluated, and the answer to that changes the rate of the next epoch."""
+    """The weights at the end of the run are evaluated, and the answer changes the rate of the next epoch."""
     num_ranks = training.num_workers
     whole, seen, state = farm.results(_train_saved, training, tmp_path / "whole", True, num_ranks=num_ranks)[
         0

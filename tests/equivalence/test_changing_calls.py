@@ -27,7 +27,7 @@ _RELATIVE = 1e-9
 
 
 def _data(name: str) -> list[Any]:
-    """Without the short last one, which microbatches cut into pieces too small for a batch norm."""
+    """Returns no short last minibatch: its microbatches would be too small for a batch norm."""
     return CHANGING[name].data(_NUM_MINIBATCHES + 1)[:-1]
 
 
@@ -76,14 +76,14 @@ def _train_plainly(model: nn.Module, data: Iterable[Any], loss_fn: LossFunction)
         ("sparse", ("blocks.0",)),
         ("sparse", ("first", "blocks.1")),
         ("layer_dropped", ("encoder",)),
-        ("layer_dropped", ("encoder.layers.2", "decoder.layers.2")),  # which no minibatch leaves out
+        ("layer_dropped", ("encoder.layers.2", "decoder.layers.2")),  # no minibatch leaves these out
         ("self_skipping", ("blocks.1", "blocks.3")),
     ],
 )
 def test_what_a_later_minibatch_calls_or_leaves_out_within_a_stage_trains_as_in_a_plain_loop(
     farm: Farm, name: str, cuts: tuple[str, ...]
 ) -> None:
-    """Its parameters were NaN at every stage but the last."""
+    """Parameters of such a module were once NaN at every stage but the last."""
     result, state = farm.results(_train, name, _plan(name, *cuts), num_ranks=len(cuts) + 1, schedule="flush")[
         0
     ]
@@ -123,7 +123,7 @@ def _train_bart(plan: Plan) -> tuple[RunResult, State]:
     "cuts",
     [
         ("model.encoder",),
-        ("model.encoder.layers.1", "model.decoder.layers.1"),  # which no minibatch leaves out
+        ("model.encoder.layers.1", "model.decoder.layers.1"),  # no minibatch leaves these out
         ("model.encoder.layernorm_embedding", "model.decoder.layernorm_embedding"),
     ],
     ids=str,

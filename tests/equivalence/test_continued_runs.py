@@ -146,7 +146,7 @@ def test_other_depths_and_replicas_continue_too(
 
 
 class _Growing(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Minibatches, of which the third is larger than those before, and the sixth again."""
+    """Minibatches. The third and the sixth have 8 samples, the others 4."""
 
     def __len__(self) -> int:
         return 8
@@ -176,8 +176,10 @@ def test_a_run_that_has_met_larger_minibatches_does_not_drain_for_them_again(
 
 
 class _Counting(torch.nn.Linear):
-    """Its weight becomes less by 2^i in the update by minibatch i, whose input that is. The first waits in
-    minibatch 1 until a file says that minibatch 2 has begun, at another replica."""
+    """A layer whose weight falls by 2^i in the update of minibatch i, because 2^i is that minibatch's input.
+
+    The forward of minibatch 1 waits until a file says that minibatch 2 has begun, at another replica.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(1, 1, bias=False, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""schedule="data_parallel" beside a real DistributedDataParallel of as many processes.
+"""Compares schedule="data_parallel" with a real DistributedDataParallel of as many processes.
 
-Without batch norm, whose running statistics DistributedDataParallel takes from rank 0 in every forward, while
-here each replica has its own and their mean is gathered; and with whole rounds, as its ranks have equally
-many minibatches.
+The models have no batch norm. DistributedDataParallel takes rank 0's running statistics in every forward, but
+here each replica has its own, and the result has their mean. All rounds are whole, because the ranks of
+DistributedDataParallel have equally many minibatches.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from training import (
 
 _NUM_RANKS = 2
 
-# The destructor of a gloo group joins a thread that may be waiting for the GIL, which the destructor has:
-# what a backward reduced refers to a Python object (torch 2.13).
+# Groups that are never destroyed. The destructor of a gloo group holds the GIL while it joins a thread that
+# may be waiting for the GIL: what a backward has reduced refers to a Python object (torch 2.13).
 _kept_groups: list[object] = []
 
 
 def _train_with_ddp(training: Training, store_file: str) -> tuple[list[float], State]:
-    """This rank's losses, and the weights."""
+    """Trains at this rank. Returns its losses and the weights."""
     rank = 0 if is_rank_0() else 1
     store = dist.FileStore(store_file, _NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_NUM_RANKS)

@@ -82,7 +82,8 @@ def test_a_shuffling_loader_over_several_epochs_with_a_short_batch_gives_the_ref
     farm: Farm, case_name: str, num_stages: int
 ) -> None:
     training = Training(case_name, num_stages, epochs=3, num_minibatches=4, shuffled=True)
-    # The short batch may come first after a shuffle, and later ones may not be larger: all of one size.
+    # All batches have the same size. A shuffle could put a short one first, and later ones must not be
+    # larger.
     training = replace(training, short_last=False)
     result, _ = assert_equals_reference(farm, training)
     epochs = [result.losses[first : first + 4] for first in (0, 4, 8)]
@@ -95,7 +96,8 @@ def test_the_pipeline_does_not_drain_between_epochs_and_short_batches_count_by_t
 ) -> None:
     training = Training("cnn", 3, epochs=3, num_minibatches=3, short_last=True)
     result, _ = assert_equals_reference(farm, training)
-    # Minibatch 3 is the first of epoch 1: drained, stage 0 would read version 3.
+    # Minibatch 3 is the first of epoch 1. If the pipeline drained between epochs, stage 0 would read version
+    # 3.
     assert result.versions[0][3] == (1, 1)
     first, second, third = result.losses[:3]
     assert result.epoch_losses[0] == pytest.approx((6 * first + 6 * second + 3 * third) / 15)
@@ -106,7 +108,7 @@ def test_without_a_seed_the_run_goes_on_from_rank_0s_generators(farm: Farm, num_
     training = Training("dropout", num_stages, seed=None, shuffled=True, short_last=False)
     result, state = farm.results(train_in_pipeline, training, num_ranks=num_stages)[0]
     model = training.model()
-    torch.manual_seed(0)  # as the farm does at rank 0, and not at the others
+    torch.manual_seed(0)  # the farm's seed at rank 0; the other ranks have others
     expected = reference.run(model, training.plan, **training.options())
     assert_close_losses(result.losses, expected.losses, 1e-9)
     assert_close_state(state, model.state_dict(), 1e-9)
@@ -116,7 +118,7 @@ def test_without_a_seed_the_run_goes_on_from_rank_0s_generators(farm: Farm, num_
 
 
 class Unsized:
-    """Minibatches that can be iterated anew, without a len()."""
+    """Minibatches that can be iterated again, but have no len()."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches

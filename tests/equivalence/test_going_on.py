@@ -1,4 +1,4 @@
-"""A run that goes on from another's state: both together are one run, to the last bit."""
+"""A run that goes on from another's state. Both together give the numbers of one run, to the last bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _falling = functools.partial(
 def _train_in_parts(
     training: Training, epochs: Sequence[int], **options: Any
 ) -> tuple[list[float], list[Any], State, list[dict[str, Tensor]]]:
-    """Losses, versions, weights with buffers, and the tensors of this rank's part of the last state."""
+    """Trains in one run for each number of epochs.
+
+    Returns losses, versions, weights with buffers, and the tensors of this rank's part of the last state.
+    """
     model = training.model()
     if not is_rank_0():
         with torch.no_grad():
@@ -109,7 +112,10 @@ class _StopAt(pipedream.callbacks.Callback):
 
 
 def _train_on_after_a_stop(training: Training) -> tuple[list[float], State, list[float], State]:
-    """Both of a run that was stopped and one that went on with the data behind, and of one run of all."""
+    """Trains twice: once with a stop and a second run on the rest of the data, and once in one run.
+
+    Returns losses and weights of both.
+    """
     found: list[Any] = []
     data = list(training.data())
     how = {**training.options(), "progress": False}
@@ -238,7 +244,10 @@ def test_local_workers_go_on_from_files(is_forwarded: bool, one_thread: None) ->
 
 
 def _go_on(how: dict[str, Any], change: float = 0.0) -> str:
-    """How the second run is refused; "" if it is not. how: what it has otherwise."""
+    """Returns the error with which the second run is refused, or "" if it is not.
+
+    how: further arguments of the second run. change: what is added to its first parameter.
+    """
     training = Training("cnn", 2, num_minibatches=3)
     model, arguments = training.model(), training.options() | {"progress": False}
     state = pipedream.run(model, training.plan, **arguments).state

@@ -1,5 +1,6 @@
-"""Dropout is keyed by where it is and for which microbatch: every cut, number of replicas, schedule and
-recompute of a model trains with the same masks. Optimizers and backwards that draw do so stage by stage."""
+"""A dropout mask depends only on its place in the model and on its microbatch. So every cut, number of
+replicas, schedule and recompute trains with the same masks. Optimizers and backwards draw stage by stage.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """GPT-2 with dropout in every place; checkpoints: its blocks checkpoint themselves."""
+    """GPT-2 with dropout in every place. checkpoints: its blocks checkpoint themselves."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ def _data() -> list[tuple[Tensor, Tensor]]:
 def _train(
     cuts: tuple[str, ...] | None, plan: Plan, *, checkpoints: bool = False, **options: Any
 ) -> tuple[list[float], State]:
-    """cuts: None trains a list of layers."""
+    """cuts: where the model is cut. None trains a list of layers."""
     torch.manual_seed(1)
     model: nn.Module = Network(checkpoints=checkpoints).double()
     if cuts is None:
@@ -218,7 +219,7 @@ _BETWEEN: list[tuple[tuple[str, ...], Plan, dict[str, Any]]] = [
 def test_what_code_between_modules_draws_is_the_same_wherever_it_is_cut(
     farm: Farm, cuts: tuple[str, ...], plan: Plan, options: dict[str, Any]
 ) -> None:
-    """Such cuts were refused."""
+    """Such cuts were once refused."""
     losses, state = farm.results(
         _train_drawing_between,
         pipedream.run,
@@ -284,7 +285,7 @@ def _train_noisily(plan: Plan, how: Any, **options: Any) -> tuple[list[float], S
 
 
 def test_noise_of_optimizers_and_backwards_differs_by_stage_and_leaves_the_shuffle_alone(farm: Farm) -> None:
-    """Two stages ended with the same weights, and the second epoch in a DataMismatch."""
+    """Two stages once ended with the same weights, and the second epoch ended in a DataMismatch."""
     plan = _plan(0, 1)
     losses, state = farm.results(_train_noisily, plan, pipedream.run, num_ranks=2, progress=False)[0]
     assert len(losses) == 12

@@ -1,5 +1,7 @@
-"""A minibatch that is larger than planned: the pipeline drains, plans its memory again and goes on, with the
-numbers of one that drained there and had planned for it from the start."""
+"""When a minibatch is larger than planned, the pipeline drains, plans its memory again and goes on.
+
+Its numbers are those of a pipeline that planned for that size from the start and drained at the same place.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ _halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma
 
 
 class _Growing:
-    """Minibatches of these sizes, epoch by epoch, that nobody can look at before they come."""
+    """Minibatches of these sizes, epoch by epoch, in no list: run() cannot look at all of them before the
+    training.
+    """
 
     def __init__(self, case: Case, *epochs: Sequence[int], dtype: torch.dtype = torch.float64) -> None:
         self._case = case
@@ -70,7 +74,7 @@ def _assert_equals_reference(
     native: Any = None,
     **options: Any,
 ) -> RunResult:
-    """options: of the pipeline alone."""
+    """options: for the pipeline only."""
     data = _Growing(training.case, *epochs, dtype=training.dtype)
     if native is not None:
         options["optimizer"] = native
@@ -162,7 +166,7 @@ def test_optimizers_keep_their_state_and_rates_their_schedule(
     training = Training(
         "transformer", 2, optimizer=OPTIMIZERS[optimizer], epochs=3, lr_scheduler=_halving, max_grad_norm=1.0
     )
-    # Within an epoch, at the beginning of one, and in neither.
+    # A larger minibatch comes within epoch 0 and at the beginning of epoch 1. Epoch 2 has none.
     epochs = [3, 3, 4, 3], [5, 5], [4, 5, 3]
     _assert_equals_reference(farm, training, *epochs, drained_at=[2, 4], native=native if is_native else None)
 
@@ -212,7 +216,7 @@ def test_replicas_finish_their_rounds_before(
 def test_the_loss_scale_of_float16_goes_on(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """And with it what has overflowed and not been told of."""
+    """The loss scale goes on, and so do overflows that nobody has been told of."""
     how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
     training = Overflowing("mlp", len(replicas), optimizer=functools.partial(CountingSGD, lr=1e-3), **how)
     multiple = math.lcm(*replicas)
@@ -317,7 +321,7 @@ def _larger(case: Case) -> list[Batch]:
 
 
 class _OneMemory:
-    """Yields all minibatches of a size in the same memory, which the next one overwrites."""
+    """Yields all minibatches of a size in the same memory. Each one overwrites the one before."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -405,7 +409,7 @@ class _Lengths:
 def test_fewer_and_longer_texts_are_planned_for_where_they_have_more_tokens(farm: Farm) -> None:
     training = Training("transformer", 2, schedule="flush")
     result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=_Lengths())[0]
-    # Planned for are (4, 3), then (4, 5), although (2, 5) has fewer tokens, then (4, 12).
+    # Memory is planned for (4, 3), then for (4, 5), although (2, 5) has fewer tokens, then for (4, 12).
     assert result.drained_at == [1, 3]
     expected, expected_state = _train_by_reference(training, _Lengths(), [1, 3])
     assert_same_numbers(result.losses, state, expected.losses, expected_state, 1e-9)
@@ -424,7 +428,7 @@ class _Attention(nn.Module):
 
 
 class _Budget:
-    """Minibatches of as many tokens each; of these sizes and lengths."""
+    """Minibatches of these (size, length)."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         self.shapes = shapes
@@ -464,7 +468,7 @@ def _train_with_two_kinds(*shapes: tuple[int, int]) -> RunResult:
 
 
 def test_one_kind_too_many_is_planned_for_as_large_as_the_one_that_is_smallest_with_it(farm: Farm) -> None:
-    # (6, 64) with (2, 128), and then (17, 2) with (16, 16).
+    # Planned for together are (6, 64) with (2, 128), and then (17, 2) with (16, 16).
     shapes = [_WIDE, (6, 64), (6, 128), (17, 2), (17, 16)]
     result = farm.results(_train_with_two_kinds, *shapes, num_ranks=2)[0]
     assert result.drained_at == [1, 3]
@@ -477,7 +481,8 @@ def test_a_kind_with_fewer_samples_than_microbatches_is_planned_for(farm: Farm) 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_as_many_elements_of_another_shape_are_planned_for(farm: Farm, num_replicas: int) -> None:
-    # (2, 128) after (16, 16) was taken for as large, and took 8 times the memory that was predicted.
+    # After (16, 16), (2, 128) was once taken for equally large. It took 8 times the memory that was
+    # predicted.
     shapes = [_WIDE, _WIDE, _LONG, _WIDE]
     ranks = num_replicas + 1
     result = farm.results(train_budget, *shapes, num_ranks=ranks, num_replicas=num_replicas)[0]
@@ -557,7 +562,7 @@ def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Far
 
 
 def test_one_worker_with_a_limit_plans_again_and_refuses_too(farm: Farm) -> None:
-    # It used to take what it needed without a word: there is no cut that its inputs must fit.
+    # One worker once took what it needed without a word, because there is no cut that its inputs must fit.
     large = farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory="1GiB")[0]
     assert large.drained_at == [1]
     assert_memory_as_predicted(large)
@@ -583,7 +588,9 @@ def test_recompute_is_chosen_again(farm: Farm) -> None:
 
 
 def _count_pools() -> list[tuple[int, int]]:
-    """(alive loops, alive slots of weight versions) at each minibatch, as the stage here sees them."""
+    """Trains. Returns (alive loops, alive slots of weight versions) at each minibatch, as the stage here sees
+    them.
+    """
     loops: list[weakref.ref[Any]] = []
     slots: list[weakref.ref[Any]] = []
     make_loop, make_versions = stage_loop.WorkerLoop.__init__, weights.WeightVersions.__init__
@@ -604,7 +611,7 @@ def _count_pools() -> list[tuple[int, int]]:
     for layer in (model[0], model[-1]):
         layer.register_forward_hook(count)
     gc.collect()
-    gc.disable()  # most of a GPU must not wait for it
+    gc.disable()  # memory of the size of a GPU must not wait for it
     try:
         with (
             mock.patch.object(stage_loop.WorkerLoop, "__init__", note_loop),
@@ -617,9 +624,9 @@ def _count_pools() -> list[tuple[int, int]]:
 
 
 def test_the_pool_of_one_plan_is_gone_before_the_next_is_made(farm: Farm) -> None:
-    farm.results(_count_pools, num_ranks=2)  # what torch imports in the first run keeps its frames
+    farm.results(_count_pools, num_ranks=2)  # modules that torch imports in the first run keep its frames
     for rank, counts in enumerate(farm.results(_count_pools, num_ranks=2)):
-        # None in rehearsals, else one loop with as many slots as versions.
+        # A rehearsal has no loop. The training has one, with as many slots as versions.
         assert set(counts) == {(0, 0), (1, 2 - rank)}
 
 

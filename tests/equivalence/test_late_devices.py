@@ -1,6 +1,7 @@
-"""Losses that are read late and items that are timed by a device: the same run, on a stand-in for the device.
+"""A run whose losses are read late, and whose items a device times, has the same numbers. A stand-in plays
+the device.
 
-On the host the work is done when a call returns; the stand-ins say so only later, as a GPU would.
+On the host, the work is done when a call returns. The stand-in reports the end only later, as a GPU would.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Copier:
 
 
 class _Event:
-    """Is passed when it is asked for the third time."""
+    """Counts as passed when it is asked for the third time."""
 
     def record(self) -> None:
         self._passed_ns, self._num_queries = time.monotonic_ns(), 0
@@ -98,8 +99,10 @@ def _until_infinite(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _train_to_a_stop(schedule: str) -> tuple[list[float], list[float], bool]:
-    """(losses so far, weights before, whether a weight is not finite now). Updates of the minibatches before
-    have been made, as far as the schedule has come."""
+    """Trains until a loss is infinite. Returns (losses so far, weights, whether all weights are finite).
+
+    Updates of the minibatches before have been made, as far as the schedule has come.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     data = [(torch.ones(4, 2), torch.full((4, 2), float(i))) for i in range(6)]

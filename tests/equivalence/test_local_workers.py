@@ -56,7 +56,7 @@ def test_local_workers_train_the_callers_model_in_place() -> None:
 
 
 class _Stream:
-    """Gives each minibatch once, though it is no iterator."""
+    """Gives each minibatch only once, although it is no iterator."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -150,12 +150,13 @@ def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> No
     expected = reference.run(model, training.plan, **(training.options() | {"data": noise}))
     torch.manual_seed(11)
     state_before = random.getstate()
-    held = [lambda: None]  # what a lambda is in cannot be sent
+    held = [lambda: None]  # a list with a lambda cannot be sent
     result, state = train_in_pipeline(training, data=Noise(training.data(), held), gather="none")
     assert_close_losses(result.losses, expected.losses, 1e-9)
-    # gather="none": nothing comes back into the caller's model.
+    # With gather="none" nothing comes back into the caller's model.
     assert_equal_state(state, training.model().state_dict())
-    # A run without a seed takes one draw of torch's, so that the next one differs, and nothing else.
+    # A run without a seed draws one number from torch's generator, so that the next run differs. It changes
+    # no other generator.
     state_after = torch.get_rng_state()
     torch.manual_seed(11)
     torch.empty((), dtype=torch.int64).random_()
@@ -164,7 +165,9 @@ def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> No
 
 
 class Collecting(nn.Module):
-    """Reads what transformers keeps of its class, which constructors of its models leave there."""
+    """Looks up its class in a registry of transformers. In that library, a model's constructor makes the
+    entry.
+    """
 
     _can_record_outputs: ClassVar[dict[str, Any]] = {"router_logits": nn.Linear}
 
@@ -175,7 +178,7 @@ class Collecting(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.maker != os.getpid():  # a worker that has the library imported
+        if self.maker != os.getpid():  # stands for a worker that has imported the library
             library = types.SimpleNamespace(_CAN_RECORD_REGISTRY={})
             sys.modules["transformers.utils.output_capturing"] = library  # type: ignore[assignment]
 
@@ -188,7 +191,7 @@ class Collecting(nn.Module):
 
 
 def test_a_module_that_is_cut_finds_in_a_worker_what_its_library_keeps_of_its_class() -> None:
-    # Every model of transformers ended the run there: what is cut is no module itself.
+    # Every model of transformers once ended the run at this look-up, because what is cut is no module itself.
     batches = [(torch.randn(2, 4), torch.randint(3, (2,)))] * 2
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     cross_entropy = nn.functional.cross_entropy
@@ -207,7 +210,8 @@ def test_lambdas_and_hooks_made_in_functions_train_as_a_plain_loop() -> None:
         def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             return output * 2
 
-        layers[1].register_forward_hook(doubled)  # as gradient checkpointing of transformers has one
+        # Gradient checkpointing of transformers registers such a hook.
+        layers[1].register_forward_hook(doubled)
         return layers
 
     rate = 0.1
@@ -250,7 +254,7 @@ class Noise:
 
 
 class _Residual(nn.Module):
-    """Is cut, for which minibatch 0 is looked at."""
+    """A module that is cut by its forward. For the cut, run() looks at minibatch 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +266,9 @@ class _Residual(nn.Module):
 
 
 def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() -> None:
-    """Workers iterate a copy: each run of one epoch had the minibatches of the first one again."""
+    """Workers iterate a copy of the loader. Each run of one epoch once had the minibatches of the first run
+    again.
+    """
     inputs, targets = torch.randn(12, 3), torch.randn(12, 3)
 
     def loader() -> DataLoader[Any]:
@@ -297,7 +303,7 @@ def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() ->
 
 
 class _FailingAfterwards(torch.utils.data.SequentialSampler):
-    """Fails when a worker asks for it after the training."""
+    """Fails when a worker asks for its generator after the training."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)

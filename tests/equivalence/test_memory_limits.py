@@ -1,5 +1,7 @@
-"""run(memory=...): what fits, what makes recompute necessary, what is refused; and peaks beside predictions
-where activations, not constants, are most of it."""
+"""run(memory=...): what fits, what makes recompute necessary, what is refused.
+
+Peaks are compared with predictions in models whose memory is mostly activations, not constants.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def _train_wide(optimizer: str) -> RunResult:
     return pipedream.run(model, Plan.straight(2, 2), progress=False, **arguments)
 
 
-# Of Adam and AdamW: the denominator, and the square root that it is made of.
+# Adam's two temporaries are the denominator, and the square root from which it is made.
 @pytest.mark.parametrize(
     ("optimizer", "num_temporaries"), [("sgd", 0), ("adam", 2), ("native adamw", 0)], ids=str
 )
@@ -137,7 +139,7 @@ def _train_plan(plan: Plan, **options: Any) -> RunResult:
     return pipedream.run(_model(), plan, progress=False, **(arguments | options))
 
 
-# The cuts are given, as which is the best by times that were measured differs from run to run.
+# The cuts are given. The best cuts by measured times would differ from run to run.
 @pytest.mark.parametrize(
     ("replicas", "boundaries"),
     [((1, 1), (7,)), ((1, 1, 1), (4, 9)), ((2, 1), (8,)), ((1, 2), (8,)), ((3, 1), (9,))],
@@ -149,7 +151,7 @@ def test_a_plan_made_within_memory_runs_within_the_same(
     profile = pipedream.profile(_model(), _data(2), F.mse_loss, minibatches=1)
     asked: dict[str, Any] = {"replicas": replicas, "boundaries": boundaries, "recompute": False}
     enough, too_little = 1 << 30, 1 << 20
-    while enough - too_little > 1 << 10:  # the least that partition() makes a plan for
+    while enough - too_little > 1 << 10:  # finds the least memory for which partition() makes a plan
         middle = (enough + too_little) // 2
         try:
             plan = pipedream.partition(profile, sum(replicas), 1e15, memory=middle, **asked)
@@ -184,7 +186,7 @@ def test_a_worker_that_does_not_fit_is_named_with_its_terms_and_the_excess(farm:
         assert isinstance(outcome.error, ValueError), outcome
         said = str(outcome.error)
         assert "\n" not in said
-        # Whichever is first; the constants of the channels alone are more than this.
+        # Any stage may be the first to say so. The constants of the channels alone take more than 1 MiB.
         assert re.match(
             r"memory is 1\.00 MiB, but stage \d \(rank \d\) needs [\d.]+ MiB, [\d.]+ MiB more", said
         )

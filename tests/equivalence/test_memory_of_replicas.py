@@ -1,5 +1,7 @@
-"""Random small models on replicated plans: no worker has more than was predicted, the copies included that
-gradients leave from where they share a chunk."""
+"""No worker exceeds its predicted memory, in random small models on replicated plans.
+
+Gradients that share a chunk are sent from copies, which the prediction includes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ _NUM_MINIBATCHES = 13
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors."""
+    """A subclass may look at whole tensors, so its shards are whole tensors."""
 
 
 class _Job:
-    """A model, a plan and options, drawn by number: the same at every rank."""
+    """A model, a plan and options, drawn from a seed, so that every rank has the same."""
 
     def __init__(self, number: int) -> None:
         draw = random.Random(number)
@@ -86,7 +88,7 @@ def _cut(draw: random.Random, replicas: tuple[int, ...], num_layers: int) -> Pla
 
 
 def train_drawn(number: int) -> RunResult:
-    """At one rank."""
+    """Trains a drawn job at one rank."""
     torch.manual_seed(number)
     job = _Job(number)
     return pipedream.run(

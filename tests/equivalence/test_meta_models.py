@@ -40,7 +40,7 @@ def _plan(name: str, num_stages: int) -> Plan:
 
 
 def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, set[str]]:
-    """With the names of the parameters that have values afterwards."""
+    """Trains. Also returns the names of the parameters that have values afterwards."""
     twin, model = TWINS[name], _model(name)
     loss_fn = None if twin.loss_fn is own_loss else twin.loss_fn
     options = {"data": twin.data(_NUM_MINIBATCHES), "optimizer": _SGD, "seed": 1, **options}

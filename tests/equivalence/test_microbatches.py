@@ -1,5 +1,7 @@
-"""Microbatches are what is in flight: with any number of them, on replicas or not, a run gives the oracle's
-numbers."""
+"""A run gives the oracle's numbers with any number of microbatches, with replicas or without.
+
+Microbatches are the units that are in flight.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_a_replicated_plan_gives_the_references_result(
 
 
 class _Given:
-    """Minibatches in microbatches of their own sizes, that nobody can look at before they come."""
+    """Minibatches in microbatches of their own sizes. They are in no list, so run() cannot look at all of
+    them before the training.
+    """
 
     def __init__(self, training: Training, *minibatches: Sequence[int]) -> None:
         self._case = training.case

@@ -43,7 +43,7 @@ from training import (
 
 @contextmanager
 def _offloading(words: str, small_bytes: int = 0) -> Iterator[None]:
-    """In a rank: small_bytes as the tensors of the zoo are."""
+    """Sets PIPEDREAM_OFFLOAD and the size below which tensors stay on the device, in this rank."""
     before = offload.SMALL_BYTES
     os.environ["PIPEDREAM_OFFLOAD"] = words
     offload.SMALL_BYTES = small_bytes
@@ -83,7 +83,8 @@ def _assert_equals_reference(
 
 _BOTH, _NOTHING = ["versions", "activations"], list[str]()
 
-# m, and the stages of 4 that have microbatches waiting, and those that keep more than three versions.
+# For each schedule: m; which of 4 stages have microbatches waiting; which of them keep more than three
+# versions.
 _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "pipedream": (1, {0, 1, 2}, {0}),
     "vertical_sync": (1, {0, 1, 2}, {0, 1, 2, 3}),
@@ -93,8 +94,9 @@ _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "gpipe": (3, {0, 1, 2, 3}, set()),
     "interleaved": (4, {0, 1, 2}, set()),
 }
-# The stages whose graphs hold more than inputs and weights, and those with weights of their own: an embedding
-# saves its indices, an in-place ReLU works in what it received, a tied weight stays.
+# For each model: the stages whose graphs hold more than inputs and weights, and the stages with weights of
+# their own. An embedding saves its indices, an in-place ReLU works in what it received, and a tied weight
+# stays on the device.
 _CASES: dict[str, tuple[set[int], set[int]]] = {
     "cnn": ({0, 2, 3}, {0, 2, 3}),
     "transformer": ({1, 2, 3}, {0, 1, 2, 3}),
@@ -103,7 +105,7 @@ _CASES: dict[str, tuple[set[int], set[int]]] = {
 }
 
 
-# Every schedule with two models, of which each is with three or four schedules.
+# Each schedule has two models. Each model has three or four schedules.
 _PAIRS = [
     (list(_CASES)[(i + shift) % len(_CASES)], schedule)
     for i, schedule in enumerate(_SCHEDULES)
@@ -191,7 +193,7 @@ def test_every_kind_of_optimizer_writes_the_version_that_goes_home(
 def _assert_equals_without(
     farm: Farm, training: Training, offloaded: list[list[str]], **options: Any
 ) -> None:
-    """Bit for bit what is trained without offloading."""
+    """Asserts that a run with offloading gives the same bits as one without."""
     result, state = farm.results(_train_offloaded, training, num_ranks=2, **options)[0]
     plain, plain_state = farm.results(train_in_pipeline, training, num_ranks=2, **options)[0]
     assert result.losses == plain.losses
@@ -242,7 +244,7 @@ def test_a_skipped_update_sends_the_same_weights_home_as_another_version(farm: F
 
 
 def _huge_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Its gradient overflows float16 at the first scales, and no longer at later ones."""
+    """A loss whose gradient overflows float16 at the first loss scales, and no longer at later ones."""
     return 16.0 * nn.functional.mse_loss(outputs.float(), targets)
 
 
@@ -305,8 +307,8 @@ def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
     here, there = offloaded.memory[0], plain.memory[0]
     for term in (STASH, TRANSIENT):
         assert here[term]["peak"] <= here[term]["predicted"], term
-    # Six are in flight: one is there for the next backward, and one comes or goes. Outputs that wait for
-    # their neighbour are there too.
+    # Six microbatches are in flight. The device has the one whose backward is next, one that comes or goes,
+    # and outputs that wait to be sent.
     sums = [sum(memory[term]["peak"] for term in (STASH, TRANSIENT)) for memory in (here, there)]
     assert 0 < sums[0] < 0.6 * sums[1]
     assert _planned(here, OFFLOADED_ACTIVATIONS) > 0
@@ -314,7 +316,9 @@ def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
 
 
 def _train_and_watch_outputs(training: Training) -> list[int]:
-    """Bytes of the first output that each backward's graph still holds, in this rank."""
+    """Trains. For each backward of this rank, returns the bytes of the first output that its graph still
+    holds.
+    """
     found: list[int] = []
     backward = StageRunner.backward
 
@@ -334,8 +338,8 @@ def _train_and_watch_outputs(training: Training) -> list[int]:
 def test_an_output_is_kept_for_its_send_only(farm: Farm) -> None:
     training = Training("mlp", 2, in_flight=(4, 1), num_minibatches=6, short_last=False)
     first, _ = farm.results(_train_and_watch_outputs, training, num_ranks=2)
-    # The first microbatch is the one whose backward comes next, so nothing of it goes. Of the others one
-    # element stands for six samples of 16 numbers.
+    # The backward of the first microbatch comes next, so its output stays: six samples of 16 numbers. Of
+    # every other output one element stands for all.
     assert first == [6 * 16 * 8] + [8] * 5
 
 

@@ -1,5 +1,9 @@
-"""partition(memory=...) beside what a run predicts for itself, of drawn models, plans and optimizers: a plan
-never has less, so that what is planned fits, and little more, so that what would fit is planned."""
+"""Compares the memory that partition(memory=...) plans with what a run predicts for itself, for drawn models,
+plans and optimizers.
+
+A plan never has less, so that every planned run fits. It has little more, so that a run that would fit is
+planned.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _MORE_MAX = 1.12
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors."""
+    """A subclass may look at whole tensors, so its shards are whole tensors."""
 
 
 # By what an optimizer keeps of the weights, and whether its shards are of whole tensors.
@@ -54,7 +58,7 @@ _CODECS: tuple[Any, ...] = ("bf16", {"gradients": "topk:0.1"}, {"activations": "
 
 
 class _Job:
-    """A model, a plan and options, drawn by number: the same at every rank."""
+    """A model, a plan and options, drawn from a seed, so that every rank has the same."""
 
     ends: tuple[int, ...] = (16, 96, 256, 512)
     inner: tuple[int, ...] = ends
@@ -100,7 +104,7 @@ class _Job:
 
 
 class _CutJob(_Job):
-    """With microbatches, and replicas that are in step."""
+    """A job with microbatches, and with replicas that are in step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -109,7 +113,7 @@ class _CutJob(_Job):
 
 
 class _EncodedJob(_CutJob):
-    """With codecs, few data and much that crosses."""
+    """A job with codecs, few data, and much that crosses."""
 
     ends, inner = (8,), (512,)
 
@@ -123,7 +127,7 @@ _JOBS = {"whole": _Job, "cut": _CutJob, "encoded": _EncodedJob}
 
 
 def train_drawn(kind: str, number: int, plan: Plan) -> RunResult:
-    """At one rank."""
+    """Trains a drawn job at one rank."""
     torch.manual_seed(number)
     job = _JOBS[kind](number)
     return pipedream.run(

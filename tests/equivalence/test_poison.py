@@ -59,7 +59,7 @@ def test_a_right_run_gives_the_same_numbers(farm: Farm, case_name: str, schedule
 
 
 def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
-    """The update starts from the version that its backward has just released, not from the newest."""
+    """Lets the update start from the version that its backward has just released, not from the newest."""
     apply = StageGradients.apply
 
     def wrong(self: StageGradients, read_slot: int, write_slot: int, scale: float, run: RunStep) -> None:
@@ -69,7 +69,7 @@ def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    """The forward binds the slot after the one that it was told."""
+    """Lets the forward bind the slot after the right one."""
     bind = StageWeights.bind
 
     def wrong(self: StageWeights, own_slot: int, tied_slot: int) -> None:
@@ -94,7 +94,7 @@ def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageRunner, "forward", wrong)
 
 
-# And what is told without poison, when the training is over.
+# Each bug, and the error after the training if there is no poison. None: no error.
 _BUGS = [
     (_update_from_the_released_version, None),
     (_read_before_it_is_written, "went to a weight version that its backward did not read"),
@@ -110,7 +110,8 @@ def test_a_use_of_memory_that_nobody_may_read_is_caught_under_poison_at_once(
     for outcome in farm.run(_train, training, True, bug, num_ranks=2):
         assert isinstance(outcome.error, NonFiniteLoss), outcome
         assert "is nan" in str(outcome.error)
-    # Otherwise it goes through, with numbers that are finite and wrong, or right by luck.
+    # Without poison the run goes through if no check finds the bug. Its numbers are finite and wrong, or
+    # right by luck.
     for outcome in farm.run(_train, training, False, bug, num_ranks=2):
         if told is None:
             assert outcome.error is None

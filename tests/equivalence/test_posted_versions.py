@@ -1,5 +1,6 @@
-"""A version that replicas pull lands in its own slot alone, while nobody reads that slot, and needs no slots
-besides."""
+"""A version that replicas pull lands directly in its slot, while nobody reads that slot. It needs no other
+slots.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
 def _train_late(
     training: Training, late_seed: int, *, poison: bool = True, **options: Any
 ) -> tuple[RunResult, State]:
-    """Every rank is late by times of its own before and after each forward, backward, push and update, and
-    so before it waits for gradients and versions. poison: slots that nobody may read are NaN, and so versions
-    land from the update on."""
+    """Trains while every rank is late at random before and after each forward, backward, push and update.
+
+    So a rank is also late before it waits for gradients and versions. poison: slots that nobody may read are
+    NaN, so that versions land from the update on.
+    """
     rank = int(os.environ.get("RANK", "0"))
     draws = random.Random(late_seed * 100 + rank)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,8 +87,8 @@ def test_no_forward_mixes_versions_however_late_one_is(
 
 @pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])
 def test_a_replica_may_read_versions_many_rounds_late(farm: Farm, case_name: str) -> None:
-    # As many versions may wait for it as are kept. A channel had room for what is in flight at the stage
-    # itself, and the ring of places was full, which ended the run.
+    # As many versions may wait for a replica as it keeps. A channel once had room only for what is in flight
+    # at the stage itself. The ring of places was then full, which ended the run.
     training = _training(
         case_name, (1, 2), num_minibatches=31, short_last=False, schedule="vertical_sync", in_flight=(12, 1)
     )
@@ -102,7 +105,7 @@ def test_native_optimizers_read_what_has_landed_however_late_one_is(farm: Farm) 
 
 
 def _slots(result: RunResult) -> dict[str, int | None]:
-    """Bytes of what came from the owners of shards."""
+    """Peak bytes of the slots for what the owners of shards send."""
     return {
         name: row["peak"]
         for terms in result.memory
@@ -147,7 +150,7 @@ def test_a_version_that_lands_elsewhere_is_caught_under_poison(farm: Farm) -> No
 
 
 def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
-    """Calls of the core by one replica that trains a weight of so many chunks for each owner."""
+    """Counts the calls of the core by one replica that trains a weight with so many chunks for each owner."""
     count = 0
 
     def counted(method: Any) -> Any:
@@ -163,7 +166,7 @@ def _num_crossings(num_replicas: int, num_chunks: int, num_rounds: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for owner in (_core.Worker, _core.ShardExchange):
             for name, method in vars(owner).items():
-                if callable(method) and not name.startswith("_") and name != "pulse":  # which time calls
+                if callable(method) and not name.startswith("_") and name != "pulse":  # a timer calls pulse
                     patch.setattr(owner, name, counted(method))
         pipedream.run(
             model,
@@ -188,6 +191,6 @@ def _crossings_per_round(farm: Farm, num_replicas: int, num_chunks: int) -> floa
 def test_calls_of_the_core_grow_with_the_own_chunks_and_not_with_the_replicas(farm: Farm) -> None:
     with_two = _crossings_per_round(farm, 2, 1)
     assert _crossings_per_round(farm, 4, 1) == with_two
-    # The chunk's mean, and its version.
+    # Two more own chunks: each takes a call for its mean and one for its version.
     assert _crossings_per_round(farm, 2, 3) == with_two + 2 * 2
     assert with_two < 25

@@ -139,7 +139,7 @@ def test_the_program_of_interleaved_stages_trains_as_it_does(farm: Farm, how: di
     ids=["pairs", "drains", "replicas", "dealt", "flush", "pipedream"],
 )
 def test_a_program_scales_losses_of_float16_as_the_reference_does(farm: Farm, program: Program) -> None:
-    """Stages learn of what overflowed when their lists let them."""
+    """Stages learn of an overflow when their lists let them."""
     training = Overflowing(
         "mlp",
         program.num_stages,

@@ -151,11 +151,12 @@ def test_a_recompute_of_spectral_norms_reads_what_the_forward_read(
     _assert_equals_reference(farm, make_model, num_workers, plan=plan, **options)
 
 
-# A gradient that is still to be sent, in memory that the next backward adds to.
+# A gradient that waits to be sent must not lie in memory to which the next backward adds.
 
 _DEADLINE_S = 60.0
-_NUM_REHEARSED = 2  # forwards, and backwards, of a stage before it trains on microbatches. Counted in lists,
-# which a rehearsal does not put back.
+# The number of forwards, and of backwards, that a stage has before it trains on microbatches. Layers count
+# them in lists, because a rehearsal does not put lists back.
+_NUM_REHEARSED = 2
 
 
 class _Waits(torch.autograd.Function):
@@ -173,7 +174,9 @@ class _Waits(torch.autograd.Function):
 
 
 class _WaitsInItsBackward(nn.Module):
-    """While training at rank 1, so neither in the rehearsal nor in the oracle."""
+    """Waits for the gate in backwards of the training at rank 1, but not in the rehearsal or in the
+    oracle.
+    """
 
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -196,8 +199,11 @@ class _WaitsInItsBackward(nn.Module):
 
 
 class _AddsPositions(nn.Module):
-    """With one sample autograd gives the input and the parameter the same gradient, in the same memory. Makes
-    the gate in its sixth forward of the training at rank 2."""
+    """Adds a parameter. With one sample, autograd gives input and parameter the same gradient, in the same
+    memory.
+
+    Makes the gate in its sixth forward of the training at rank 2.
+    """
 
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -219,9 +225,9 @@ def _model_with_a_shared_gradient(gate: str) -> nn.Sequential:
 def test_a_gradient_that_waits_to_be_sent_is_not_the_memory_of_a_parameters(
     farm: Farm, tmp_path: Path
 ) -> None:
-    # Three microbatches of one sample. Stage 1 takes no gradient before stage 2 has been through two of
-    # minibatch 1, so the gradient of the first, which is also the parameter's first, waits while that of the
-    # second is added to the parameter's.
+    # Minibatches have three microbatches of one sample. Stage 1 takes no gradient before stage 2 has been
+    # through two microbatches of minibatch 1. So the gradient of the first waits to be sent while that of the
+    # second is added to the parameter's gradient. The first one is also the parameter's first gradient.
     make_model = functools.partial(_model_with_a_shared_gradient, str(tmp_path / "gate"))
     plan = Plan(Plan.straight(3, 3).stages, in_flight=(7, 7, 1))
     data = [(inputs[:3], targets[:3]) for inputs, targets in _data()]
@@ -342,7 +348,8 @@ def _loader_that_reuses_its_memory() -> DataLoader[Any]:
 def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
     farm: Farm, in_flight: tuple[int, ...], make_data: Callable[[], Any], recompute: bool
 ) -> None:
-    # The only or the last stage with several minibatches in flight trained on the newest one's targets.
+    # The only or the last stage, with several minibatches in flight, once trained on the newest one's
+    # targets.
     num_stages = len(in_flight)
     plan = Plan(Plan.straight(5, num_stages).stages, in_flight=in_flight)
     options: dict[str, Any] = {"plan": plan, "recompute": recompute}
@@ -356,7 +363,7 @@ def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
 
 
 class _Keeps(nn.Module):
-    """Computes with what it keeps of its weight."""
+    """Computes with its weight, which it keeps elsewhere too."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -397,7 +404,7 @@ def _model_that_keeps_none() -> nn.Sequential:
 
 
 def test_parameters_that_layers_keep_elsewhere_are_trained(farm: Farm) -> None:
-    # Computed with the initial weights once, and the gradients were lost.
+    # Such layers once computed with the initial weights, and their gradients were lost.
     losses, state = farm.results(_run, _model_that_keeps_parameters, 2, num_ranks=2)[0]
     for make_model in (_model_that_keeps_none, _model_that_keeps_parameters):
         wanted_losses, wanted = _expect(make_model, 2)
@@ -565,7 +572,8 @@ def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
 def test_targets_need_no_samples_and_in_one_piece_not_in_dimension_0(
     farm: Farm, targets: str, microbatches: int, num_stages: int
 ) -> None:
-    # 5 samples in 4 microbatches are 2, 2, 1 and none: the last stage once went on, and read other data.
+    # 5 samples in 4 microbatches are 2, 2, 1 and none. The last stage once went on at the empty one, and read
+    # other data.
     options: dict[str, Any] = {"data": _pairs_with(targets), "microbatches": microbatches}
     options["loss_fn"] = _error_of_the_transposed if targets == "transposed" else _distance_to_the_target
     _assert_equals_reference(farm, _plain_model, num_stages, **options)
@@ -699,7 +707,7 @@ class _GrowsFromCallToCall(nn.Module):
 
 
 def test_a_loss_that_counts_begins_at_the_first_minibatch(farm: Farm) -> None:
-    # The rehearsal's call counted.
+    # The rehearsal's call of the loss once counted.
     losses, _ = farm.results(_run, _plain_model, 2, num_ranks=2, loss_fn=_GrowsFromCallToCall())[0]
     wanted, _ = _expect(_plain_model, 2, loss_fn=_GrowsFromCallToCall())
     assert losses == pytest.approx(wanted, rel=1e-9)
@@ -738,7 +746,7 @@ def test_a_parameter_with_a_hook_is_refused() -> None:
 
 
 class _Switching(nn.Module):
-    """Freezes a layer, or thaws it, in one of its forwards: as gradual unfreezing does."""
+    """Freezes or thaws a layer in one of its forwards, as gradual unfreezing does."""
 
     def __init__(self, forward: int, *, thaws: bool) -> None:
         super().__init__()
@@ -776,7 +784,7 @@ def _thawing() -> nn.Sequential:
 def test_requires_grad_that_changes_in_a_run_is_refused_by_name(
     farm: Farm, make_model: Callable[[], nn.Sequential], message: str
 ) -> None:
-    """It was ignored without a word."""
+    """The change was once ignored without a word."""
     outcomes = farm.run(_run, make_model, 2, num_ranks=2)
     assert any(re.search(message, str(outcome.error)) for outcome in outcomes), outcomes
     with pytest.raises(ValueError, match=message):
@@ -811,7 +819,7 @@ def _loss_of_records(outputs: Tensor, targets: list[dict[str, Tensor]]) -> Tenso
 
 
 def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) -> None:
-    """Targets in a list went whole to every microbatch, and were paired with others' outputs."""
+    """Targets in a list once went whole to every microbatch, and were paired with outputs of others."""
     options: dict[str, Any] = {"data": _ragged_data(), "loss_fn": _loss_of_records, "schedule": "flush"}
     whole = _expect(_ragged, 1, **options)[0]
     assert _expect(_ragged, 2, microbatches=2, **options)[0] == pytest.approx(whole, rel=1e-9)

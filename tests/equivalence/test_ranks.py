@@ -44,7 +44,9 @@ def _train_in_a_region(training: Training) -> tuple[RunResult, bool]:
 
 
 def test_a_run_in_a_region_of_autocast_is_one_with_autocast(farm: Farm) -> None:
-    """Local workers knew nothing of the region, and ranks kept the casts of the first weights for ever."""
+    """Local workers once knew nothing of the region, and ranks kept the casts of the first weights
+    for ever.
+    """
     training = Training("cnn", 2, torch.float32, num_minibatches=4)
     inside = farm.results(_train_in_a_region, training, num_ranks=2)
     results = farm.results(train_in_pipeline, replace(training, autocast="bfloat16"), num_ranks=2)
@@ -165,7 +167,8 @@ def test_weights_and_results_are_handed_on_by_ranks_in_between(farm: Farm, gathe
             if not torch.equal(state[name], expected_state[name])
         }
         if gather != "all" and rank > 0:
-            assert left  # others' stages are as they were: what went through was not used
+            # Its model keeps the stages of others as they were: it has only passed the weights on.
+            assert left
     assert [replace(r, spans=[], transfers=[]) for r, _ in outcomes[1:]] == [
         replace(outcomes[0][0], spans=[], transfers=[])
     ] * 3
@@ -226,7 +229,7 @@ def test_a_script_may_run_several_times(farm: Farm) -> None:
 
 
 def test_runs_are_counted_per_script_not_per_process(farm: Farm) -> None:
-    # Rank 1 sat out a script before this one; its next run still meets rank 0's.
+    # Rank 1 sat out the script before this one. It still meets rank 0 in its next run.
     farm.results(train_in_pipeline, Training("mlp", 1), num_ranks=1)
     for _ in range(2):
         farm.results(train_in_pipeline, _TRAINING, num_ranks=2, torchrun_id="one-script-in-two-parts")
@@ -289,7 +292,7 @@ def _train_and_count_moves(folder: Path | None) -> int:
 def test_a_model_moves_back_only_where_its_user_has_it(
     farm: Farm, is_users: bool, num_moves: int, tmp_path: Path
 ) -> None:
-    # Of a local worker it is a copy, whose trained state has gone to the caller by its folder.
+    # A local worker has a copy of the loss. Its trained state has gone to the caller by its folder.
     folder = None if is_users else tmp_path
     assert farm.results(_train_and_count_moves, folder, num_ranks=1) == [num_moves]
     assert (
@@ -298,7 +301,7 @@ def test_a_model_moves_back_only_where_its_user_has_it(
 
 
 def _train_as_planned(training: Training, plan: Plan, **options: Any) -> tuple[RunResult, State]:
-    """Only rank 0 has the plan, as where it has profiled."""
+    """Gives the plan to rank 0 only, as if rank 0 had profiled."""
     model = training.model()
     plan = plan if is_rank_0() else Plan.straight(plan.num_layers, 1)
     result = pipedream.run(model, plan, **training.options() | {"progress": False} | options)

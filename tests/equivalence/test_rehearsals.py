@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 _NUM_MINIBATCHES = 4
 _FORWARDS: list[str] = []
-"""Layers, in the order of their forwards, in this process; what a layer has itself is after a rehearsal as
-it was, and numbers in global names are, too."""
+"""Layers in the order of their forwards in this process. A rehearsal puts back what a layer has, and numbers
+in global names, but not this list.
+"""
 
 
 class _AtHome(nn.Module):
-    """Runs in the process of its worker alone, as a kernel that only one device has; passes on what it got,
-    and the number of layers before it as an index."""
+    """Runs only in the process of its own worker, like a kernel that only one device has.
+
+    Passes on its input, and an index that counts the layers.
+    """
 
     def __init__(self, layer_index: int, worker: int) -> None:
         super().__init__()

@@ -54,14 +54,16 @@ def _fails_at_minibatch_3(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _what_is_left(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
-    """The end of a second run, and its objects that are still alive. The first run's frames live until a
-    collection, because torch imports modules in it."""
+    """Returns how a second run ended, and which of its objects are still alive.
+
+    The first run's frames live until a collection, because torch imports modules in it.
+    """
     _what_is_left_of_one(nn.functional.mse_loss, **options)
     return _what_is_left_of_one(loss_fn, **options)
 
 
 def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
-    """How the run ended, and which of its objects are there afterwards."""
+    """Returns how the run ended, and which of its objects are alive afterwards."""
     torch.manual_seed(1)
     model = nn.Sequential(_Layer(), nn.LSTM(_WIDTH, _WIDTH), _Last(), _Layer())
     data = [(torch.rand(4, _WIDTH), torch.full((4, _WIDTH), float(i))) for i in range(6)]
@@ -136,7 +138,8 @@ class _Last(nn.Module):
     ids=str,
 )
 def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, Any]) -> None:
-    # Three runs of a 64 MiB model had 633, 761 and 761 MiB resident: runners held methods of their own.
+    # Runners once held methods of their own. Three runs of a 64 MiB model then had 633, 761 and 761 MiB
+    # resident.
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=2, **options):
         assert (end, left) == ("done", [])
 
@@ -149,7 +152,8 @@ def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, 
 def test_nothing_is_left_of_a_run_with_replicas_that_has_ended(
     farm: Farm, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    # The hooks of leaves led back to the leaves: of each run the whole core stayed, with its threads.
+    # The hooks of leaf tensors once led back to these tensors, so the whole core of each run stayed, with its
+    # threads.
     options = {"replicas": replicas, **options}
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=sum(replicas), **options):
         assert (end, left) == ("done", [])
@@ -174,7 +178,7 @@ def _resident_bytes() -> int:
 
 
 def _growth_of_runs() -> int:
-    """Resident bytes that a second and a third run add to those after the first one."""
+    """Trains three times. Returns the resident bytes that the second and the third run have added."""
     model = nn.Sequential(nn.Linear(2048, 2048, bias=False))  # 16 MiB
     plan = Plan(Plan.straight(1, 1).stages, in_flight=(4,))
     data = [(torch.rand(1, 2048), torch.rand(1, 2048))]
@@ -191,4 +195,4 @@ def _growth_of_runs() -> int:
 
 def test_the_next_run_has_the_memory_of_the_one_before(farm: Farm) -> None:
     (growth,) = farm.results(_growth_of_runs, num_ranks=1)
-    assert growth < 64 << 20  # the four versions of each of the two would be 128 MiB
+    assert growth < 64 << 20  # four versions in each of the two later runs would be 128 MiB

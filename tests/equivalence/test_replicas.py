@@ -70,7 +70,7 @@ def test_other_schedules_give_the_references_result(
     assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
 
 
-# A round of 6 minibatches, of which each replica has several: the last one is short in every way.
+# A round has 6 minibatches, several for each replica. The last round is short in every possible way.
 @pytest.mark.parametrize("num_minibatches", [1, 3, 4, 5, 9, 11])
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2)], ids=["2-3", "3-2"])
 def test_a_short_round_of_several_minibatches_each_gives_the_references_result(
@@ -127,7 +127,7 @@ def _sgd_by_delay(parameters: Any, delay: float) -> torch.optim.Optimizer:
 def test_an_optimizer_is_told_its_stages_mean_delay(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """The reference counts it microbatch by microbatch."""
+    """The reference counts the delay microbatch by microbatch."""
     assert_equals_reference(farm, _training("mlp", replicas, optimizer=_sgd_by_delay, **how))
 
 
@@ -169,7 +169,7 @@ def test_an_optimizer_that_needs_whole_tensors_has_them(farm: Farm) -> None:
 
 
 class _OfWholeTensors(torch.optim.SGD):
-    """A subclass may look at whole tensors."""
+    """A subclass may look at whole tensors, so its shards are whole tensors."""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ class _OfWholeTensors(torch.optim.SGD):
 def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    """Each slot holds the largest, and as many as hold a round are enough."""
+    """Each slot holds the largest tensor. As many slots as one round needs are enough."""
     optimizer = functools.partial(_OfWholeTensors, lr=0.05, momentum=0.9)
     assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
 
@@ -322,7 +322,7 @@ def test_data_parallel_gives_the_result_of_plain_training_with_larger_minibatche
 
 
 class _Unsized:
-    """Minibatches that can be iterated anew, without a len()."""
+    """Minibatches that can be iterated again, but have no len()."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = list(batches)
@@ -348,7 +348,8 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
-    # A reader holds a group of minibatches beside those in flight: with too few places the last run hung.
+    # A reader holds a group of minibatches beside those in flight. With too few places, the last of these
+    # runs hung.
     [((2, 2), 1), ((1, 2, 1), 1), ((1, 2), 3)],
     ids=["2-2", "1-2-1", "1-2 with 3 microbatches"],
 )
@@ -377,7 +378,9 @@ def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> N
 
 
 def _pushed_case(codec: str, grows: bool) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Shards of one chunk each; of two where each has something of its own that was left out."""
+    """Returns a model and data. Shards have one chunk each, or two with topk, which keeps a residual for
+    each.
+    """
     torch.manual_seed(0)
     inputs, hidden, outputs = (350, 700, 450) if codec.startswith("topk") else (70, 90, 30)
     model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
@@ -399,7 +402,7 @@ def _train_with_encoded_pushes(
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         codec={"pushes": codec},
-        memory="1GiB",  # else a plan of one stage does not look at sizes
+        memory="1GiB",  # without it a plan of one stage does not look at sizes
         seed=1,
         progress=False,
     )
@@ -420,7 +423,7 @@ def _train_with_encoded_pushes(
 def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gradients(
     farm: Farm, codec: str, num_spares: int, grows: bool
 ) -> None:
-    """grows: also where the memory is planned again for a larger minibatch."""
+    """grows: whether a larger minibatch makes the run plan its memory again."""
     ranks = 3 + num_spares
     losses, state = farm.results(_train_with_encoded_pushes, codec, num_spares, grows, num_ranks=ranks)[0]
     model, data = _pushed_case(codec, grows)
@@ -439,7 +442,7 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
             expected.append(loss.item())
             gradients = [g.flatten() for g in torch.autograd.grad(loss, parameters)]
             for chunk in layout.chunks:
-                content = torch.zeros(chunk.num_bytes // 8).double()  # with the gaps between parameters
+                content = torch.zeros(chunk.num_bytes // 8).double()  # gaps between parameters included
                 for piece in chunk.pieces:
                     of_piece = gradients[piece.parameter][piece.first : piece.first + piece.count]
                     content[piece.begin_bytes // 8 :][: piece.count] = of_piece

@@ -1,5 +1,8 @@
-"""Parameters that stages with replicas share: every use of a minibatch reads one version, and one update a
-round of the owner's has the gradients of all uses, as the oracle has it."""
+"""Stages with replicas share parameters, with the numbers of the oracle.
+
+All uses in a minibatch read one version. In each round the owner makes one update with the gradients of all
+uses.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ class _Mix(nn.Module):
 
 
 def _crossed(width: int) -> nn.Sequential:
-    """Stage 0 shares with 1 and 2, stage 1 with 2: an owner, one that is both, and a user of two owners."""
+    """Stage 0 shares parameters with stages 1 and 2, and stage 1 with stage 2.
+
+    So stage 0 is an owner, stage 1 an owner and a user, and stage 2 a user of two owners.
+    """
     torch.manual_seed(0)
     first, second = _Mix(width, []), _Mix(width, [])
     second.others.append(first.own)
@@ -149,7 +155,7 @@ def test_stages_that_own_and_use_have_each_owners_rounds(
     ids=["clipped", "whole tensors"],
 )
 def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: dict[str, Any]) -> None:
-    width = 800  # 5 MiB a layer, of which a chunk has 1
+    width = 800  # a layer has 5 MiB, a chunk 1 MiB
     losses, state = farm.results(_train_crossed, (2, 1, 1), width, how, num_ranks=4)[0]
     expected, expected_state = _train_crossed((2, 1, 1), width, how, by_reference=True)
     assert_close_losses(losses, expected, 1e-9)

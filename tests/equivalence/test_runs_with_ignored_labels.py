@@ -52,7 +52,9 @@ class CausalModel(nn.Module):
 
 
 def _labels(valid: list[int]) -> Tensor:
-    """A minibatch whose samples have so many valid labels each, the last ones, as behind a prompt."""
+    """Returns a minibatch whose samples have so many valid labels each. They are the last labels, as behind a
+    prompt.
+    """
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(_VOCABULARY, (len(valid), _LENGTH), generator=generator)
     for sample, count in enumerate(valid):

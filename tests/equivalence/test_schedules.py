@@ -51,12 +51,14 @@ _STAGE_COUNTS = {schedule: (1, 2, 4) if schedule == "interleaved" else (1, 2, 3,
 
 
 def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
-    """2bw needs as many as are in flight. 6 samples in 4 or 5 make 3 pieces, so 1 or 2 are empty."""
+    """2bw needs at least as many as are in flight. 6 samples in 4 or 5 microbatches make 3 pieces, so 1 or 2
+    are empty.
+    """
     return (num_stages, num_stages + 1, 6) if schedule == "2bw" else (1, 2, 4)
 
 
 def _training(case_name: str, num_stages: int, schedule: str, microbatches: int, **options: Any) -> Training:
-    # The last minibatch has half the samples, where these are enough.
+    # The last minibatch has half the samples, if these are enough for the microbatches.
     short_last = microbatches <= BATCH // 2
     given: dict[str, Any] = {
         "short_last": short_last,
@@ -110,8 +112,9 @@ _FACTORS: dict[str, Sequence[Any]] = {
 
 
 def _is_allowed(row: Row) -> bool:
-    """Whether both sides compute the row alike. Below float64 that takes the same operators in the same
-    order."""
+    """Whether both sides compute the row alike. Below float64 they must use the same operators in the same
+    order.
+    """
     if row.get("num_stages", 1) not in _STAGE_COUNTS[row.get("schedule", "pipedream")]:
         return False
     precision, optimizer = row.get("precision", "float64"), row.get("optimizer", "sgd")
@@ -123,9 +126,9 @@ def _is_allowed(row: Row) -> bool:
         return False
     if optimizer == "adagrad" and row.get("lr_scheduler") == "OneCycleLR":
         return False  # it has no momentum to change
-    # Norms are summed in another order, and native optimizers round otherwise. Some gradients are zero but
-    # for rounding (of a bias before a batch norm, of a key), and one that divides by their size makes weights
-    # of that.
+    # Norms are summed in another order, and native optimizers round differently. Some gradients are zero
+    # except for rounding (of a bias before a batch norm, of a key). An optimizer that divides by their size
+    # makes weights of the rounding.
     rounds_otherwise = row.get("max_grad_norm") is not None or optimizer.startswith("native")
     has_such_gradients = row.get("case_name") in ("cnn", "transformer")
     return not ("ada" in optimizer and rounds_otherwise and has_such_gradients)
@@ -199,7 +202,9 @@ def test_an_option_changes_what_the_reference_computes(options: dict[str, Any], 
 
 
 def _without_running(state: State) -> State:
-    """Without what a batch norm counts, which under microbatches is not what a plain loop's counts."""
+    """Returns the state without the running statistics of batch norms. With microbatches, they are not those
+    of a plain loop.
+    """
     running = ("running_mean", "running_var", "num_batches_tracked")
     return {name: tensor for name, tensor in state.items() if not name.endswith(running)}
 
@@ -227,7 +232,7 @@ def test_schedules_that_drain_equal_plain_gradient_accumulation(
     ("case_name", "num_stages"), [("cnn", 2), ("transformer", 3), ("tied_apart", 4), ("lstm", 3)]
 )
 def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_stages: int) -> None:
-    # If it did not, a run that forgot to stash would pass as well.
+    # If naive trained as stashing does, a run that forgot to stash would pass as well.
     naive = Training(case_name, num_stages, schedule="naive", short_last=False)
     result, _ = farm.results(train_in_pipeline, naive, num_ranks=num_stages)[0]
     stashing, _ = train_by_reference(replace(naive, schedule="pipedream"))
@@ -237,8 +242,10 @@ def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_st
 
 
 def _tied_chunks(how: str) -> nn.Sequential:
-    """Four layers, the first and the third of which share a weight, or are one; or the last shares it too,
-    which is the other worker's."""
+    """Returns four layers, the first and the third of which share a weight, or are the same layer.
+
+    With "weight of both workers" the last layer shares the weight too. It belongs to the other worker.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
@@ -309,7 +316,7 @@ def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
 
 
 class _Spoil(torch.autograd.Function):
-    """Passes a value on; the weight's gradient is 1, or infinite in the backwards `at`."""
+    """Passes a value on. The weight's gradient is 1, or infinite in the backwards that `at` names."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -321,7 +328,7 @@ class _Spoil(torch.autograd.Function):
         layer = ctx.layer
         is_spoilt = layer.num_backwards in layer.at
         layer.num_backwards += 1
-        # By the same operators either way: memory is predicted from a backward that is not spoilt.
+        # Both cases use the same operators, because memory is predicted from a backward that is not spoilt.
         slope = gradients[0].sum().reshape(1) * (float("inf") if is_spoilt else 1.0)
         return gradients[0], slope, None
 
@@ -334,7 +341,7 @@ class _SpoiltLayer(nn.Module):
         self.num_backwards = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        # Also a number, so that what the loss is tells which updates were made.
+        # The weight is also a factor of the output, so the losses tell which updates were made.
         output: torch.Tensor = _Spoil.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
         return output * (1 - 1e-6 * self.weight.detach())
 
@@ -344,8 +351,12 @@ def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[Any, Any, dict[str, Any]]:
-    """Model, plan and arguments. A stage per layer, at two workers where they are interleaved. Two
-    microbatches each; `at` counts the backwards of microbatches, which a rehearsal leaves as they were."""
+    """Returns model, plan and arguments. There is one stage for each layer, and two microbatches in each
+    minibatch.
+
+    at: for each layer, the backwards to spoil, counted by microbatches. A rehearsal leaves the count as it
+    was.
+    """
     model = nn.Sequential(*(_SpoiltLayer(of_layer) for of_layer in at))
     options = {
         "data": [(torch.ones(2, 1), torch.ones(2, 1))] * 10,
@@ -393,7 +404,7 @@ def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedu
     model, plan, options = _spoilt([()] * len(at), schedule)
     reference.run(model, plan, **options)
     with pytest.raises(AssertionError):
-        assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing was skipped there
+        assert_close_state(state, model.state_dict(), _SAME_BITS)  # in that run nothing was skipped
 
 
 # Data.

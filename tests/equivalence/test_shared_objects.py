@@ -1,5 +1,6 @@
-"""Model, loss and data that hold parts of each other are one set of objects in a worker, too, and what a loss
-keeps comes back, as in a plain loop."""
+"""Model, loss and data may hold parts of each other. They are one set of objects in a worker, too, and what a
+loss keeps comes back to the caller, as in a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _NUM_MINIBATCHES = 6
 
 
 class _Centred(nn.Module):
-    """Looks at a buffer of the model, and keeps a centre, a count and a queue of its own."""
+    """A loss that looks at a buffer of the model, and keeps a centre, a count and a queue of its own."""
 
     def __init__(self, norm: nn.BatchNorm1d) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ def _kept(loss_fn: _Centred) -> tuple[list[float], list[list[float]], int]:
 
 
 def _train(num_stages: int, **options: Any) -> tuple[list[float], Any]:
-    """Twice in a row, as for an evaluation between."""
+    """Trains twice in a row, as with an evaluation in between."""
     model, loss_fn = _model_and_loss()
     losses = []
     for _ in range(2):
@@ -90,7 +91,8 @@ def _train_plainly() -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_loss_sees_the_models_buffer_and_its_own_state_comes_back(num_stages: int) -> None:
-    # It saw the initial mean of the batch norm for ever, and began each run with the centre as it was made.
+    # The loss once saw the initial mean of the batch norm for ever, and each run began with the initial
+    # centre.
     assert _train(num_stages) == _train_plainly()
 
 
@@ -143,7 +145,7 @@ def _small() -> nn.Sequential:
 
 
 def test_a_sampler_asks_the_model_of_the_only_worker_as_in_a_plain_loop() -> None:
-    # It asked a copy, with the initial weights.
+    # The data once asked a copy of the model, with the initial weights.
     model, plain = _small(), _small()
     result = pipedream.run(
         model,

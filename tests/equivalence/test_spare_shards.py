@@ -105,7 +105,7 @@ def test_schedulers_step_at_spares_as_at_replicas(farm: Farm) -> None:
 
 
 class _Unsized:
-    """Minibatches that can be iterated anew, without a len()."""
+    """Minibatches that can be iterated again, but have no len()."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = list(batches)
@@ -132,7 +132,8 @@ def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:
 
 
 def test_a_shard_of_more_chunks_than_a_spare_has_slots_gives_the_references_result(farm: Farm) -> None:
-    # 12 MiB of which a spare has half: three chunks; in one more run as whole tensors, updated at once.
+    # A spare has half of 12 MiB, which are three chunks. One more run has whole tensors, which are updated at
+    # once.
     for optimizer in (OPTIMIZERS["sgd"], functools.partial(torch.optim.Adafactor, lr=0.05)):
         results = farm.results(_train_wide, optimizer, (1,), num_ranks=3)
         losses, state = farm.results(_train_wide, optimizer, (0,), num_ranks=2)[0]
@@ -185,10 +186,10 @@ def test_what_owners_hold_and_exchange_is_as_their_shares(farm: Farm) -> None:
         p for layer in training.model()[stage.first_layer : stage.last_layer + 1] for p in layer.parameters()
     ]
     num_bytes = sum(p.nbytes for p in parameters)
-    # Each of 3 rounds every replica pushes what is not its own, and pulls as much.
+    # In each of 3 rounds every replica pushes what it does not own, and pulls as much.
     payload = 3 * 3 * 2 * 0.8 * num_bytes
     assert payload < result.bytes_synced < 1.1 * payload
-    # A spare has its shard alone: as many versions as a replica keeps of all.
+    # A spare keeps versions of its shard alone, as many as a replica keeps of all parameters.
     kept = {rank: result.memory[rank]["weight versions of stage 0"]["predicted"] or 0 for rank in (0, 4)}
     assert kept[4] / kept[0] == pytest.approx(0.4, abs=0.02)
 

@@ -1,4 +1,4 @@
-"""The same run by every transport, with keys, over several machines' ways, and by codecs that round."""
+"""The same training by every transport, with keys, as between several machines, and by codecs that round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from training import (
     train_in_pipeline,
 )
 
-# A rate at which the losses fall: where they explode so does the least difference.
+# The losses fall at this rate. If they exploded, the smallest difference would explode with them.
 _SGD = functools.partial(torch.optim.SGD, lr=0.002, momentum=0.5)
 _TRAINING = Training("wide", 3, torch.float32, _SGD, short_last=True)
 _SHARED, _TCP, _CURVE, _IPC = "shared memory", "zmq/tcp", "zmq/tcp curve", "cuda ipc"
@@ -122,7 +122,7 @@ def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_
 
 
 def _assert_spans_of_a_track_follow_each_other(events: list[dict[str, Any]]) -> None:
-    """By the rules of the trace's format those of one track may also contain each other; ours do not."""
+    """The trace format also allows that spans of one track contain each other. Ours do not."""
     ends: dict[tuple[int, int], float] = {}
     for event in events:
         if event["ph"] == "X":
@@ -211,7 +211,7 @@ def test_machines_with_pairs_of_their_own_talk_to_each_other(
 
 
 def _own_address() -> str:
-    """One of this machine that is not loopback."""
+    """An address of this machine that is not loopback."""
     for _, name in socket.if_nameindex():
         try:
             address = resolve_bind(name)
@@ -270,7 +270,9 @@ def _train_and_note_ports(training: Training, **options: Any) -> tuple[list[floa
 
 
 def test_workers_listen_at_the_ports_of_their_range_alone(farm: Farm, exact: tuple[RunResult, State]) -> None:
-    """Ports that they need at once: the training's links open while those of the rehearsal close."""
+    """Rehearsal and training need ports at the same time: the training's links open while the rehearsal's
+    close.
+    """
     ports = free_ports(8)
     first, last = map(int, ports.split("-"))
     ranks = farm.results(_train_and_note_ports, _TRAINING, num_ranks=3, ports=ports, transport="tcp")
@@ -293,7 +295,7 @@ def _assert_equals_codec_oracle(farm: Farm, training: Training, codec: Any, **op
     result, state = _train(farm, training, codec=codec, **options)
     losses, expected_state = _train_by_codec_oracle(training, codec)
     assert_same_numbers(result.losses, state, losses, expected_state, tolerance(training.dtype))
-    # And rounding made a difference: otherwise a codec that is ignored would pass.
+    # Rounding must make a difference: otherwise a codec that is ignored would pass.
     assert result.losses != train_by_reference(training)[0].losses
     assert_memory_as_predicted(result)
     return result
@@ -434,10 +436,11 @@ def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(f
 @pytest.mark.parametrize(
     ("codec", "relative"),
     [
-        # Rounded to 8, to 11 and to 7 bits (of a block's largest), each tensor twice a minibatch: half a unit
-        # of the last place is 2^-9, 2^-12 and 2^-8 of what crosses. The gradient of the loss by what crosses
-        # is of the order of the loss itself here, and the errors of 7 minibatches and 2 cuts add up at worst
-        # to 28 of these units; a codec that scrambled tensors would be off by the loss itself.
+        # The codecs round to 8, 11 and 7 bits (int8: 7 bits of a block's largest), each tensor twice a
+        # minibatch. An error is at most half a unit of the last place: 2^-9, 2^-12 and 2^-8 of what crosses.
+        # Here the gradient of the loss by what crosses is about as large as the loss itself. The errors of 7
+        # minibatches and 2 cuts add up to 28 such units at worst. A codec that scrambled tensors would be off
+        # by the loss itself.
         ("bf16", 28 * 2**-9),
         ("fp16", 28 * 2**-12),
         ("int8", 28 * 2**-8),
@@ -456,7 +459,8 @@ def test_codecs_of_gradients_leave_the_first_minibatch_as_it_was(
     farm: Farm, exact: tuple[RunResult, State]
 ) -> None:
     result, _ = _train(farm, _TRAINING, codec={"gradients": "topk:0.1"})
-    # The second stage reads what they have changed from minibatch 2 on, the first from 3 on.
+    # The second stage reads weights that these gradients have changed from minibatch 2 on, the first from 3
+    # on.
     assert result.losses[:2] == exact[0].losses[:2]
     assert result.losses[2:] != exact[0].losses[2:]
     assert all(math.isfinite(loss) for loss in result.losses)

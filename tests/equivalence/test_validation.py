@@ -1,5 +1,6 @@
-"""run(validation=...) measures what a plain loop would with the weights of that moment, and the training does
-not notice."""
+"""run(validation=...) measures what a plain loop would measure with the same weights, and does not disturb
+the training.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def evaluate_in_oracle(training: Training, every: str | int) -> Results:
 
 
 def assert_equal_figures(training: Training, figures: Results, expected: Results) -> None:
-    """To the last bit, but where the order of additions makes other weights."""
+    """Asserts equal figures to the last bit, except where another order of additions makes other weights."""
     assert len(figures) > 0
     assert [boundary for boundary, _ in figures] == [boundary for boundary, _ in expected]
     is_exact = training.microbatches == 1 and not training.replicas
@@ -86,7 +87,7 @@ def test_an_evaluation_is_that_of_a_plain_loop_and_the_training_does_not_notice(
 
 
 class WithAuxiliaryHead(nn.Module):
-    """In training another value crosses the cuts, of a head that eval mode leaves out."""
+    """Has an auxiliary head, which eval mode leaves out. In training, its value crosses the cuts too."""
 
     def __init__(self, *, skips: bool = False) -> None:
         super().__init__()

@@ -251,12 +251,16 @@ class MemoryPlan:
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _kept_beside_gradients(self, stage: int, kept: int) -> int:
-        """Returns the most bytes that a stage, not the first, keeps for its microbatches in flight: stashes,
-        and gradients that wait for slots upstream. kept: bytes of one microbatch before its backward."""
+        """Returns the most bytes that a stage keeps for its microbatches in flight: stashes, and gradients
+        that wait until the stage upstream has slots for them.
+
+        stage: not the first. kept: bytes of one microbatch before its backward.
+        """
         footprint = self.footprints[stage]
         gradient_bytes = footprint.input_bytes - footprint.target_bytes
-        # The stage upstream still has in flight both the microbatches that are stashed here and those whose
-        # gradients wait. So the two together are no more than it may have.
+        # A microbatch has a stash here, or a gradient that waits. Either way it is still in flight upstream,
+        # so the two numbers add up to at most `upstream`. The bytes are linear in the number of stashes, so
+        # the most bytes are at one end of its range.
         upstream = num_in_flight_upstream(self.schedule, stage)
         here_max = _core.num_microbatches_in_flight(self.schedule, stage)
         return _NUM_RELEASED_LATE * gradient_bytes + max(
@@ -292,9 +296,12 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches of one replica of the stage, not the first, the replicas upstream may
-    have in flight at once. Two bounds apply: that of the links to each of them, and that of the rounds that
-    they share. The result holds for every order of work, even if a link is slow for gradients alone."""
+    """Returns how many microbatches of one replica of this stage may be in flight upstream at once.
+
+    They are counted over all replicas upstream. There are two bounds: the microbatches that the links from
+    these replicas may have in flight, and the rounds (_num_within_rounds()). The result holds for every order
+    of work, even if a link is slow for gradients alone. stage: not the first.
+    """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     stride = math.lcm(upstream, here)
     of_edges = stride // here * num_of_edge_in_flight(schedule, stage - 1, stride)
@@ -302,8 +309,11 @@ def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns the bound that the versions give which replicas upstream read. A version contains the gradients
-    of all rounds before it, from every replica. So microbatches of those rounds are no longer in flight."""
+    """Returns the bound that follows from the versions that replicas upstream read.
+
+    A version contains the gradients of all rounds before it, from every replica. So microbatches of those
+    rounds are no longer in flight.
+    """
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     m = schedule.num_microbatches
     per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m

@@ -89,9 +89,9 @@ def forwarding_validation(
 ) -> Iterator[Callable[[], None] | None]:
     """In the with block, a thread forwards validation data; with options=None none does.
 
-    Gives a function that raises an error of the data, to be called now and then; None if nothing is
-    forwarded.
-    iterating: see forwarding()."""
+    Gives a function that raises an error of the data, to be called now and then. Gives None if nothing is
+    forwarded. iterating: see forwarding().
+    """
     if options is None:
         yield None
         return

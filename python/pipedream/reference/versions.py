@@ -153,12 +153,12 @@ class Versions:
         return self.minibatches_per_round(len(self._num_replicas) - 1)
 
     def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
-        """Returns the pairs (stage, round) whose overflow counts for the loss scale that begins with this
-        minibatch. Each pair counts for one scale.
+        """Returns the updates whose overflows count for the loss scale that begins with this minibatch.
 
-        Each activation that reaches the last stage reports the rounds that the stages have updated since the
-        activation before. Replicas of the last stage receive different activations, so they exchange these
-        reports with their updates.
+        Each update is a pair (stage, round), and counts for one scale only. If the schedule drains, they are
+        the updates of the round before. Otherwise each activation that reaches the last stage reports the
+        updates that the stages have made since the activation before. Several replicas of the last stage
+        receive different activations, so they exchange these reports with their updates.
         """
         last = len(self._num_replicas) - 1
         if self.drains:

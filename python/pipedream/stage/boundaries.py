@@ -185,13 +185,16 @@ class StageZeroGate:
         return False
 
     def _events_of_end(self) -> int:
+        """Returns the events at the end of the data of this segment."""
         end = self._source.num_minibatches
         if self._source.larger is not None or end == self._first_of_run:
-            # The next segment begins at this boundary, and decides about its events.
+            # Before a larger minibatch there are no events here: the next segment begins at this boundary and
+            # decides about them. Data that end where the run began have the events of its beginning.
             return self._begins_with if end == self._first_of_run and self._source.larger is None else 0
         begin = (end - 1) - (end - 1) % self._group_size  # the last boundary before the end
         if end % self._group_size and begin > self._first_of_run:
-            begin -= self._group_size  # also counts what a short last group has moved to the end
+            # The boundary before a short last group has no events. Those planned for it come at the end.
+            begin -= self._group_size
         return self._planned_in(begin, end, is_end=True) | self._late
 
     def _planned_in(self, begin: int, end: int, *, is_end: bool = False) -> int:

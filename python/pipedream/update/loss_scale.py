@@ -1,17 +1,18 @@
-"""The scale of a float16 loss on its way through the stages. The last stage chooses it, from the overflows
-anywhere so far, and tells it upstream with the gradients. Owned by the worker's compute thread.
+"""The scale of a float16 loss. The last stage scales the loss, and chooses the scale by the overflows that
+stages have reported. Owned by the worker's compute thread.
 
-    overflow   upstream --activations--> downstream, the last stage scales the loss
-    scale      upstream <--gradients---- downstream
+    reports of overflows   upstream --activations--> downstream
+    scale                  upstream <--gradients---- downstream
 
-The minibatches of a round of the last stage share one scale. It is chosen with the first of the round's
-activations. If rounds drain, an overflow skips the update of all stages, so every replica knows of it.
-Otherwise each replica of the last stage receives different activations of the round. With its norms it tells
-the others of the overflows that these report.
+The minibatches of a round of the last stage share one scale. The last stage chooses it with the first
+activation of the round. If rounds drain, an overflow skips the update of all stages, so every replica knows
+of it. Otherwise each replica of the last stage receives different activations, and so different reports. The
+replicas exchange these reports with their norms.
 
-Nothing is in flight between two segments of a run (worker/segment.py). An overflow from before is told with
-the first activation after. A run that goes on from another's state tells each overflow when a single run
-would: an update comes after the forwards that are in flight at that time.
+Nothing is in flight between two segments of a run (worker/segment.py). If a segment ends before an overflow
+was reported, the first activation of the next segment reports it. A run that goes on from another's state
+reports each overflow with the same activation as a run without a break: the first one that is forwarded
+after the update.
 """
 
 from __future__ import annotations
@@ -41,26 +42,28 @@ class LossScaling:
             self._scaler = LossScaler(1 if drains else num_in_flight)
         rounds = _core.rounds_of(schedule, stage_index)
         self._own_per_round = rounds.own_per_round
-        """Microbatches of a round at this replica. Microbatches are counted through the run, this replica's
-        alone."""
+        """The number of this replica's microbatches in a round. This class numbers the microbatches of this
+        replica alone, through the whole run."""
         self._next_own = schedule.first_minibatch * schedule.num_microbatches // rounds.num_replicas
         num_delayed = _core.num_gradients_kept(schedule, stage_index) - 1
         in_flight = 1 if drains else schedule.in_flight[stage_index]
         self._delay = in_flight - 1 + num_delayed * self._own_per_round
         self._skipped: list[int] = []
-        """Updates that overflowed. Each is given by the first microbatch that is forwarded after it."""
+        """Updates that overflowed. An update is given by the number of the first microbatch that is forwarded
+        after it."""
         self._late: list[int] = []
-        """The same for updates that overflowed in the run before this one, if that run has told nobody
-        yet."""
+        """Updates that overflowed in the run before this one and that nobody has been told of. Numbers as in
+        `_skipped`."""
         self._heard_at: list[int] = []
-        """The same for updates that have told of an overflow, since the last round began."""
+        """Updates that brought a report of an overflow (hear()). Numbers as in `_skipped`. Each counts for
+        the first scale that is chosen with that microbatch or a later one."""
         self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # the round that has this scale
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
         self._heard = False
-        """Whether an overflow was told of since the last round began: by updates if replicas exchange that,
-        or else by activations."""
+        """Whether a report of an overflow has come since the last scale was chosen. Updates bring it if
+        replicas exchange reports, and activations otherwise."""
         self._kept = False  # whether the segment before left an overflow untold
         self.scale = 1.0
         """At the last stage, the scale of the microbatch that is being forwarded."""
@@ -80,7 +83,7 @@ class LossScaling:
             heard = self._heard or any(at <= own for at in self._heard_at)
             self._heard, self._heard_at = False, [at for at in self._heard_at if at > own]
             self.scale = self._scaler.next_scale(heard)
-        elif self._drains:  # others repeat what the round's first activation has told
+        elif self._drains:  # later activations repeat the report of the first
             self._heard = False
 
     def note_told(self, minibatch: int) -> None:

@@ -48,8 +48,9 @@ def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]
 
 
 class _Group:
-    """The parameters that a stage shares with one owner, which may be the stage itself. Their versions
-    change together."""
+    """The parameters that a stage shares with one owner stage, and that get new versions together. The owner
+    may be the stage itself.
+    """
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class _Group:
         self.gradient_slot = 0
         """The slot of the version that the latest backward read."""
         self.newest_of = [self._first] * len(pieces)
-        """The newest version that each replica of the owner has sent. If the stage is the owner: the newest
-        version that this replica has made."""
+        """By replica of the owner: the newest version that it has sent. If this stage is the owner: the
+        newest version that this replica has made."""
         self.whole_version: Callable[[], int] | None = None
-        """Returns the newest version that is here as a whole. Given if the stage owns the parameters and
-        has them in shards."""
+        """Returns the newest version of which all shards are here. None unless the stage owns the parameters
+        and has them in shards."""
 
     def slot_of(self, version: int) -> int:
         return (version - self._first) % self.versions.num_slots
