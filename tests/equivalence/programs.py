@@ -1,4 +1,4 @@
-"""Programs that no schedule's name gives, and a generator of random ones."""
+"""Programs that no named schedule gives, and a generator of random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""footprint.py: the meters that count what a stage's work makes, in a rehearsal and while training."""
+"""footprint.py: the meters that count what the work of a stage allocates, in a rehearsal and in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memory.py: the terms of a worker, and what a limit makes it do."""
+"""memory.py: the memory terms of a worker, and what a limit makes the worker do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _footprint(*, stash: int = 100, inputs: int = 10, outputs: int = 20, transie
 def _memory(
     schedule: str = "pipedream", *, rank: int = 0, microbatches: int = 1, num_workers: int = 4, **given: Any
 ) -> MemoryPlan:
-    """A rank of four stages. given: of MemoryPlan."""
+    """Returns the plan of one rank of four stages. given: fields of MemoryPlan."""
     plan = Plan.straight(4, 4, num_workers=num_workers)
     options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.placement)
     fields: dict[str, Any] = {
@@ -67,8 +67,7 @@ def _kib(memory: MemoryPlan) -> dict[str, float]:
     return {name: num_bytes / _KIB for name, num_bytes in memory.terms().items()}
 
 
-# schedule, microbatches -> at stage 1 of 4: versions kept, microbatches in flight, gradients that may wait
-# for stage 0.
+# (schedule, microbatches) -> (versions kept, microbatches in flight), at stage 1 of 4.
 _TABLE = {
     ("pipedream", 1): (3, 3),
     ("vertical_sync", 1): (4, 3),
@@ -87,8 +86,11 @@ def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> i
 
 
 def _gradients_beside(memory: MemoryPlan, stage: int) -> int:
-    """Gradients that may lie beside the stash of a stage which keeps all that it has in flight: those of the
-    microbatches that only the stage upstream has in flight, and one that is released late."""
+    """Returns how many gradients may lie beside the stash of a stage that keeps all that it has in flight.
+
+    These are the gradients of microbatches that only the stage upstream has in flight, and one that is
+    released late.
+    """
     here, upstream = (_core.num_microbatches_in_flight(memory.schedule, s) for s in (stage, stage - 1))
     return min(_waiting(memory, "gradient", stage, stage - 1), upstream - here) + 1
 
@@ -116,9 +118,12 @@ def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None
 def _most_held(
     options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int | None = None
 ) -> int:
-    """By the workers' own lists: the most that replica 0 of the stage has of what it keeps and of gradients
-    that have not been received, each time all others having done no more than it has needed. count: of the
-    minibatches; None: as many as show the most, wherever the last one falls."""
+    """Returns the most bytes that replica 0 of the stage has at once, of what it keeps and of gradients that
+    nobody has received.
+
+    Follows the workers' own lists. All other workers do no more than this replica needs to go on. count: the
+    number of minibatches; None takes the worst of several, so that the last one may fall anywhere.
+    """
     placement = options.placement
     if count is None:
         replicas = [placement.num_replicas(index) for index in range(options.num_stages)]
@@ -158,7 +163,8 @@ def _most_held_of_all_orders(
     """The same of every order in which the workers may do what their lists say, one by one."""
     placement = options.placement
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
-    # By worker and how much of its list is done: items sent or received by each edge, and held here.
+    # For each worker and each number of instructions done: items sent or received by each edge, and items
+    # held here.
     done: list[list[dict[str, int]]] = []
     for program in programs:
         sums = [dict.fromkeys(["here", *map(str, _core.edges_of(options))], 0)]
@@ -261,7 +267,7 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
     replicas: tuple[int, ...], more: int
 ) -> None:
-    """A link that is slow in that direction alone brings this about; a fast one never shows it."""
+    """Only a link that is slow in that direction alone brings this about. A fast one never shows it."""
     plan = Plan.replicated(len(replicas), replicas)
     in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
     options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)
@@ -285,8 +291,9 @@ def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, mi
 def test_a_replica_with_one_microbatch_of_each_minibatch_keeps_the_inputs_of_all(
     microbatches: int, minibatches: int
 ) -> None:
-    """Each of two replicas has every second microbatch, so three in a row of one belong to so many
-    minibatches."""
+    """Each of two replicas has every second microbatch. So three of its microbatches in a row belong to so
+    many minibatches.
+    """
     plan = Plan((Stage(0, 0, 2), Stage(1, 1, 3)))
     assert plan.in_flight == (3, 1)
     options = _core.ScheduleOptions("pipedream", plan.in_flight, microbatches, plan.placement)
@@ -396,7 +403,7 @@ def test_the_stage_that_saves_most_is_recomputed_first(largest: int) -> None:
 
 
 def test_a_recompute_that_saves_nothing_is_not_chosen() -> None:
-    # At the last stage one microbatch is in flight: to do it again takes as much.
+    # At the last stage one microbatch is in flight, and recomputing it takes as much memory.
     memory = _memory(rank=3)
     with pytest.raises(ValueError) as caught:
         choose_savings(memory, None, memory.counted_bytes() - 1)

@@ -1,4 +1,6 @@
-"""rehearsal.py: each worker runs its own stages once, on its own device; what crosses and what it takes."""
+"""rehearsal.py: each worker runs its own stages once on its own device, and learns what crosses and what it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,8 @@ class _NotesItsDevice(nn.Module):
 def test_a_stage_without_parameters_runs_on_the_workers_device_too(
     device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where it ran used to be asked of its parameters: none meant the CPU, and the CPU's autocast lists.
+    # The device was once taken from the stage's parameters. A stage without any ran with the CPU's autocast
+    # lists.
     @contextlib.contextmanager
     def region(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
         assert dtype is torch.bfloat16
@@ -275,8 +278,8 @@ def test_a_layer_that_fails_is_told_with_its_stage_and_rank() -> None:
 def test_an_error_of_the_device_at_the_last_stage_is_told_with_stage_and_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A label out of range: the forward and the backward have launched, or failed, and no use of the device
-    # succeeds any more, giving back the buffers included.
+    # A label is out of range. The forward and the backward have been launched, or have failed, and no later
+    # use of the device succeeds, not even giving back the buffers.
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()

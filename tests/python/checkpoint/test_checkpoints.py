@@ -1,4 +1,4 @@
-"""Checkpoints: what it takes, and from where a run continues."""
+"""Checkpoints: which arguments it takes, and from where a run continues."""
 
 from __future__ import annotations
 

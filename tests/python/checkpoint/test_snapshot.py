@@ -1,4 +1,4 @@
-"""snapshot.py: what is no tensor goes through JSON and comes back as it was."""
+"""snapshot.py: values that are no tensors go through JSON and come back as they were."""
 
 from __future__ import annotations
 

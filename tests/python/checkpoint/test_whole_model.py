@@ -61,7 +61,7 @@ def test_a_checkpoint_is_loaded_into_a_model_in_place(tmp_path: Path) -> None:
 
 
 class _TiedByName(nn.Module):
-    """A module that is cut by its forward: both stages have the weight under the embedding's name."""
+    """A module that is cut by its forward. Both stages have the weight under the embedding's name."""
 
     def __init__(self) -> None:
         super().__init__()

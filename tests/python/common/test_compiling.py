@@ -1,4 +1,6 @@
-"""compiling.py: the compiler's modules are imported by what compiles, not by what keeps it out."""
+"""compiling.py: code that compiles imports the compiler's modules. Code that keeps the compiler out
+does not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""errors.afterwards: how cleaning up meets the error that ended what came before."""
+"""errors.afterwards: what happens to an error in cleaning up, if another error has ended the work before."""
 
 from __future__ import annotations
 

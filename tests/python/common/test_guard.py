@@ -41,7 +41,7 @@ def _refusal() -> str:
 
 
 def test_a_run_within_another_is_refused_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two threads used to train for 21 s, and then one failed with KeyError: 'PIPEDREAM_RUN_FOLDER'.
+    # Two threads once trained for 21 s, and then one failed with KeyError: 'PIPEDREAM_RUN_FOLDER'.
     begun, over = threading.Event(), threading.Event()
 
     def train(*_: object) -> Any:

@@ -1,4 +1,4 @@
-"""rank_tree.py: by whom what rank 0 has, and what it wants, travels."""
+"""rank_tree.py: which ranks pass on what rank 0 has, and what rank 0 wants."""
 
 from __future__ import annotations
 

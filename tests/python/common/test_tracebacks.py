@@ -1,4 +1,4 @@
-"""tracebacks.py: the user sees the frames of their own code, and none of ours but one."""
+"""tracebacks.py: users see the frames of their own code, and only one of pipedream's."""
 
 from __future__ import annotations
 

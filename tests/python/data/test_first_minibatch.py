@@ -138,7 +138,7 @@ class _OverQueueDataset(_OverQueue, torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("is_loader", [False, True])
 def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) -> None:
-    # The look took the first: the run began with the second or third.
+    # The look once took the first minibatch, and the run began with the second or third.
     data: Iterable[int] = DataLoader(_OverQueueDataset(), batch_size=None) if is_loader else _OverQueue()
     looked = looked_at(data)
     assert looked_at(looked) is looked

@@ -127,7 +127,9 @@ def test_any_of_several_inputs_may_exceed() -> None:
 
 
 def test_of_several_kinds_one_is_not_exceeded_by_what_it_covers() -> None:
-    """Few long and many short ones: a minibatch is held against each whole, not against each one's inputs."""
+    """A minibatch of a size between few long texts and many short ones is compared with each kind as a whole,
+    not input by input.
+    """
 
     def batch(num_texts: int, length: int) -> Keywords:
         return Keywords(ids=torch.zeros(num_texts, length), mask=torch.zeros(num_texts, 1))

@@ -1,4 +1,4 @@
-"""asked_plan.py: what a front end's plan, workers and bandwidth stand for."""
+"""asked_plan.py: what the arguments plan, workers and bandwidth of a front end stand for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each hook of a LightningModule is honoured, without meaning, or refused, and so is what its steps leave."""
+"""Each hook of a LightningModule is honoured, has no meaning, or is refused. So are the values that its steps
+return.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Calibration recovers known costs of the runtime from the spans of short runs, and refuses runs that tell
-nothing."""
+"""Calibration recovers known costs of the runtime from spans of short runs. It refuses runs that tell
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def _results(*spans: list[WorkSpan]) -> list[RunResult]:
 
 
 def _known_runs(**changes: Any) -> Runs:
-    """0.1 ms of a step and 0.2 ms per MiB; a copy is 0.3 ms more; layers take 3 times the profile's."""
+    """Returns runs with known costs: a step of 0.1 ms and 0.2 ms per MiB, a copy of 0.3 ms more per MiB.
+    Layers take three times the profile's time.
+    """
     runs = Runs(
         one=_results(_spans(0, 1, 3.0, 6.0, 0.5)),
         straight=_results(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
@@ -79,7 +82,8 @@ def test_known_costs_are_recovered_from_spans() -> None:
         assert costs.positions[name].forward_scale == pytest.approx(3.0, rel=1e-3)
         assert costs.positions[name].backward_scale == pytest.approx(3.0, rel=1e-3)
     assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)  # 3 ms, of both layers
-    # Of 3 ms a microbatch of four takes 1.75, those after it 1.5: 5/3 ms are shared by them.
+    # A whole forward takes 3 ms. The first of four microbatches takes 1.75 ms, and each later one 1.5 ms. So
+    # 5/3 ms of the 3 ms are divided among microbatches.
     assert costs.forward_share.first_ms == pytest.approx(4 / 9, rel=1e-3)
     assert costs.forward_share.later_ms == pytest.approx((1.5 - 5 / 12) / 3, rel=1e-3)
     assert costs.forward_share.minibatch_ms == pytest.approx(5 / 9, rel=1e-3)
@@ -88,7 +92,8 @@ def test_known_costs_are_recovered_from_spans() -> None:
     assert costs.update_ms == pytest.approx(0.1, rel=1e-2)
     assert costs.update_ms_per_byte * (1 << 20) == pytest.approx(0.2, rel=1e-2)
     assert costs.copy_ms_per_byte * (1 << 20) == pytest.approx(0.3, rel=1e-2)
-    # Half of an update's 0.4 ms are the other replica's; what is left is what they exchange, a MiB each.
+    # Half of the update's 0.4 ms belongs to the other replica. The rest is for the MiB that each of them
+    # exchanges.
     assert costs.sync["UPDATE"].of(1 << 20) == pytest.approx(0.2, rel=1e-2)
     assert costs.sync["FORWARD"].of(1 << 20) == costs.sync["BACKWARD"].of(1 << 20) == 0.0
     for position in costs.positions.values():
@@ -157,7 +162,7 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
 
 
 def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
-    # Alone each worker is twice as fast; after 10 ms of waiting it takes half as long again, after 2 a tenth.
+    # Each worker is twice as fast alone. After a wait of 10 ms it takes 50 % longer, after one of 2 ms 10 %.
     def in_turn(wait_ms: float, longer: float) -> list[RunResult]:
         return _results(
             *(
@@ -179,7 +184,7 @@ def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
 
 
 def test_each_number_of_microbatches_that_was_measured_counts_as_it_was() -> None:
-    # Halves of a minibatch take as long as all of it: a shape that the library has no faster way for.
+    # Half of a minibatch takes as long as all of it, as if the library had no fast way for that shape.
     cut = {
         m: _results(*(_spans(stage, m, forward_ms, 1.5, 0.3) for stage in range(2)))
         for m, forward_ms in ((2, 3.0), (4, 1.0))
@@ -229,7 +234,9 @@ def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[An
 
 
 def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short last one has fewer samples than the calibration cuts it into: what run trained ended it."""
+    """A short last batch has fewer samples than the calibration has microbatches. It once ended the
+    calibration.
+    """
     whole, short = ((torch.ones(count, 1), torch.ones(count, 1)) for count in (8, 1))
     for data, size in (([whole, whole, short], 8), ([short], 1)):
         given = _first_data(monkeypatch, _PROFILE, data)

@@ -1,4 +1,6 @@
-"""The data of run() go through few files until the loop takes them, and docs/inside-a-run.md names these."""
+"""The data of run() pass through few files until the training loop takes them. docs/inside-a-run.md names
+these files.
+"""
 
 from __future__ import annotations
 

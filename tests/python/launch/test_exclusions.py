@@ -1,4 +1,4 @@
-"""Options that exclude each other: the rows of the table are refused everywhere, and no other pair."""
+"""Options that exclude each other: each row of the table is refused everywhere, and no other pair is."""
 
 from __future__ import annotations
 
@@ -211,8 +211,10 @@ def _assert_rows_are_refused(refused: Callable[..., str | None], names: Collecti
 
 
 def _others_than_rows(refused: Callable[..., str | None], names: Collection[str]) -> list[str]:
-    """Refusals of pairs by another text than a row's. Left out are traits that every job here has, and those
-    that are refused alone."""
+    """Returns refusals of pairs whose text is not a row's.
+
+    Traits that every job here has are left out, and so are those that are refused alone.
+    """
     known = [f": {row.because}; {row.remedy}" for row in _ROWS]
     alone = [name for name in names if name not in _ALWAYS and refused(name) is None]
     texts = [refused(*pair) or _CONFLICT for pair in itertools.combinations(alone, 2)]

@@ -1,4 +1,6 @@
-"""first_loss.py: a caller notices that its workers train another model, and takes no other for one."""
+"""first_loss.py: a caller notices that its workers train another model than its own. It never mistakes its
+own for another.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class InFloat32(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Is cut; with batch norm."""
+    """A module with batch norm that is cut by its forward."""
 
     def __init__(self, *between: nn.Module) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ def _run(model: nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[FirstLoss]:
-    """The comparisons of each run; with gradients."""
+    """The comparison of each run. Gradients are compared too."""
     found: list[FirstLoss] = []
 
     class Kept(FirstLoss):

@@ -1,4 +1,4 @@
-"""fork_server.py: what a process that it makes has of the one that asked, and whose child it is."""
+"""fork_server.py: what a new process takes over from the process that asked for it, and whose child it is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""task_files.py and launcher.py: the folder of a run, what is written there for the workers, what they are
-told by another way, and what becomes of folders that killed callers have left.
+"""task_files.py and launcher.py: the folder of a run, the files in it for the workers, what they are told by
+other means, and what happens to folders that killed callers have left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _TiedPair(nn.Module):
 
 
 class _Device:
-    """Stands in for a GPU: says that every storage lies there but those that were copied from it."""
+    """Stands in for a GPU: says that every storage lies on it, except those that were copied from it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[torch.UntypedStorage] = []

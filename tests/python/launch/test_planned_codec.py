@@ -1,4 +1,4 @@
-"""run() takes the codec that a plan was made for, and says where it cannot, or does not."""
+"""run() takes the codec that a plan was made for. If it cannot or does not, it says so."""
 
 from __future__ import annotations
 

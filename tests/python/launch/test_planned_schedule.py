@@ -1,4 +1,4 @@
-"""run(schedule="auto") takes the schedule and m from the plan, and says where it cannot or does not."""
+"""run(schedule="auto") takes the schedule and m from the plan. If it cannot or does not, it says so."""
 
 from __future__ import annotations
 

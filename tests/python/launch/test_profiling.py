@@ -1,4 +1,4 @@
-"""profiling.py: when the process begins that forks the workers of a later run."""
+"""profiling.py: when the process starts that forks the workers of a later run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""script_capture.py and script_state.py: a value that a script has set is found, taken over, or named. And
-whose a module is, by how it was installed.
+"""script_capture.py and script_state.py: a value that a script has set is found, taken over, or named. The
+way in which a module was installed says whose it is.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _TwoWordsError(Exception):
 
 
 def test_what_cannot_be_made_again_from_what_is_sent_is_named(parts: Any) -> None:
-    """It ended the run: a worker could not rebuild what the script had set."""
+    """The run once ended, because a worker could not rebuild what the script had set."""
     parts.MISSING = _TwoWordsError("one", "other")
     parts.CONFIG = {"rates": [1, 2], "scale": torch.ones(2), "table": np.ones(2), "of": parts.missing}
     captured = capture_script([parts.Layer()], None)

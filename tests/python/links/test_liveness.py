@@ -1,4 +1,4 @@
-"""Who is lost, by signs of life read in rounds; and the pulse of a worker."""
+"""The monitor that finds lost ranks by signs of life, which it reads in rounds, and the pulse of a worker."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_longer_timeout_of_the_two_holds(own_s: float, theirs_s: float, pati
 
 
 def test_a_round_that_comes_late_is_not_held_against_the_others() -> None:
-    # All ranks were stopped, as by Ctrl-Z, and go on: this one may be the first to look.
+    # All ranks were stopped, as by Ctrl-Z, and go on now. This one may be the first to look.
     monitor = LivenessMonitor(_TIMEOUT_S)
     _observe(monitor, [_sign(1), _sign(2)])
     monitor.observe({2: _sign(2)}, 3600.0)

@@ -22,7 +22,7 @@ _TIMEOUT_S = 0.4
 
 
 class Ranks:
-    """The ranks of one run, in this process; each has a connection of its own."""
+    """The ranks of one run, all in this process. Each has a connection of its own."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -133,7 +133,7 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
 def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its process ends next, and the store with it: the others used to see a broken connection.
+    # The host's process ends next, and the store with it. The others once saw a broken connection.
     host, other, done = (ranks.rank(rank, world_size=3, hosts=rank == 0) for rank in range(3))
     done.join(_TIMEOUT_S)
     done.leave()  # hears by its links, never here
@@ -148,7 +148,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     monkeypatch.setattr(time, "sleep", hear)  # what it does while it stays
     monkeypatch.setattr(module, "_LINGER_S", _DEADLINE_S)
     host.close()
-    assert set(heard) == {"a mistake"}  # once, or twice: nobody confirms what is set
+    assert set(heard) == {"a mistake"}  # once or twice, because nobody confirms what is set
 
 
 def test_the_host_of_the_store_does_not_stay_for_ever(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""boundary.py: what crosses a cut is planned from a rehearsal and checked at every minibatch."""
+"""boundary.py: a rehearsal plans what crosses a cut, and every minibatch is checked against that plan."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_untouched_restores_after_an_error_and_hides_gradients_inside() -> None:
 
 
 class _InitialisedByData(nn.Module):
-    """A module like ActNorm: its first minibatch sets it up, and later ones count."""
+    """A module like ActNorm. Its first minibatch sets it up, and every call is counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Any, error: type[Exception], 
 def test_a_tensor_crosses_in_its_own_memory_with_the_strides_that_it_has(
     shape: tuple[int, ...], dims: tuple[int, ...]
 ) -> None:
-    """Only values crossed: channels_last arrived row-major."""
+    """Only values once crossed, so that channels_last arrived row-major."""
     inverse = [dims.index(dim) for dim in range(4)]
     tensor = torch.randn([shape[dim] for dim in dims]).permute(inverse)
     boundary = Boundary.from_json(Boundary.of((tensor, torch.zeros(2))).to_json())

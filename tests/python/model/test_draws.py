@@ -1,4 +1,4 @@
-"""draws.py: what a forward draws depends on where it draws and on the microbatch, and on nothing before."""
+"""draws.py: what a forward draws depends only on the place where it draws and on the microbatch."""
 
 from __future__ import annotations
 

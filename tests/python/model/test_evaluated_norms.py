@@ -1,4 +1,6 @@
-"""evaluated_norms.py: who evaluates and trains in turn while minibatches are in flight is told so."""
+"""EvaluatedNorms: a batch norm that evaluates and trains in turn while minibatches are in flight is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The gradient of a fully connected layer's weight is the product of what is taken in its place."""
+"""The gradient of a fully connected layer's weight is the product of the two factors that are taken in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class _Keyword(nn.Module):
 
 
 class _Implicit(nn.Module):
-    """The fixed point of a layer: its hook differentiates by the layer's inputs alone, in the backward."""
+    """Computes the fixed point of a layer. Its hook, in the backward, differentiates only by the layer's
+    inputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()

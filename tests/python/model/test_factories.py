@@ -1,4 +1,4 @@
-"""factories.py: the user's optimizer and lr_scheduler, called for a stage and tried before a run."""
+"""factories.py: the user's optimizer and lr_scheduler are called for each stage, and tried before a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_trial_gives_every_stage_with_parameters_its_own_under_their_names() -
     assert [[name for name, _ in stage] for stage in seen] == [["weight", "bias"]] * 2
     for given, (_, own) in zip([*seen[0], *seen[1]], [*_named(first), *_named(last)], strict=True):
         assert given[1] is not own
-        # The same memory: a trial of a large model takes none.
+        # The copies share the memory, so that a trial of a large model takes none.
         assert given[1].data_ptr() == own.data_ptr()
         assert given[1].stride() == own.stride()
     assert seen[0][0][1].no_weight_decay
@@ -132,7 +132,7 @@ def test_a_trial_says_nothing_where_the_parameters_are_not_yet_on_the_workers_de
 
 
 class _Counting:
-    """Raises for the second stage, and counts: a copy is what must be tried."""
+    """Raises an error for the second stage, and counts calls. So it shows that a copy of it is tried."""
 
     def __init__(self) -> None:
         self.num_calls = 0

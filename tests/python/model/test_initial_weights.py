@@ -1,4 +1,4 @@
-"""initial_weights.py: what gives a model on the meta device its values."""
+"""initial_weights.py: where a model on the meta device gets its values from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 
 
 class _Scaled(nn.Module):
-    """Hugging Face's way: the model around sets the weights, of some modules by the names of their parts."""
+    """Hugging Face's way: the outer model sets the weights, for some modules by the names of their parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""loss_placement.py: a loss has its tensors where the outputs are, and the caller's object stays what it was.
+"""loss_placement.py: the tensors of a loss move to where the outputs are, and the caller's object stays what
+it was.
 
-The device "meta" stands in for a GPU: tensors there are as far from the host's as those of any other.
+The device "meta" stands in for a GPU, because its tensors are not in host memory either.
 """
 
 from __future__ import annotations

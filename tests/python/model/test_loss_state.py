@@ -1,4 +1,4 @@
-"""loss_state.py: what a loss has kept comes back, and nothing of the model's with it."""
+"""loss_state.py: what a loss has kept comes back to the caller, but nothing of the model does."""
 
 from __future__ import annotations
 

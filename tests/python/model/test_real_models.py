@@ -1,5 +1,6 @@
-"""Networks of transformers and torchvision, dropout on: cut at all places at once they compute what they do
-whole. Skipped where the libraries are not installed; twins.py has the patterns."""
+"""Networks of transformers and torchvision, with dropout. Cut at all places at once, they compute what they
+compute whole. Skipped if the libraries are not installed; twins.py has the patterns.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pipedream.model.batches import parts_of
 from pipedream.splitting.cut_model import CutModel, cut_model
 from pipedream.splitting.split_check import check_cuts
 
-# After these at least: the ends of blocks, where one would cut.
+# Cuts are possible after these at least. They are the ends of blocks, where one would cut.
 _ENDS = {
     "gpt2": "transformer.h.0",
     "llama": "model.layers.0",

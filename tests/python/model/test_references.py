@@ -1,4 +1,4 @@
-"""references.py: what holds tensors is found, and a loss with something to train in it is refused."""
+"""references.py: finds the objects that hold tensors, and refuses a loss with something to train in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""seeding.py: the generators a run draws from."""
+"""seeding.py: the generators from which a run draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""stage_calls.py: what runs a stage in training, rehearsal and the layer sweep is what its layers compute."""
+"""stage_calls.py: training, rehearsal and the layer sweep run a stage so that it computes what its layers
+compute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stand_ins.py: parameters without their memory, in every place that holds them."""
+"""stand_ins.py: parameters give up their memory in every place that holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""structure.py: what holds values is taken apart and put together again, in another process too."""
+"""structure.py: objects that hold values are taken apart and put together again, also in another process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
 
 
 class Output(OrderedDict[str, Any]):
-    """An output like Hugging Face's: a dataclass and a dict that omits None."""
+    """An output like Hugging Face's: a dataclass, and a dict that leaves out None."""
 
 
 @pytest.mark.parametrize(

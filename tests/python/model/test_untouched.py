@@ -1,4 +1,6 @@
-"""untouched.py: what a module keeps is put back. test_boundary.py has buffers, gradients and generators."""
+"""untouched.py: attributes of a module are put back. test_boundary.py has buffers, gradients and
+generators.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ def _num_hooks(model: nn.Module) -> int:
 
 
 def test_hooks_that_a_forward_installs_are_gone_and_those_before_stay() -> None:
-    """They stayed, while the attribute that says so was put back: the next forward installed them again, and
-    a Mixtral whose router logits hooks collect had them twice."""
+    """The hooks once stayed, but the attribute that says so was put back. The next forward installed the
+    hooks again, and a Mixtral whose router logits they collect had every value twice.
+    """
     twin = TWINS["routed"]
     model, (inputs, _) = twin.model(), twin.data(1)[0]
     seen: list[str] = []
@@ -119,8 +122,9 @@ class _Remembers(nn.Module):
 
 
 def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
-    """Numbers and flags alone were put back: a hidden state, a memory bank or a list of what came before had
-    seen the first minibatch twice or more when the training began, without a word."""
+    """Only numbers and flags were once put back, without a word about the rest. When the training began, a
+    hidden state, a memory bank or a list had already seen the first minibatch twice or more.
+    """
     model, fresh, inputs = _Remembers(), _Remembers(), torch.ones(4, 2)
     for _ in range(2):
         bank, history = model.bank, model.history

@@ -1,4 +1,6 @@
-"""Muon: two optimizers as one, with one learning-rate schedule, one state and one list of parameters."""
+"""Muon: two optimizers that act as one, with one learning-rate schedule, one state and one list of
+parameters.
+"""
 
 from __future__ import annotations
 

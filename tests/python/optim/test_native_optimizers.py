@@ -81,7 +81,7 @@ def give_gradients(seed: int, *lists: list[Tensor]) -> None:
 
 
 def assert_equal(native: list[Tensor], expected: list[Tensor]) -> None:
-    """To rounding: parameters are of order 1, and errors of single steps add up."""
+    """Asserts equality up to rounding. Parameters are of order 1, and errors of single steps add up."""
     for one, other in zip(native, expected, strict=True):
         tolerance = 1e-12 if one.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -234,7 +234,7 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["step", "cosine", "one_cycle", "lambda"])
-# As a tensor in float64: torch computes 1 - lr * weight_decay in the dtype of lr.
+# lr may be a float64 tensor: torch computes 1 - lr * weight_decay in the dtype of lr.
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, dtype=torch.float64)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_lr_schedulers_work(name: str, lr: float | Tensor, scheduler: Callable[..., Any]) -> None:
@@ -317,7 +317,7 @@ def test_a_copied_optimizer_steps_alone() -> None:
 
 
 def place(optimizer: optim.NativeOptimizer) -> list[Tensor]:
-    """Places the state; returns the tensors, parameter by parameter."""
+    """Places the state. Returns its tensors, parameter by parameter."""
     placed: list[Tensor] = []
     indices: list[int] = []
 

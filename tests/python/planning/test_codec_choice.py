@@ -1,4 +1,4 @@
-"""run(codec=...) gives each boundary its codec."""
+"""run(codec=...) chooses a codec for each boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plans whose replicas push factors: against an enumeration of all plans, in files, texts and simulations."""
+"""Plans whose replicas push factors: compared with an enumeration of all plans, and in files, texts and
+simulations.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ _Row = tuple[float, int, int, list[tuple[int, int]], int]
 
 
 def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | None = None) -> Profile:
-    """Layers as (forward and backward ms, activation, other parameter bytes, weights, saved bytes).
-    product_share: of a backward, that each of a layer's two weights may take at most."""
+    """Returns layers from rows of (forward and backward ms, activation, other parameter bytes, weights, saved
+    bytes).
+
+    product_share: the largest share of a backward that the product of each of the two weights may take.
+    """
     layers = []
     for index, (ms, activation, others, weights, kept) in enumerate(rows):
         product_ms = None if product_share is None else product_share * 3 * ms / 4
@@ -119,7 +124,7 @@ def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longe
     """Factors cost more with every further replica, until the weight goes dense."""
     compute_ms, others, weights = layer
     profile = _profile([(compute_ms, 0, others, weights, 0), (round(wanted_ms), 0, 0, [(4, 4)], 0)])
-    # The second layer has one replica whatever it costs; the first one as few as keep up with it.
+    # The second layer has one replica, whatever it costs. The first one has as few as keep up with it.
     profile = replace(
         profile, layers=(profile.layers[0], replace(profile.layers[1], parameter_bytes=1 << 40, factors=None))
     )
@@ -317,7 +322,7 @@ def test_weights_that_are_more_than_their_layer_are_refused(tmp_path: Path) -> N
 
 
 def test_products_that_were_measured_longer_than_the_backward_are_the_backward(tmp_path: Path) -> None:
-    """Each is measured alone, with noise; what is left of the backward cannot be less than nothing."""
+    """Each product is measured alone, with noise. The rest of the backward cannot take less than no time."""
     factors = (WeightFactors(4000, 300, 3.0), WeightFactors(1000, 30, 1.0))
     layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=factors)
     assert factored_sum([layer], 2).product_ms == 2.0
@@ -444,8 +449,9 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
 
 @pytest.mark.parametrize("planned_for", ["pipedream", "flush"])
 def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path, planned_for: str) -> None:
-    """With 2-3 replicas a round of flush has six minibatches, three for each of the first stage's
-    replicas."""
+    """With 2-3 replicas a round of flush has six minibatches: three for each of the first stage's
+    replicas.
+    """
     layers = (
         LayerProfile("fc", 4.0, 8.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),
@@ -464,7 +470,9 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
 def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_run(
     tmp_path: Path, planned_for: str, run_with: str
 ) -> None:
-    """It once had the rounds that it was planned for: of 2-3 one minibatch where flush has three."""
+    """The plan once counted the rounds of the schedule that it was planned for. With 2-3 replicas that was
+    one minibatch a round, where flush has three.
+    """
     runtime = replace(FREE, update_ms_per_byte=0.001, cut_bytes=1000)
     layers = (
         LayerProfile("fc", 4.0, 8.0, 1000, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
@@ -475,7 +483,8 @@ def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_
     partition(profile, 5, 1e9, cost_model="calibrated", replicas=[2, 3], **asked).save(path)
     plan = Plan.load(path)
     options = _core.ScheduleOptions(run_with, list(plan.in_flight), 1, plan.placement)
-    # What the lists of a run say: an update makes the products of what every replica has gone through before.
+    # The lists of a run say that an update makes the products of all that every replica has gone through
+    # before.
     busy_ms, own, products = 0.0, 0, []
     for step in _core.make_program(options, 0, 12):
         if step.opcode in ("FORWARD", "BACKWARD"):

@@ -1,4 +1,4 @@
-"""More minibatches in flight for slow links: how many, and when."""
+"""Slow links need more minibatches in flight: how many, and when."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def _half_of_the_time(plan: Plan) -> float:
 
 
 def test_replicas_share_what_is_on_its_way() -> None:
-    """The link of 2-1 takes two bottlenecks, so one microbatch is held below and two are on their way, for
-    two replicas."""
+    """The link of 2-1 takes as long as two bottlenecks. So stage 1 holds one microbatch and two are on their
+    way, for two replicas.
+    """
     found = with_links_hidden(_plan(2, 1, boundary_ms=20.0), _half_of_the_time)
     assert found.in_flight == (1 + 2, 1)
     found = with_links_hidden(_plan(1, 2, boundary_ms=20.0), _half_of_the_time)

@@ -1,5 +1,6 @@
-"""A work item costs what was measured for its number of microbatches, and lies on lines between measured
-numbers."""
+"""A work item costs what was measured for its number of microbatches. Between measured numbers, its cost lies
+on a line.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_sums_and_products_are_those_of_the_items(
 
 
 def test_between_what_was_measured_the_distance_from_the_line_changes_with_the_samples() -> None:
-    # Half a minibatch takes as long as a whole one, a quarter half of it; the line goes through 1 and 1/4.
+    # Half a minibatch takes as long as a whole one, and a quarter takes half of that. The line goes through 1
+    # and 1/4.
     cost = ItemCost.of_pieces(1.2, {2: (1.2, 1.2), 4: (0.6, 0.5)})
     assert (cost.first_ms, cost.minibatch_ms) == (pytest.approx(0.4), pytest.approx(0.8))
     assert cost.first(3) == pytest.approx(0.4 + 0.8 / 3 + 0.4 * (1 / 3 - 1 / 4) / (1 / 2 - 1 / 4))

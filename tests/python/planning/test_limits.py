@@ -1,4 +1,4 @@
-"""partition() within limits against an enumeration of all plans, and what cannot be asked for."""
+"""partition() within limits: compared with an enumeration of all plans, and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
 
 _OPTIMIZER_COPIES = 1.0
-_BESIDE = 0.1  # bytes: no plan needs just as much as there is, which rounding would decide
+_BESIDE = 0.1  # bytes; keeps plans away from needing exactly the limit, where rounding would decide
 
 
 def _profile(layers: list[tuple[int, int, int, int]], frozen: Sequence[int] = ()) -> Profile:
@@ -78,8 +78,9 @@ def _time_ms(
     memory: list[float] | None,
     recompute: bool,
 ) -> float:
-    """Milliseconds of the slowest stage or boundary, or inf where a worker's memory does not hold its
-    stage."""
+    """Returns the milliseconds of the slowest stage or boundary. Returns inf if a worker's memory cannot hold
+    its stage.
+    """
     rank, times = 0, []
     for index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -149,7 +150,7 @@ def test_equal_workers_are_planned_for_as_one_by_one(
     layers: list[tuple[int, int, int, int]], num_workers: int, whole_bytes: int
 ) -> None:
     memory = whole_bytes + _BESIDE
-    # Seconds that a double has exactly: equal times are equal to the bit, and the tie is decided.
+    # These times in seconds are exact doubles. So equal times are equal to the bit, and the tie is decided.
     profile = _profile([(1000 * ms, *figures) for ms, *figures in layers])  # type: ignore[arg-type]
     bytes_per_s = 1024.0
     times = [
@@ -292,7 +293,8 @@ def test_what_is_in_flight_for_slow_links_is_in_the_memory() -> None:
     assert plan.in_flight == (3, 1)
     cut = 4 * 10**6  # twice that is what a backward makes and drops
     first = (3 + 3) * 8 + 3 * 1000 + (3 + 2) * cut + 2 * cut  # the model as given, gradients, momentum
-    # Three are in flight upstream: their gradients take more than what is saved of the one that is here.
+    # Three microbatches are in flight upstream. Their gradients take more than what is saved of the one that
+    # is here.
     last = (1 + 3) * 8 + 2 * cut + (3 + 1) * cut + 2 * cut
     assert plan.predicted["stage_memory_bytes"] == [first, last]
 

@@ -130,8 +130,9 @@ def test_the_prediction_is_of_the_links_that_are_used() -> None:
 
 
 def test_a_stage_is_replicated_where_its_ranks_share_a_machine() -> None:
-    """One bandwidth for all sees either links so slow that nothing is exchanged, or so fast that four ranks
-    are best as replicas of one stage."""
+    """With a single bandwidth for all, links look so slow that nothing is exchanged, or so fast that four
+    replicas of one stage are best.
+    """
     profile = make_profile((10, 1000, 10_000_000), (10, 0, 10_000_000))
     links = two_machines(1e10, 1e6)
     assert partition(profile, 4, links).stages == (Stage(0, 0, 2), Stage(1, 1, 2))
@@ -146,7 +147,7 @@ def test_the_calibrated_model_takes_the_longer_latency() -> None:
     )
     plan = partition(profile, 2, make_links(2, {}, 1e9), cost_model="calibrated", boundaries=[0])
     assert plan.predicted["links"] == [{"one_way_ms": 0.001, "latency_ms": 0.01}]
-    # Between replicas, too; the paper's formulas have none.
+    # Latency counts between replicas, too. The paper's formulas have none.
     for model, latency_ms in (("calibrated", 0.01), ("paper", None)):
         shared = partition(profile, 2, make_links(2, {}, 1e9), cost_model=model, replicas=[2])
         costs = shared.predicted.get("stage_costs", [{}])

@@ -1,5 +1,7 @@
-"""The programs of any plan read and keep the versions in docs/schedules.md. The rule is written out once
-more here; the validator replays the programs."""
+"""The programs of any plan read and keep the versions that docs/schedules.md lists.
+
+This file writes that rule out once more. The validator replays the programs.
+"""
 
 from __future__ import annotations
 

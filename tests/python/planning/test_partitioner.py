@@ -104,7 +104,7 @@ def test_plan_says_what_was_asked_for_and_what_is_predicted() -> None:
 def test_samples_per_s_needs_a_batch_size_and_a_time() -> None:
     assert partition(make_profile((10, 0, 0)), 1, 1e6).predicted["samples_per_s"] is None
     assert partition(make_profile((0, 0, 0), batch_size=4), 1, 1e6).predicted["samples_per_s"] is None
-    # A time so short that the rate is no number; it once ended in an error of a field of the plan's.
+    # The time is so short that the rate is no number. This once ended in an error about a field of the plan.
     assert partition(make_profile((1e-320, 0, 0), batch_size=4), 1, 1e6).predicted["samples_per_s"] is None
 
 

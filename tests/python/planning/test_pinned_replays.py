@@ -1,6 +1,7 @@
 """Replays of drawn times give the figures of a second implementation to the bit.
 
-That one was in Python, and is gone. Who changes these figures changes a rule, which users see in predictions.
+That implementation was in Python and is gone. A change of these figures is a change of a rule, which users
+see in predictions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calibrated cost model: what stages cost, what a plan of it predicts of each schedule, and its files."""
+"""The calibrated cost model: what stages cost, what a plan predicts for each schedule, and its files."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     dealt = _core.deal_shards([("weight", "float32", 5 * quarter)], 2, whole_tensors=False)
     assert stage.num_chunks == len(dealt) // 2 == 3
-    # The first owner's last chunk is the fifth of 6. It begins after 3.3 MiB, in the third layer.
+    # The first owner's last chunk is the fifth of 6. It begins 3.3 MiB into the weights, in the third layer.
     assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
     assert StageCosts.from_dict("costs", stage.to_dict()) == stage
     (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
@@ -207,7 +207,9 @@ def test_a_plan_that_leaves_workers_idle_shares_cores_among_the_others_alone() -
 
 
 def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -> None:
-    """The search looks at means: two workers were given whose plan said that one is faster."""
+    """The search looks at means. It once gave two workers, although the plan itself said that one
+    is faster.
+    """
     spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.25, 1.0, 1.75)))
     costly = PositionCosts(ItemCost(2.4, 2.4), ItemCost(2.4, 2.4), 0.0)
     positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
@@ -237,7 +239,7 @@ def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere
     assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0, rel=0.02)  # nobody is waited for
     alone = make_plan(_profile(spread=spread), (Stage(0, 3),), 1e15, cost_model="calibrated")
     assert alone.bottleneck_ms == pytest.approx(12.0, rel=0.02)
-    # What plans are compared by has none: the search must not find what a draw was lucky with.
+    # Plans are compared without spread: otherwise the search would prefer plans that were lucky with a draw.
     found = partition(_profile(spread=spread), 2, 1e15, cost_model="calibrated", straight=True)
     assert found.stages == plan.stages
     assert found.predicted["search"]["found_ms"] == pytest.approx(6.0)
@@ -261,7 +263,7 @@ def test_the_search_says_what_it_looked_at_and_is_never_behind_the_formulas() ->
 
 
 def test_a_calibrated_plan_hides_slow_links_as_the_paper_s_does() -> None:
-    profile = _profile()  # 1,000 bytes cross: at 250 kB/s 4 ms one way, beside stages of 6 ms
+    profile = _profile()  # 1,000 bytes cross. At 250 kB/s they take 4 ms one way, and stages take 6 ms.
     plan = partition(profile, 2, 250e3, cost_model="calibrated", boundaries=[1], replicas=[1, 1])
     assert plan.in_flight == (4, 1)
     assert plan.bottleneck_ms == pytest.approx(6.0)
@@ -335,7 +337,9 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
 
 
 def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
-    """They once were: whole updates and products, 20 % too much for replicas that push dense gradients."""
+    """They once were in such a plan. With whole updates and products, replicas that push dense gradients were
+    predicted 20 % too slow.
+    """
     dense = _profile(update_ms_per_byte=0.001)
     factored = replace(dense.layers[0], factors=(WeightFactors(1000, 10),))
     profile = replace(dense, layers=(factored, *dense.layers[1:]))
@@ -346,7 +350,7 @@ def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
 
 
 def test_spares_and_replicas_update_their_own_shares() -> None:
-    """The costs are of a replica's half; of 3 replicas and a spare these own 1 / 5 and 2 / 5."""
+    """The plan's costs are those of a replica's third. With a spare, which owns 2/5, a replica owns 1/5."""
     profile = _profile(update_ms=0.5, update_ms_per_byte=0.001, copy_ms_per_byte=0.0005)
     plan = make_plan(profile, (Stage(0, 3, 3),), 1e15, cost_model="calibrated")
     (costs,) = costs_of(plan) or []

@@ -1,4 +1,4 @@
-"""partition(schedule="auto"): the schedule and number of microbatches that it takes, and what it says."""
+"""partition(schedule="auto"): which schedule and number of microbatches it chooses, and what it says."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def make_profile(
     fixed_ms: float | None = 0.0,
     parameter_bytes: int = 1000,
 ) -> Profile:
-    """Layers of 10 ms a minibatch, of which every microbatch takes fixed_ms besides its share; None: nobody
-    has measured it."""
+    """Returns layers of 10 ms a minibatch. Every microbatch takes fixed_ms besides its share; None: nobody
+    has measured it.
+    """
     times = None
     if fixed_ms is not None:
         times = tuple(
@@ -84,7 +85,9 @@ def test_a_worker_that_waits_for_a_longer_stage_counts_in_the_bubble() -> None:
 
 
 def test_microbatches_that_slow_the_device_are_not_chosen() -> None:
-    """Each takes 0.02 of 10 ms besides its share: with two of them 0.4 %, with four 0.8 %, with 8 1.6 %."""
+    """Each microbatch takes 0.02 of 10 ms besides its share. Two of them cost 0.4 %, four 0.8 %, and eight
+    1.6 %.
+    """
     plan = auto(make_profile(fixed_ms=0.02), 2)
     assert choice_of(plan) == ("pipedream", 4)
     assert row_of(plan, "pipedream", 16)["ms"] == pytest.approx(20 + 2 * 16 * 0.02, rel=1e-2)
@@ -206,7 +209,7 @@ def test_a_schedule_that_is_a_round_late_has_microbatches_for_what_is_in_flight(
 
 
 def test_more_in_flight_for_a_slow_link_does_not_make_a_plan_too_late() -> None:
-    """10 ms of link beside stages of 20: one more in flight hides it."""
+    """The link takes 10 ms and stages take 20 ms. One more microbatch in flight hides the link."""
     layers = (LayerProfile("a", 5, 15, 10**7, 8), LayerProfile("b", 5, 15, 0, 8))
     how: dict[str, Any] = {"schedule": "auto", "microbatches": 4, "straight": True}
     hidden = partition(Profile(layers, batch_size=4), 2, 1e9, **how)

@@ -1,4 +1,4 @@
-"""A search that takes long says how far it is, on a terminal and in a log."""
+"""A search that takes long says how far it has come, on a terminal and in a log."""
 
 from __future__ import annotations
 

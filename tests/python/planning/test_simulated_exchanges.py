@@ -1,5 +1,7 @@
-"""Exchanges between replicas take the time of closed forms in a simulation; tests/cpp/planner/lanes_test.cc
-has the lines."""
+"""Exchanges between replicas take the time of closed forms in a simulation.
+
+tests/cpp/planner/lanes_test.cc has the lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Simulation of instruction lists: hand-made ones to the millisecond, all schedules by their closed forms."""
+"""Simulates instruction lists: lists made by hand to the millisecond, and all schedules by their closed
+forms.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,8 @@ def test_link_carries_one_message_at_a_time_in_each_direction_and_keeps_no_compu
 
 
 def test_boundaries_between_the_same_two_workers_share_their_link() -> None:
-    # Stages 0, 2 at worker 0 and 1, 3 at worker 1: boundaries 0 and 2 both go from worker 0 to worker 1.
+    # Worker 0 has stages 0 and 2, worker 1 has 1 and 3. So boundaries 0 and 2 both go from worker 0 to worker
+    # 1.
     programs = lists("0F0 2F0 0F1", "1F0 3F0 1F1")
     simulation = simulate(
         programs, StageTimes(1, 1), [TransferTimes(1, 0), TransferTimes(1, 0), TransferTimes(8, 0)]
@@ -359,7 +362,7 @@ def test_model_parallelism_keeps_one_worker_busy(num_stages: int) -> None:
 
 
 def test_slow_link_is_hidden_by_as_many_minibatches_in_flight_as_its_round_trip_takes() -> None:
-    # n_s = 1 + n_{s+1} + 2 C_s / T with C_s = T: two more at stage 0 than without the link.
+    # n_s = 1 + n_{s+1} + 2 C_s / T with C_s = T. So stage 0 has two more in flight than without the link.
     options: dict[str, Any] = {"times": StageTimes(1, 2), "transfer_ms": 3.0}
     for in_flight, is_hidden in (([2, 1], False), ([3, 1], False), ([4, 1], True)):
         simulation = simulate_schedule("pipedream", 2, 40, in_flight=in_flight, **options)
@@ -389,7 +392,7 @@ def simulate_replicas(
     rounds: int = 40,
     shard_ms: float = 0.0,
 ) -> Simulation:
-    """Balanced: a stage with r replicas takes r times as long for a minibatch, 3 ms for one."""
+    """Stages are balanced: a stage with r replicas takes r times 3 ms for a minibatch."""
     options = _core.ScheduleOptions(
         schedule,
         list(in_flight or _core.derive_in_flight(num_replicas)),

@@ -48,7 +48,7 @@ def test_shares_are_the_cores_and_a_round_takes_what_flows_that_share_links_do(n
 
 
 def test_the_last_chunks_of_a_spare_count() -> None:
-    """64 MiB, 3 replicas, 200 Mbit/s: one spare has 26 chunks, and its link waits for the first."""
+    """64 MiB, 3 replicas, 200 Mbit/s: one spare has 26 chunks, and its link is idle until the first one."""
     num_bytes, bytes_per_s = 64 << 20, 25e6
     chunk_ms = 0.4 * 1e3 * num_bytes / bytes_per_s / 26
     carried_ms = 1.2 * 1e3 * num_bytes / bytes_per_s

@@ -1,4 +1,4 @@
-"""How single items spread about their mean: measured beside their neighbours, drawn by decks."""
+"""How single items vary about their mean: measured against their neighbours, and drawn from decks."""
 
 from __future__ import annotations
 

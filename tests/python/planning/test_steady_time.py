@@ -118,7 +118,9 @@ def test_durations_of_another_plan_are_refused() -> None:
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
-    """They took as long as a shard: runs with max_grad_norm and replicas were predicted too slow."""
+    """The norms once took as long as a shard, so runs with max_grad_norm and replicas were predicted too
+    slow.
+    """
     placement = _core.Placement.in_order([3])
     without, norms = (
         _core.ScheduleOptions(in_flight=[1], placement=placement, exchanges_norms=exchanged)

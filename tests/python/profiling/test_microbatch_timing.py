@@ -15,8 +15,9 @@ from torch import nn
 
 
 class _Passes:
-    """Two layers, of which a run takes what a function says of its samples: the second one's twice as long,
-    backwards three times as long as forwards."""
+    """Two layers whose time is a function of their samples. The second takes twice as long as the first, and
+    backwards three times as long as forwards.
+    """
 
     layer_names = ("a", "b")
 

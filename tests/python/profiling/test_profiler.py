@@ -1,4 +1,4 @@
-"""profiler.py: what is measured, for how long, and that the model is left as it was."""
+"""profiler.py: what is measured and for how long. The model is left as it was."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
-    """Counts a layer's forwards, beside the model: what a model itself remembers, in its objects too, is put
-    back."""
+    """Counts a layer's forwards outside the model, because everything that a model remembers is put back."""
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -132,7 +131,8 @@ class _Bags(nn.Module):
 
 
 def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> None:
-    # They were as many as words: rates so many times too high, and minibatches of other texts not timed.
+    # A batch was once taken to have as many samples as words. Rates were too high, and minibatches of other
+    # texts were not timed.
     def batch(*lengths: int) -> Batch:
         offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         return (torch.randint(9, (sum(lengths),)), offsets), torch.randint(3, (len(lengths),))
@@ -164,7 +164,7 @@ def test_the_time_limit_ends_an_endless_stream_after_at_least_one_of_warm_up() -
 
 
 class Clock:
-    """Stands in for the machine's: time passes only where a test says so."""
+    """Stands in for the machine's clock: time passes only where a test says so."""
 
     now_s = 0.0
 
@@ -246,7 +246,8 @@ def test_what_autograd_keeps_is_counted_once_and_without_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     batch = (torch.ones(16, 4), torch.ones(16, 2))
     saved = [layer.saved_bytes for layer in profile(model, [batch], squared_error, minibatches=1).layers]
-    # The first saves its input, ReLU its output, which the last one needs too; the loss its difference.
+    # The first layer saves its input. ReLU saves its output, which the last layer needs too. The loss saves
+    # its difference.
     assert saved[:2] == [16 * 4 * 4, 16 * 8 * 4]
     assert saved[2] is not None and 0 < saved[2] <= 2 * 16 * 2 * 4
 
@@ -805,7 +806,7 @@ def test_a_place_whose_call_some_minibatches_leave_out_is_no_cut(caplog: pytest.
     everywhere = cut_model(model, *data[0], cross_entropy).layer_names
     assert "blocks.0.linear" in everywhere
     measured = profile(model, data, cross_entropy, minibatches=12)
-    # Every block leaves itself out now and then; its own end, a call of its parent's, is always reached.
+    # Every block leaves itself out now and then. Its own end, in its parent's code, is always reached.
     assert set(measured.cuts or ()) == {"first", *(f"blocks.{index}" for index in range(6))}
     assert [layer.name for layer in measured.layers] == [*(measured.cuts or ()), "last"]
     assert sum(layer.parameter_bytes for layer in measured.layers) == sum(

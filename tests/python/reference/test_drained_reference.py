@@ -1,5 +1,6 @@
-"""The reference with boundaries at which the pipeline has drained: each part is a run, from what the one
-before has left."""
+"""The reference with boundaries at which the pipeline drains. Each part is a run of its own, which starts
+from what the part before has left.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The reference: the oracle of every schedule is plain training where it must be, and where versions are
-delayed it is the loop that one would write by hand."""
+"""The reference is plain training if no version is delayed. Otherwise it is the loop that one would write by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +112,8 @@ def test_several_stages_read_delayed_versions(case: Case, num_stages: int) -> No
     assert len(result.losses) == num_minibatches
     if case.draws:
         return
-    # Nothing is delayed at the first minibatch; afterwards, wherever a delayed stage has parameters,
-    # the weights are others than plain training's.
+    # Nothing is delayed at the first minibatch. Afterwards the weights differ from plain training's wherever
+    # a delayed stage has parameters.
     assert result.losses[0] == plain_losses[0]
     delayed_trains = any(
         p.requires_grad for layer in list(model)[: case.cuts[num_stages][-1]] for p in layer.parameters()
@@ -204,7 +205,7 @@ def test_several_stages_repeat_with_a_seed_and_leave_the_global_generators_alone
 
 
 def test_a_stage_draws_the_same_numbers_wherever_else_the_model_is_cut() -> None:
-    # Dropout is in the first of two stages; cutting the rest once more must not shift its draws.
+    # Dropout is in the first of two stages. Another cut in the rest must not shift its draws.
     layers = [nn.Linear(8, 8).double(), nn.Dropout(0.5), nn.Linear(8, 8).double(), nn.Linear(8, 4).double()]
     data, still = CASES["mlp"].data(4), functools.partial(torch.optim.SGD, lr=0.0)
     results = [
@@ -344,9 +345,10 @@ def _train_delayed(
     *,
     region: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[list[float], State]:
-    """The gradient of microbatch k, counted through the run, is taken by a copy of the model, whose weights
-    are put together from all former ones: stage s has version_of(s, k). A minibatch's then change the newest
-    weights."""
+    """Trains as the versions say. A copy of the model takes the gradient of microbatch k, counted through the
+    run. Stage s of the copy has the weights of version_of(s, k). The gradients of a minibatch then change the
+    newest weights.
+    """
     case = training.case
     model = training.model()
     owners, tied = _owner_stages(case, training.num_stages, model)
@@ -417,7 +419,7 @@ def test_delayed_schedules_equal_a_hand_written_delayed_loop(row: Row) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: int) -> None:
-    # The test above can fail: with the version that its last stage would read, other numbers come out.
+    # This shows that the test above can fail: other versions at the last stage give other numbers.
     training = Training("tied_apart", num_stages)
     result, _ = train_by_reference(training)
     version_of, _ = _by_hand(training)
@@ -800,8 +802,8 @@ def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) 
 
 
 def test_an_overflow_halves_the_loss_scale_once_and_skips_the_update_of_its_stage() -> None:
-    # Stage 0 of 3 reads its update of minibatch 2 first in minibatch 5, whose activation tells the last
-    # stage. A second overflow before that, of the same scale, says nothing new.
+    # Stage 0 of 3 first reads its update of minibatch 2 in minibatch 5. The activation of that minibatch
+    # tells the last stage. A second overflow before that, of the same scale, says nothing new.
     scales, layers = _scales([(2, 3), (), ()], "pipedream")
     assert scales == [1.0] * 5 + [0.5] * 5
     # lr * gradient / scale: 1 per update at the first scale, 2 at the second.

@@ -1,4 +1,4 @@
-"""The reference of a module with a forward of its own: the numbers are compared in equivalence/."""
+"""The reference of a module with a forward of its own. Its numbers are compared in tests/equivalence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The reference with replicated stages: the versions of the formulas, large-batch training where nothing is
-delayed, and the loop that one would write by hand where it is."""
+"""The reference with replicated stages. It has the versions of the formulas, trains as with a larger batch if
+nothing is delayed, and otherwise is the loop that one would write by hand.
+"""
 
 from __future__ import annotations
 

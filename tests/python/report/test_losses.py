@@ -1,4 +1,6 @@
-"""losses.py: read at once on the host, one item later from a device; in order, and in time to stop a run."""
+"""losses.py: losses are read at once on the host, and one item later from a device. They come in order, and
+in time to stop a run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pipedream.report.losses import LateLossRecord, LossRecord, make_loss_record
 
 
 class _Copier:
-    """Stands in for a device and its pinned memory: the loss may change once it is read, not before."""
+    """Stands in for a device and its pinned memory: the loss may change after it was read, but not before."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

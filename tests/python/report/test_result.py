@@ -1,4 +1,4 @@
-"""RunResult: what is combined from the workers' reports."""
+"""RunResult: how it combines the workers' reports."""
 
 from __future__ import annotations
 

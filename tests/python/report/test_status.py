@@ -1,4 +1,4 @@
-"""StatusBoard: what survives a worker."""
+"""StatusBoard: what it still says after a worker has died."""
 
 from __future__ import annotations
 

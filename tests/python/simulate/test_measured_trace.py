@@ -1,4 +1,6 @@
-"""A trace beside a simulation: what is as simulated shows no difference, what is slower is named first."""
+"""Compares a trace with a simulation: items as simulated show no difference, and slower ones are
+named first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's own lists with a profile's costs: closed forms, and what cannot be simulated."""
+"""Simulates a plan's own lists with a profile's costs: closed forms, and plans that cannot be simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of a large schedule shows a part of it and says which."""
+"""The picture of a large schedule shows a part of it, and says which."""
 
 from __future__ import annotations
 

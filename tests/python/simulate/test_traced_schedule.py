@@ -1,4 +1,4 @@
-"""Lists as text, in which spares are called so."""
+"""Instruction lists as text, in which spares are called spares."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""cut_model.py and what is below it: a cut forward computes what the whole one does.
+"""cut_model.py and the code below it: a forward that is cut computes what the whole one does.
 
-Whatever a stage is not given by a cut is NaN here, so that equal numbers prove that nothing else was needed.
+Everything that a cut does not give to a stage is NaN here. So equal numbers prove that the stage needs
+nothing else.
 """
 
 from __future__ import annotations
@@ -514,7 +515,9 @@ def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
 
 
 class _Shortened(nn.Module):
-    """Returns what it computes, whole and its first two places: in a text of two, one and the same."""
+    """Returns its whole output, and the output's first two places. For a text of two tokens they are the
+    same.
+    """
 
     def __init__(self) -> None:
         super().__init__()

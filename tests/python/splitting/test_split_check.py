@@ -1,4 +1,4 @@
-"""split_check.py: what counts as a difference, and what the check finds in models."""
+"""split_check.py: which differences count, and what the check finds in models."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_float64_is_for_gpus_that_are_made_for_it(
 def test_a_check_looks_for_what_modules_keep_no_oftener_than_it_puts_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Most of its time went into that: at every stage, of both minibatches."""
+    """The check once spent most of its time on that, at every stage and for both minibatches."""
     made: Counter[str] = Counter()
     for kind in (Attributes, GlobalNames):
 

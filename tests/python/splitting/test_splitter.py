@@ -1,4 +1,4 @@
-"""splitter.py: a model and a plan become stages made of the model's own layers."""
+"""splitter.py: a model and a plan become stages that consist of the model's own layers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_stages_share_out_the_models_parameters_and_buffers_by_full_name(case: C
     frozen = [(n, p) for stage in stages for n, p in stage.frozen_parameters()]
     buffers = [(n, b) for stage in stages for n, b in stage.stage_buffers()]
     assert all(model.get_parameter(name) is parameter for name, parameter in trainable + frozen)
-    # A parameter tied across stages is listed by each of them; the first use names it in the model.
+    # A parameter that is tied across stages is in the list of each of them. Its first use gives its name in
+    # the model.
     first_uses: dict[int, str] = {}
     for name, parameter in trainable:
         first_uses.setdefault(id(parameter), name)
@@ -257,7 +258,7 @@ class _Keeps(nn.Module):
 
 
 def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
-    # It would show the initial weights for good; a copy in a worker process as well.
+    # Such a view would show the initial weights for good. A copy in a worker process would as well.
     for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
         layer = _Keeps(None)
         layer.kept = view(layer.lin.weight)
@@ -293,8 +294,9 @@ def test_a_tuple_of_tied_and_other_parameters_is_refused() -> None:
 
 
 def test_stages_that_share_parameters_are_paired_once_in_ascending_order() -> None:
-    """ALBERT on three stages is such a model: the first and the last share a parameter, and all three share
-    another."""
+    """ALBERT on three stages is such a model. The first and the last stage share one parameter, and all three
+    share another.
+    """
     parameter = nn.Parameter(torch.zeros(1))
     ties = [Tie(parameter, (0, 2), ("a", "a")), Tie(parameter, (0, 1, 2), ("b", "b", "b"))]
     assert tie_pairs(ties) == [(0, 1), (0, 2)]

@@ -1,4 +1,4 @@
-"""device_clock.py: what the device's events tell of each item, when it is done, on the host's clock."""
+"""device_clock.py: the device's events say when each item was done, on the host's clock."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_item_begins_when_its_own_work_does_and_not_when_it_was_asked_for() -
     device.pass_time(10)
     clock.tell_done()
     (_, (second_began, second_ended)) = device.told
-    # The device was idle: launching is part of it, as long as the device would have waited for it.
+    # The device was idle. So the time of launching counts, as the device would have waited for the launch.
     assert second_began == began_ns
     assert second_ended == began_ns + 3 * _MS
 
@@ -139,7 +139,8 @@ def test_clocks_that_drift_apart_are_held_together(rate: float) -> None:
         _run_item(clock, device, 1.0)
         device.pass_time(9)
         clock.tell_done()
-    # Wrong by 2 s and more without that; so by what passed between the work and the look at it, at most.
+    # Without this the times are wrong by more than 2 s. With it they are wrong by at most the time between
+    # the work and the look at it.
     began_ns, ended_ns = device.told[-1]
     assert device.host_ns - 10 * _MS <= began_ns < ended_ns <= device.host_ns
     assert all(earlier[1] <= later[0] for earlier, later in zip(device.told, device.told[1:], strict=False))

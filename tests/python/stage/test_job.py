@@ -27,7 +27,7 @@ def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str)
 
 
 def _switched(settings: CallerSettings) -> CallerSettings:
-    """A rank's settings with these; they are put back afterwards."""
+    """Sets these settings in a rank, and puts them back afterwards."""
     own = CallerSettings.capture()
     settings.apply()
     found = CallerSettings.capture()
@@ -50,7 +50,9 @@ def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.Mo
 
 
 def test_a_worker_has_the_callers_precision_of_float32(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers sets it so for `tf32`; then torch does not say its older setting any more."""
+    """transformers sets the precision this way for `tf32`. torch's older setting then does not tell it any
+    more.
+    """
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     settings = CallerSettings.capture()
     assert settings.matmul_precision is None

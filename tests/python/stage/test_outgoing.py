@@ -1,4 +1,4 @@
-"""outgoing.py: what is sent stays as it is until it has been sent."""
+"""outgoing.py: a tensor that is being sent does not change until it has been sent."""
 
 from __future__ import annotations
 

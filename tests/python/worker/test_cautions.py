@@ -183,7 +183,8 @@ def test_gradients_more_than_one_update_late_are_told_with_what_would_not_be() -
     assert not _late_warnings(ScheduleOptions("pipedream", [4, 3, 2, 1], 3), _MOMENTUM)
     replicas = [2, 1, 1, 1]
     in_flight, placement = derive_in_flight(replicas), Placement.in_order(replicas, [0] * 4)
-    # Each of two replicas has half of the microbatches; of three it has three in two minibatches.
+    # Each of two replicas has half of the microbatches. With three in a minibatch, it has three of two
+    # minibatches.
     told_of = [
         _late_warnings(ScheduleOptions("unstashed", in_flight, m, placement), _MOMENTUM) for m in range(1, 5)
     ]

@@ -1,4 +1,4 @@
-"""On which device workers compute, by what torch and the core find."""
+"""The device on which workers compute depends on what torch and the core find."""
 
 from __future__ import annotations
 

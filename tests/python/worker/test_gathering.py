@@ -1,4 +1,4 @@
-"""gathering.py: one worker's reports of several segments are joined to one."""
+"""gathering.py: the reports of one worker for several segments are joined."""
 
 from __future__ import annotations
 

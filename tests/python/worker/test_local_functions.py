@@ -1,4 +1,4 @@
-"""local_functions.py: functions that no worker can import by name arrive as they are, or are refused."""
+"""local_functions.py: functions that no worker can import by name arrive unchanged, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""script_logging.py: what a worker logs comes out where the caller's would."""
+"""script_logging.py: log messages of a worker come out where the caller's would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task_files.py: what local workers are told by files."""
+"""task_files.py: what files tell local workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_large_memory_is_mapped_from_a_file_and_written_for_oneself(tmp_path: Pa
     model = _tied_model()
     write_part(tmp_path, "model", model, "")
     size = (tmp_path / "model.memory").stat().st_size
-    assert size == model[0].weight.nbytes  # the tied one, once; the others are small
+    assert size == model[0].weight.nbytes  # the tied weight, once; the others are small
     one, other = read_part(tmp_path, "model"), read_part(tmp_path, "model")
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
     assert one[1].weight is one[0].weight
@@ -96,7 +96,7 @@ def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [8, 1 << 16], ids=["in the pickle", "in a file"])
 def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path: Path, size: int) -> None:
-    # It was a copy, which did not follow the buffer: a wrong loss, without a word.
+    # The view was once a copy that did not follow the buffer: the loss was wrong, without a word.
     model = nn.BatchNorm1d(size)
     model.half = model.running_mean[: size // 2]
     write_part(tmp_path, "model", model, "")
@@ -128,7 +128,7 @@ class _Centred(nn.Module):
 
 
 def _sent_together(folder: Path, data: Any, **parts: Any) -> GraphReader:
-    """The reader; it has the parts and, of data that can be sent, "data"."""
+    """Returns a reader of the parts, and of "data" if the data can be sent."""
     with GraphWriter(folder) as graph:
         for name, value in parts.items():
             graph.add(name, value, "")
@@ -137,7 +137,7 @@ def _sent_together(folder: Path, data: Any, **parts: Any) -> GraphReader:
 
 
 def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(tmp_path: Path) -> None:
-    # Each was a copy: the loss saw the initial mean of a batch norm for ever.
+    # Each was once a copy, so the loss saw the initial mean of the batch norm for ever.
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert isinstance(model[1], nn.BatchNorm1d)
     with _sent_together(tmp_path, [model], model=model, loss_fn=_Centred(model[1])) as graph:
@@ -157,7 +157,7 @@ def test_what_the_loss_and_the_data_hold_of_the_model_is_the_workers_model_too(t
     ids=["tensors", "arrays", "arrays by columns", "TensorDataset"],
 )
 def test_readers_of_data_in_memory_map_them_from_one_file(tmp_path: Path, data: Any) -> None:
-    # Each had a copy: 400 MiB took 3.2 GB at the start.
+    # Each reader once had a copy: at the start 400 MiB of data took 3.2 GB.
     with _sent_together(tmp_path, data) as graph:
         read = graph.read("data")
     assert (tmp_path / "task.pickle").stat().st_size < 3000 < (tmp_path / "task.memory").stat().st_size

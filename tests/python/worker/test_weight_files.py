@@ -1,4 +1,6 @@
-"""weight_files.py: what is said before a training that could not be kept, and what is kept after one."""
+"""weight_files.py: the error before a training whose weights could not be saved, and the files after a
+training.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pipedream.worker.worker_links import WorkerLinks
 
 
 class Noting:
-    """Notes what it was called for, in one list for all; some of it raises."""
+    """Notes its calls in a list that all of them share. Some of the calls raise an error."""
 
     def __init__(self, calls: list[str], fails: str = "") -> None:
         self._calls = calls
