@@ -39,8 +39,8 @@ void ComputeCursor::advance() {
   PD_CHECK(instruction.has_value(),
            "rank " << rank_.value() << ": the program is over after " << num_updates_ << " updates");
   const OpcodeTraits& traits = traits_of(instruction->opcode);
-  PD_CHECK(!traits.travels && traits.scope != Scope::kBoundary, to_string(*instruction)
-                                                                    << " is not computed by a schedule");
+  PD_CHECK(!traits.travels && !is_of_evaluation(instruction->opcode),
+           to_string(*instruction) << " is not computed by a schedule");
   const bool is_counted = instruction->stage == stages_.front() || options_.program == nullptr;
   if (traits.stash == Stash::kKept && is_counted) ++num_forwarded_;
   if (traits.stash == Stash::kReleased) {

@@ -37,8 +37,8 @@ class StageChecker {
 
  private:
   [[nodiscard]] Fault check_range(const Instruction& instruction) const;
-  [[nodiscard]] Fault check_boundary(const Instruction& evaluate) const;
-  [[nodiscard]] Fault check_evaluate(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_boundary(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_version_at_boundary(const Instruction& instruction) const;
   [[nodiscard]] Fault check_forward(const Instruction& instruction) const;
   [[nodiscard]] Fault check_order(const Instruction& instruction) const;
   [[nodiscard]] Fault check_behind_forward(const Instruction& instruction) const;
@@ -80,9 +80,13 @@ class StageChecker {
   std::array<std::int64_t, kOpcodeTraits.size()> num_done_{};  // items, by opcode
   std::int64_t num_forwarded_ = 0;                             // items
   std::int64_t num_backwarded_ = 0;
-  bool recomputed_ = false;       // whether the next item to go backward is recomputed
-  MinibatchId evaluated_at_{-1};  // the boundary of the last evaluation, and its items so far
-  std::int64_t num_evaluated_ = 0;
+  bool recomputed_ = false;  // whether the next item to go backward is recomputed
+  // The last boundary of each opcode of boundaries, and the number of its instructions there so far.
+  struct AtBoundary {
+    MinibatchId minibatch{-1};
+    std::int64_t num_done = 0;
+  };
+  std::array<AtBoundary, kOpcodeTraits.size()> at_boundary_{};
   std::int64_t newest_;  // the newest version; its number is also that of the next round to update
   std::int64_t versions_live_max_ = 1;
   std::int64_t num_in_flight_max_ = 0;
@@ -112,7 +116,7 @@ Fault StageChecker::check(const Instruction& instruction) const {
     case Scope::kRound:
       return check_update(instruction);
     case Scope::kBoundary:
-      return check_evaluate(instruction);
+      return check_version_at_boundary(instruction);
     case Scope::kMicrobatch:
       if (Fault fault = check_order(instruction); !fault.empty()) return fault;
       return traits.follows ? check_behind_forward(instruction) : check_forward(instruction);
@@ -150,22 +154,24 @@ Fault StageChecker::check_range(const Instruction& instruction) const {
          std::to_string(owner.value()) + "'s";
 }
 
-Fault StageChecker::check_boundary(const Instruction& evaluate) const {
-  const std::int64_t boundary = evaluate.minibatch.value();
+Fault StageChecker::check_boundary(const Instruction& instruction) const {
+  const std::string meaning = traits_of(instruction.opcode).meaning;
+  const std::int64_t boundary = instruction.minibatch.value();
   const std::int64_t group = minibatches_between_drains(options_);
-  if (replica_ != ReplicaIndex(0)) return "replica 0 of a stage evaluates";
+  if (replica_ != ReplicaIndex(0)) return "replica 0 of a stage does " + meaning + "s";
   const bool is_boundary = boundary % group == 0 || boundary == num_minibatches_;
   if (boundary < options_.first_minibatch.value() || boundary > num_minibatches_ || !is_boundary) {
-    return "an evaluation is before a multiple of " + std::to_string(group) +
+    return meaning + "s are before a multiple of " + std::to_string(group) +
            " minibatches from the first, or at the end of " + std::to_string(num_minibatches_);
   }
-  const std::int64_t due = evaluate.minibatch == evaluated_at_ ? num_evaluated_ : 0;
-  if (evaluate.minibatch >= evaluated_at_ && evaluate.microbatch.value() == due) return {};
-  return "evaluations go in order; the next of the boundary is number " + std::to_string(due);
+  const auto& [last_boundary, num_done] = at_boundary_.at(index_of(instruction.opcode));
+  const std::int64_t due = instruction.minibatch == last_boundary ? num_done : 0;
+  if (instruction.minibatch >= last_boundary && instruction.microbatch.value() == due) return {};
+  return meaning + "s go in order; the next of the boundary is number " + std::to_string(due);
 }
 
-// Checks that the evaluation reads the boundary's version, and that this is the newest version now.
-Fault StageChecker::check_evaluate(const Instruction& instruction) const {
+// Checks that the instruction reads the boundary's version, and that this is the newest version now.
+Fault StageChecker::check_version_at_boundary(const Instruction& instruction) const {
   const WeightVersion version = version_at_boundary(rounds_, instruction.minibatch);
   if (instruction.version != version) {
     return "the version before the minibatch is " + std::to_string(version.value());
@@ -314,8 +320,8 @@ void StageChecker::apply(const Instruction& instruction) {
   if (traits.stash == Stash::kRestored) recomputed_ = true;
   if (traits.writes_version) ++newest_;
   if (traits.scope == Scope::kBoundary) {
-    num_evaluated_ = instruction.microbatch.value() + 1;
-    evaluated_at_ = instruction.minibatch;
+    at_boundary_.at(index_of(instruction.opcode)) = {instruction.minibatch,
+                                                     instruction.microbatch.value() + 1};
   }
 }
 

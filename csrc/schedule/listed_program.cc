@@ -376,7 +376,7 @@ void ListedProgram::check_order(Rank rank) const {
     std::array<std::int64_t, kOpcodeTraits.size()> num_listed{};
     for (std::size_t position = 0; position < instructions.size(); ++position) {
       const Instruction& instruction = instructions[position];
-      if (!is_at(instruction, place)) continue;
+      if (!is_at(instruction, place) || is_of_boundary(instruction.opcode)) continue;
       const std::int64_t index = num_listed.at(static_cast<std::size_t>(instruction.opcode))++;
       const OpcodeTraits& traits = traits_of(instruction.opcode);
       const std::int64_t due = number_of_item(place, traits, index);

@@ -117,6 +117,10 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
 [[nodiscard]] constexpr bool is_of_boundary(Opcode opcode) {
   return traits_of(opcode).scope == Scope::kBoundary;
 }
+// Whether the instruction is one of an evaluation's block, in which it may be the last (evaluations.h).
+[[nodiscard]] constexpr bool is_of_evaluation(Opcode opcode) {
+  return traits_of(opcode).makes == EdgeKind::kEvaluation;
+}
 
 [[nodiscard]] constexpr std::optional<Opcode> find_opcode(std::string_view name) {
   for (std::size_t opcode = 0; opcode < kOpcodeTraits.size(); ++opcode) {

@@ -30,7 +30,7 @@ std::optional<Instruction> ProgramCursor::following() const {
 void ProgramCursor::advance() {
   PD_CHECK(position_ < instructions_.size(), "rank " << rank().value() << ": the program is over");
   if (++position_ < instructions_.size()) return;
-  if (computed_ && is_of_boundary(computed_->opcode)) {
+  if (computed_ && is_of_evaluation(computed_->opcode)) {
     evaluations_.advance();
   } else if (computed_) {
     compute_.advance();
@@ -46,7 +46,7 @@ void ProgramCursor::begin_evaluation(MinibatchId boundary) {
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
   transfers_.set_num_minibatches(num_minibatches);
-  if (computed_ && is_of_boundary(computed_->opcode)) return;
+  if (computed_ && is_of_evaluation(computed_->opcode)) return;
   if (compute_.current() == computed_) return fill();  // without pushes that turn out not to exist
   keep_done();  // the forward turns out not to exist, but pulls before it may be done
   refill();
@@ -164,7 +164,7 @@ std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
     if (begins) cursor.begin_evaluation((next++)->boundary);
     if (!instruction && !begins) return instructions;
     if (!instruction) continue;
-    if (is_of_boundary(instruction->opcode) && ends_at(*instruction)) cursor.end_evaluation();
+    if (is_of_evaluation(instruction->opcode) && ends_at(*instruction)) cursor.end_evaluation();
     instructions.push_back(*instruction);
     cursor.advance();
   }

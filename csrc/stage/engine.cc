@@ -129,7 +129,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!travels(instruction->opcode)) {
       // There may be no wait here, and only waits notice a failure elsewhere.
       if (const auto failure = wakeup_.failure()) return located(*failure);
-      if (is_of_boundary(instruction->opcode)) {
+      if (is_of_evaluation(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
         if (!may_begin) return may_begin.failure();
         if (!may_begin.value()) return std::optional<WorkItem>();
@@ -388,7 +388,7 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
   if (traits.travels) {
     if (opcode == Opcode::kSend) send(doing_, std::move(made));
   } else {
-    if (is_of_boundary(opcode) && made.fields.is_end_of_data) cursor_.end_evaluation();
+    if (is_of_evaluation(opcode) && made.fields.is_end_of_data) cursor_.end_evaluation();
     if (traits.makes) send_with_work(std::move(made));
     if (traits.stash == Stash::kKept && parts_.size() > 1 && cursor_.num_minibatches()) {
       send_end_behind_last(doing_.stage);
