@@ -1,4 +1,4 @@
-// The receiver's slots that a sender may fill next, in the order in which they were granted. On
+// Queues the receiver's slots that a sender may fill next, in the order in which they were granted. Used on
 // the thread that drives.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace pipedream {
 
-// A receiver never grants more at once, however many slots it has.
+// The most slots that may be granted and not yet filled, however many slots the receiver has.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
 // The place in the receiver's memory where the item that fills a slot is to land. With 0 bytes the item lands

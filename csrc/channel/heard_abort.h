@@ -1,4 +1,4 @@
-// The failure for an ABORT frame from the peer. Pure; any thread.
+// Makes the failure for an ABORT frame from the peer. Pure; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,14 +1,14 @@
-// Free slots that a receiver has not yet granted to its sender. A CREDIT frame for a single slot costs a
-// packet and three wake-ups on a network, as much as a small item. So the receiver holds credits back while
-// the sender has enough slots left, and then sends them together. On the thread that drives.
+// Holds the free slots that a receiver has not yet granted to its sender. A CREDIT frame for a single slot
+// costs a packet and three wake-ups on a network, as much as a small item. So the receiver holds credits back
+// while the sender has enough slots left, and then sends them together. On the thread that drives.
 //
 //   slots 8, enough 4       the receiver first grants all 8 in one frame
 //   items fill 5 slots      the sender has 3 left: all free slots are granted, then each that becomes free
 //   an item fills the last  the sender says so in its frame: all free slots are granted, then each that
 //                           becomes free, until an item comes that says otherwise
 //
-// The sender's word is needed: the receiver cannot count how many slots the sender has left, because items
-// may be on their way into them. So no sender waits for a credit that is held back.
+// The sender must say so itself: items may be on their way, so the receiver cannot know how many slots the
+// sender has left. With this rule no sender waits for a credit that is held back.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace pipedream {
 
-// Slots of one CREDIT frame: `slot`, and slot + 1 + k for each bit k of `further_slots`.
+// The slots of one CREDIT frame: `slot`, and slot + 1 + k for each bit k that is set in `further_slots`.
 struct Credit {
   std::uint16_t slot = 0;
   std::uint64_t further_slots = 0;
@@ -28,7 +28,8 @@ struct Credit {
 
 class HeldCredits {
  public:
-  // num_slots: the most slots that the sender can have at once. num_names: slot numbers are below it.
+  // num_slots: the most slots that the sender can have at once. num_names: an upper bound, exclusive, on slot
+  // numbers.
   HeldCredits(std::size_t num_slots, std::size_t num_names)
       : num_enough_(std::max(kNumEnoughMin, num_slots / 2)), is_told_(num_names) {
     free_slots_.reserve(num_slots);

@@ -1,4 +1,4 @@
-// The copies of a sending channel. Threads as in item_copier.h.
+// Implements the copies of a sending channel. item_copier.h says which thread runs what.
 #include "channel/item_copier.h"
 
 #include <cstring>
@@ -183,7 +183,7 @@ void ItemCopier::tell_when_copied(SendItem& item, std::size_t num_chunks) {
 // Runs on the telling stream, or on the copy stream on the host.
 void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
   num_copies_.fetch_sub(1);
-  // Written before the counter: once the counter is complete the item may be gone.
+  // The time is written before the counter, because the item may be gone once the counter is complete.
   if (item.num_chunks_copied.load() + num_chunks == item.num_chunks) item.copied_ns = now_ns();
   item.num_chunks_copied.fetch_add(num_chunks);
   on_copied_();

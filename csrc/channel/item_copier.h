@@ -30,12 +30,12 @@ namespace pipedream {
 
 class ItemCopier {
  public:
-  // staging, residual, encoded: see SendChannel. on_copied: called when more chunks of an item can be framed
-  // or more copies can be enqueued. It must be short and must not call the device.
+  // staging, residual, encoded: as for SendChannel. on_copied: called when more chunks of an item can be
+  // framed or more copies can be enqueued. It must be short and must not call the device.
   ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
              SlotGroup* encoded, std::function<void()> on_copied);
 
-  // are_posted: items go to the places that the receiver posts; otherwise into its slots.
+  // are_posted: whether items go to places that the receiver posts, and not into its slots.
   void place_into(std::unique_ptr<SharedMemory> memory, bool are_posted);
   // Unmaps that memory. No copy is under way.
   void end_placing() { placed_slots_.reset(); }
@@ -66,12 +66,13 @@ class ItemCopier {
     std::size_t num_bytes;
   };
 
-  // Between host memories the calling thread itself copies a placed item of at most so many bytes. That takes
-  // no longer than two wake-ups, of the copy stream's thread and back (24 us for 1 MiB in the cache; a
-  // wake-up takes 15 to 25 us).
+  // A placed item of at most this size is copied between host memories by the calling thread. The copy takes
+  // no longer than to wake the copy stream's thread and to be woken by it: 24 us for 1 MiB in the cache,
+  // where each of the two wake-ups takes 15 to 25 us.
   static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
-  // The most copies that may be enqueued and not done. Each is two or three operations on a stream. So the
-  // thread that drives never waits for room in the stream (kStreamDepth), unless channels share the stream.
+  // The most copies that may be enqueued and not done. Each copy is two or three operations on a stream. So
+  // with this bound the thread that drives never waits for room in the stream (kStreamDepth), unless channels
+  // share the stream.
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] bool is_copied_here(const SendItem& item) const;
@@ -98,8 +99,8 @@ class ItemCopier {
   std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is copied; its callbacks use the members above
   // A second stream for host functions, so that they do not hold up copies. On a device one host function
-  // delays the copies behind it by 10 to 30 us, in which NVLink moves a MiB. Null on the host, where they
-  // cost no such time.
+  // delays the copies behind it by 10 to 30 us, in which NVLink moves a MiB. Null on the host, where host
+  // functions cause no such delay.
   std::unique_ptr<Stream> telling_stream_;
   std::unique_ptr<Event> copied_;  // recorded again for each host function
 };

@@ -1,4 +1,4 @@
-// The memory of a receiver on the same host, mapped into the sender. The sender writes its items there
+// Maps the memory of a receiver on the same host into the sender. The sender then writes its items there
 // itself: into the receiver's slots, which lie at equal distances, or into places that the receiver has
 // posted. The memory may be host or device memory. Owned by the send channel; its copy stream writes.
 #pragma once
@@ -17,8 +17,8 @@ namespace pipedream {
 
 class PlacedSlots {
  public:
-  // slot_bytes: the same as in the receiver's plan; 0 where the receiver posts places. Pins host memory for
-  // the device.
+  // slot_bytes: the size of a slot in the receiver's plan; 0 if the receiver posts places. Pins host memory
+  // for the device.
   PlacedSlots(std::unique_ptr<SharedMemory> memory, Device& device, std::size_t slot_bytes)
       : memory_(std::move(memory)),
         registration_(memory_->on_device()

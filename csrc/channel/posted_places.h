@@ -1,5 +1,5 @@
-// The places where a receiving channel's next items will land, in the order of the items. One thread posts
-// places; the thread that drives takes them.
+// Queues the places where a receiving channel's next items will land, in the order of the items. One thread
+// posts places; the thread that drives removes them.
 #pragma once
 
 #include <cstddef>

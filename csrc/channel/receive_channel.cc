@@ -41,7 +41,8 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
            options_.name);
-  // A device with a compute stream is staged, or the sender writes its memory. Encoded tensors are staged.
+  // If the device has a compute stream, items are staged unless the sender writes device memory itself.
+  // Encoded tensors are always staged.
   PD_CHECK(compute_stream == nullptr || staging != nullptr || is_placed_on_device(), options_.name);
   PD_CHECK(staging == nullptr || !is_placed_on_device(), options_.name);
   PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);
@@ -56,8 +57,9 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   slots_.on_release([access = access_] { access->slot_released(); });
 }
 
-// Waits for the copies of an item that is half received: they write into its slot. Then gives back the slots
-// that were granted and never filled. Items hold the other slots and may outlive the channel.
+// Waits for the copies of an item that is half received, because they write into its slot. Then gives back
+// the slots that were granted and never filled. All other slots belong to items, which may outlive the
+// channel.
 ReceiveChannel::~ReceiveChannel() {
   detach();
   finish_copies();
@@ -160,8 +162,8 @@ bool ReceiveChannel::grant_slot() {
   return false;
 }
 
-// Grants the slot after kernels that read it are done. The sender writes into it, so it must not know of it
-// earlier.
+// Grants the slot once the kernels that read it are done. The sender may write into a granted slot at once,
+// so the slot must not be granted earlier.
 void ReceiveChannel::grant_when_read(ReceivedSlot& received) {
   received.wait_for_readers(*copy_stream_);
   copy_stream_->call([this, &received] {
@@ -210,14 +212,15 @@ void ReceiveChannel::on_device(Function function) {
   if (!wakeup_.try_on_device(options_.name, function)) give_up();
 }
 
-// Leaves the link open, so that the peer can be told why.
+// Stops receiving but leaves the link open, so that the peer can be told why.
 void ReceiveChannel::give_up() {
   failed_ = true;
   finish_copies();  // so that no copy writes into a slot after its release
   current_.reset();
 }
 
-// Waits for all copies. After a device's error none is under way, but waiting may report the error once more.
+// Waits for all copies. After a device's error no copy is under way, but waiting may report the error once
+// more.
 void ReceiveChannel::finish_copies() {
   if (copy_stream_) {
     static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copy_stream_->synchronize(); }));

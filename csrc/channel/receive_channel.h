@@ -1,5 +1,5 @@
-// The receiving end of one directed channel. It checks each frame against the plan, writes its bytes into a
-// leased slot, and hands whole items to the compute thread in order.
+// Implements the receiving end of one directed channel. It checks each frame against the plan, writes its
+// bytes into a leased slot, and hands whole items to the compute thread in order.
 //
 //   wire             who drives                             copy stream            compute thread
 //   credit <-------- 1 a free slot is leased and granted, once the sender has few left
@@ -10,9 +10,9 @@
 //                    5 last chunk: item into the inbox, event after its copies ---> 6 try_take()
 //   credit <-------- 1 <-------------------------------------------------------- 7 the lease dies
 //
-// The sender fills only slots that were granted to it, named by their index (of the staging buffer when there
-// is one). So the plan bounds the bytes in flight. Each slot has a record with everything else that an item
-// needs, so that receiving an item allocates nothing.
+// The sender fills only slots that were granted to it, so the plan bounds the bytes in flight. A slot is
+// named by its index, or by its staging buffer's index if it has one. Each slot has a record with everything
+// else that an item needs, so that receiving an item allocates nothing.
 //
 // With num_posts_max above 0 the slots have no memory. post() names the places where the next items will
 // land, in their order. A slot is granted together with one such place. When the item is dropped its slot
@@ -72,23 +72,23 @@ class ReceiveChannel final : public LinkHandler {
 
   void attach(Link& link) { link_.store(&link); }
 
-  // Posts one place for each of the next items that have none yet, in this order. Each item has exactly as
-  // many bytes as its place. The memory outlives the channel and must not be read before its item is taken.
-  // Any thread; one at a time.
+  // Posts places, in this order, for the next items that have no place yet. Each item has exactly as many
+  // bytes as its place. The memory outlives the channel, and a place must not be read before its item is
+  // taken. Any thread; one at a time.
   void post(std::span<const std::span<std::byte>> places);
 
-  // Moves the next item out; false when there is none. Call it inside Wakeup::wait_until.
+  // Moves the next received item to `item`; false when there is none. Call it inside Wakeup::wait_until.
   [[nodiscard]] bool try_take(ReceivedItem& item);
   // exhausted(): the peer said BYE and the inbox is empty, so nothing more will come.
   [[nodiscard]] bool has_item() const { return !inbox_.empty(); }
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
 
-  // Whether the sender writes into this end's memory itself. Known once the link is open.
+  // Whether the sender itself writes into this end's memory. Known once the link is open.
   [[nodiscard]] bool is_claimed() const;
 
   // Whether the compute thread holds all slots: none is free, granted or being filled. The plan has one slot
-  // more than the compute thread keeps. So this is false while the compute thread waits for this channel,
-  // unless items are not given back.
+  // more than the compute thread keeps. So if the result is true while the compute thread waits for this
+  // channel, someone keeps items that he should have given back.
   [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0 && num_granted_.load() == 0; }
 
   // Stops granting slots. Items may be dropped after this call.

@@ -1,4 +1,4 @@
-// How a received item ends: its slot goes back to the channel, if the channel still exists.
+// Ends received items: an item's slot goes back to the channel, if the channel still exists.
 #include "channel/received_item.h"
 
 #include <utility>
@@ -95,7 +95,8 @@ void ReceiverAccess::reach(Call call) {
   if (--num_reaching_ == 0) none_reaches_.notify_all();
 }
 
-// Most calls come from the compute thread. The credit then leaves together with what its work item sends.
+// Most calls come from the compute thread. The credit is then sent together with the items that its current
+// work item sends.
 void ReceiverAccess::slot_released() {
   reach([](ReceiveChannel& channel) {
     if (!channel.note_release()) return;

@@ -1,5 +1,5 @@
-// An item that a receiving channel hands out, and the channel's record of it per slot. Threads as in
-// receive_channel.h.
+// Defines the item that a receiving channel hands out, and the record that the channel has for each slot.
+// Threads as in receive_channel.h.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@ namespace pipedream {
 
 class ReceiveChannel;
 
-// A channel's slots and the items in them reach the channel through this object. Slots and items may outlive
-// the channel; this object lives as long as the slots' group. Any thread.
+// Slots and the items in them call their channel through this object. Slots and items may outlive the
+// channel; this object lives as long as the slots' group. Any thread.
 class ReceiverAccess {
  public:
   // side_stream: see ChannelOptions.
@@ -33,10 +33,10 @@ class ReceiverAccess {
       : side_stream_(std::move(side_stream)), channel_(&channel) {}
   // A slot became free. Called by whichever thread drops the last reference to an item's tensors.
   void slot_released();
-  // Fails the run. After a device's error it is unknown whether an item was read completely.
+  // Makes the run fail, because after a device's error nobody knows whether an item was read completely.
   void tell(const DeviceError& error);
-  // The other stream on which this thread may have read the item; null when it reads on the compute stream
-  // only.
+  // The stream other than the compute stream on which this thread may have read the item; null if there is
+  // none.
   [[nodiscard]] std::unique_ptr<Stream> side_stream() const {
     return side_stream_ ? side_stream_() : nullptr;
   }
@@ -44,7 +44,7 @@ class ReceiverAccess {
   bool defer(std::function<void()> function);
   // Cuts the way to the channel, and waits for threads that are using it.
   void detach();
-  // False in a child of fork(): the slots, streams and threads are its parent's.
+  // False in a child of fork(): the slots, streams and threads belong to its parent.
   [[nodiscard]] bool is_in_its_process() const { return home_.is_this(); }
 
  private:
@@ -63,9 +63,9 @@ class ReceiverAccess {
 // staged item has two holders: the item, and the copy stream until its copies are done. So an item may be
 // dropped before the device has copied it. Items share the record and may outlive the channel.
 struct ReceivedSlot {
-  // Records events after everything enqueued so far, as the end of the last read. Any thread. False: the
-  // compute stream is being captured. The event would become part of the graph, so the caller must try again
-  // later.
+  // Marks the end of the last read by events after everything enqueued so far. Any thread. False if a graph
+  // is being captured from the compute stream. The event would become part of the graph, so the caller must
+  // try again later.
   [[nodiscard]] bool end_reading();
   void drop();  // called once by each holder; any thread
   void wait_for_readers(Stream& stream) const;

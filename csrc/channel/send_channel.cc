@@ -21,7 +21,8 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
   PD_CHECK(options_.num_items_max > 0, options_.name);
 }
 
-// Waits for copies of items that were never sent. They read the items' memory and call this object.
+// Waits for copies of items that were never sent, because these copies read the items' memory and call this
+// object.
 SendChannel::~SendChannel() { finish_copies(); }
 
 void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
@@ -39,7 +40,7 @@ void SendChannel::place(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   places_ = true;
 }
 
-// The transport has stopped, so copies that are not enqueued by now never will be.
+// The transport has stopped, so no more copies will be enqueued.
 void SendChannel::end_placing() {
   finish_copies();
   copier_.end_placing();
@@ -82,7 +83,8 @@ void SendChannel::send_end(std::int64_t num_minibatches, std::uint8_t boundary_e
   enqueue(item);
 }
 
-// Returns the number of bytes on the wire. Throws UserError when the tensors do not fit the plan.
+// Returns the number of bytes that the tensors have on the wire. Throws UserError when they do not fit the
+// plan.
 std::size_t SendChannel::check_and_count_bytes(MinibatchId minibatch,
                                                const std::vector<TensorView>& tensors) const {
   const auto refuse = [&](const std::string& why) {
@@ -117,8 +119,9 @@ bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
   return fewer;
 }
 
-// The program sends an item only after the answers to earlier ones. So when no item is free, the receiver has
-// answered items without giving back their slots.
+// The schedule lets a stage send an item only after the receiver has computed with earlier items and sent
+// back results, such as gradients. So if no SendItem is free, the receiver has used items without giving back
+// their slots.
 Failure SendChannel::starved() const {
   return broken("holds back the slots for " + std::to_string(options_.num_items_max) +
                 " items and goes on without them");
@@ -319,7 +322,7 @@ void SendChannel::on_failed(Link& /*link*/, const Failure& failure) {
   wakeup_.fail(failure);
 }
 
-// Leaves the link open, so that the peer can be told why.
+// Stops sending but leaves the link open, so that the peer can be told why.
 void SendChannel::give_up() {
   failed_ = true;
   record_.note_credit_wait(false);
@@ -327,12 +330,13 @@ void SendChannel::give_up() {
   fail_queued();
 }
 
-// Waits for all copies. After a device's error none is under way, but waiting may report the error once more.
+// Waits for all copies. After a device's error no copy is under way, but waiting may report the error once
+// more.
 void SendChannel::finish_copies() {
   static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copier_.synchronize(); }));
 }
 
-// A receiver that closes first must have all tensors; it does not need the end.
+// A receiver may close before it has got the end item, but it must have all tensors.
 void SendChannel::on_closed(Link& link) {
   peer_left_ = true;
   if (has_unsent_tensors()) {
@@ -348,8 +352,8 @@ bool SendChannel::has_unsent_tensors() {
   return queue_.has_tensors();
 }
 
-// Releases all items that the link does not have. The link itself releases those whose frames it has. No copy
-// is under way.
+// Releases all items whose frames were not given to the link. The link itself releases the other items. No
+// copy is under way.
 void SendChannel::fail_queued() {
   while (SendItem* item = queue_.take_next()) release(*item);
   while (!started_.empty()) {

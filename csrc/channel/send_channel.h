@@ -1,5 +1,5 @@
-// The sending end of one directed channel between two stages. It takes the tensors of a work item on the
-// device and puts them on the wire in chunks, asynchronously. Compute never waits for a send.
+// Implements the sending end of one directed channel between two stages. It sends the tensors of a work item,
+// which lie on the device, over the wire in chunks and asynchronously. Compute never waits for a send.
 //
 //   compute thread     copy stream                    who drives                        wire
 //   1 send(item) --------------------------------------> 2 waits for a slot of the receiver
@@ -12,8 +12,9 @@
 //
 // Threads: send(), send_end() and collect_released() run on the compute thread. Everything else runs on the
 // thread that drives the transport; that is the sending compute thread itself when no other thread drives.
-// The members below are grouped by the thread that uses them. Bound: num_items_max unreleased items and
-// kNumSpareItems. All of them are made with the channel, so that sending an item allocates nothing.
+// The members below are grouped by the thread that uses them. Bound: there are at most num_items_max
+// unreleased items and kNumSpareItems more. All items are made with the channel, so that sending an item
+// allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -52,7 +53,8 @@ struct ChannelOptions {
   std::size_t num_items_max = 16;
   // The numbers of the channel's microbatches, counted through the whole run. The channel carries
   // first_microbatch and every microbatch_stride-th one after it. With a stride of 0 it carries any later
-  // ones in ascending order. With one microbatch per minibatch a microbatch's number is its minibatch's.
+  // microbatches in ascending order. With one microbatch per minibatch a microbatch's number is its
+  // minibatch's.
   std::int64_t first_microbatch = 0;
   std::int64_t microbatch_stride = 1;
   std::int64_t num_microbatches = 1;   // per minibatch
@@ -80,12 +82,12 @@ class SendChannel final : public LinkHandler {
               SlotGroup* staging, SlotGroup* residual = nullptr, SlotGroup* encoded = nullptr);
   ~SendChannel() override;  // the transport has been shut down
 
-  // Maps the receiver's slots: from now on items are written into `memory`. Claims it. Called before there is
-  // a link. Where the wire can neither read device memory nor stage it, the channel needs this with device
-  // memory.
+  // Maps and claims `memory`, which has the receiver's slots: from now on items are written there. Called
+  // before there is a link. The call is needed, with device memory, if the wire cannot read device memory and
+  // there is no staging buffer.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  // Does the same where the receiver posts places: items are written to those places in `memory`. The caller
-  // has claimed the memory.
+  // Does the same for a receiver that posts places: items are written to the posted places in `memory`. The
+  // caller has claimed the memory.
   void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
   // Unmaps that memory, so that the receiver may free it. Called after the transport's shutdown.
@@ -94,7 +96,7 @@ class SendChannel final : public LinkHandler {
   // Before the first send.
   void attach(Link& link) { link_.store(&link); }
 
-  // Sends the tensors of a work item. Never blocks. They are read until collect_released() destroys
+  // Sends the tensors of a work item. Never blocks. The tensors are read until collect_released() destroys
   // keep_alive, which owns their memory. ready: an event of the compute stream after which the tensors are
   // written; null when they are written already. Throws UserError when a tensor does not fit the plan.
   void send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
@@ -110,9 +112,10 @@ class SendChannel final : public LinkHandler {
   // Waits until an item can be sent without exceeding num_items_max. For senders that no schedule bounds.
   // False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_room(Deadline deadline);
-  // Waits until all items given to send() and send_end() are sent. False as above.
+  // Waits until all items given to send() and send_end() are sent. False at the deadline or when the run has
+  // failed.
   bool wait_until_sent(Deadline deadline);
-  // Waits until fewer than num_items are unreleased. False as above.
+  // Waits until fewer than num_items items are unreleased. False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   // ItemCopier::residuals(). Valid before the first send and after all items are sent.
   [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const {
@@ -136,8 +139,8 @@ class SendChannel final : public LinkHandler {
   // The chunk size of placed tensors. The receiver does not copy them, so that small chunks gain nothing on
   // the host and little on a device.
   static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
-  // One item for the end, which does not wait for room, and one whose on_sent comes late: the receiver's
-  // answer to an item can arrive before it.
+  // One of these is for the end item, which does not wait for room. The other one is for an item whose
+  // on_sent comes late, after the receiver's answer to the item has arrived.
   static constexpr std::size_t kNumSpareItems = 2;
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,

@@ -1,4 +1,4 @@
-// The arithmetic of an item's chunks. Threads as in send_item.h.
+// Computes the chunks of an item. Threads as in send_item.h.
 #include "channel/send_item.h"
 
 namespace pipedream {

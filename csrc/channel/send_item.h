@@ -2,8 +2,8 @@
 // makes all its items when it is made, and they never move. So a callback captures two pointers and allocates
 // nothing.
 //
-// Threads: the compute thread until the item is queued, then the thread that drives the transport. Any thread
-// may change the two counters.
+// Threads: the compute thread uses an item until the item is queued, then the thread that drives the
+// transport does. Any thread may change the two counters.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Items change hands under the lock. Their keep_alives are destroyed outside of it. Threads as in
+// Items are handed over under the lock. Their keep_alives are destroyed outside of the lock. Threads as in
 // send_queue.h.
 #include "channel/send_queue.h"
 

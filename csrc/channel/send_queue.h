@@ -1,5 +1,6 @@
-// All items of a sending channel, made together with it. An item goes free -> queued -> taken -> released,
-// and then is free again. Their number bounds the queue. Any thread; collect_released() one at a time.
+// Holds all items of a sending channel, which are made together with it. An item goes free -> queued -> taken
+// -> released, and then is free again. Their number bounds the queue. Any thread; collect_released() one at a
+// time.
 #pragma once
 
 #include <atomic>
@@ -17,7 +18,7 @@ class SendQueue {
  public:
   SendQueue(std::size_t num_items, const WireLayout& layout);
 
-  // Null when all items are in use, which is more than the owner's bound allows.
+  // Null when all items are in use. The owner's bound does not allow this.
   [[nodiscard]] SendItem* take_free();
   void push(SendItem* item);
   // Returns the first queued item and leaves it in the queue; null when the queue is empty.

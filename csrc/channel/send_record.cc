@@ -44,7 +44,8 @@ void SendRecord::end(const SendItem& item, std::int64_t released_ns) {
                   item.copied_ns, item.framed_ns, released_ns});
 }
 
-// Takes the item's time under the mutex, unless another item followed it or it never started.
+// Gives the item's time to the tuner, unless another item was sent after it or it never started. Called under
+// the mutex.
 void SendRecord::time(const SendItem& item, std::int64_t released_ns) {
   if (item.started_ns == 0 || item.send_index + 1 != num_sent_ || !tuner_.wants(item.num_wire_bytes)) return;
   tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, released_ns - item.started_ns));

@@ -1,5 +1,5 @@
-// A sending channel's statistics: its counters, the times of its newest items, and the best chunk size that
-// it has measured. Any thread.
+// Keeps a sending channel's statistics: its counters, the times of its newest items, and the best chunk size
+// that it has measured. Any thread.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ class SendRecord {
   void begin(SendItem& item);
   // Notes that the chunk at item.framed is about to be given to the link.
   void note_framed(SendItem& item);
-  // Notes that the transport no longer reads the item, or never will.
+  // Notes that the transport has read the item for the last time, or will never read it.
   void end(const SendItem& item, std::int64_t released_ns);
   // Notes whether the first item in the queue waits for a slot of the receiver. One thread at a time.
   void note_credit_wait(bool waits);

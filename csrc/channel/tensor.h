@@ -1,5 +1,5 @@
-// A tensor as the core sees it (pointer, dtype, shape), and what the plan says may cross a boundary.
-// Plain values; any thread. Tensors are contiguous, row-major.
+// Describes a tensor by its pointer, dtype and shape, and the tensors that the plan lets cross a boundary
+// between stages. Plain values; any thread. Tensors are contiguous, row-major.
 #pragma once
 
 #include <array>
@@ -28,8 +28,8 @@ struct TensorView {
 [[nodiscard]] std::string to_string(const TensorView& tensor);
 
 // The plan's limits for one tensor of a boundary, taken from the rehearsal of the first minibatch. Later
-// tensors have the same dtype and number of dimensions and at most as many bytes: a short last batch has
-// fewer.
+// tensors have the same dtype and number of dimensions, and at most as many bytes: a short last batch has
+// fewer bytes.
 struct TensorSpec {
   DType dtype = DType::kFloat32;
   std::uint8_t num_dims = 0;

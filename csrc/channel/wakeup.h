@@ -1,7 +1,7 @@
 // The compute thread of a stage sleeps here until a channel has something for it or the run has failed. Each
 // worker has one Wakeup, and all its channels share it. Its mutex guards every channel's inbox and the
-// failure. A sleeping thread drives the transport, so that no other thread is needed to bring what it waits
-// for.
+// failure. A sleeping thread drives the transport, so that it can receive its item without the help of
+// another thread.
 #pragma once
 
 #include <atomic>
@@ -27,15 +27,15 @@ class Wakeup {
   // Called before the first wait. The transport outlives the last wait.
   void drive_while_waiting(Transport& transport) { transport_ = &transport; }
 
-  // Only the first failure is kept: it is the cause, and later ones are consequences.
+  // Only the first failure is kept, because it is the cause and later failures are its consequences.
   void fail(Failure failure) {
     update([&] {
       if (!failure_) failure_ = std::move(failure);
     });
   }
 
-  // Runs a function that may call the device, on a thread where an exception has no one to catch it. On a
-  // DeviceError the run fails with its message, and the result is false.
+  // Runs a function that may call the device, on a thread where nobody catches exceptions. On a DeviceError
+  // the run fails with the error's message, and the result is false.
   template <class Function>
   [[nodiscard]] bool try_on_device(const std::string& channel_name, Function function) {
     try {
@@ -64,8 +64,8 @@ class Wakeup {
   }
 
   // Runs `look` under the lock until it returns true, the run fails or the deadline passes. If `look` returns
-  // true although the run has failed, the result is true: items that arrived before the failure are still
-  // used. False: the deadline has passed, or failure() is set.
+  // true, the result is true even if the run has failed, because items that arrived before the failure are
+  // still used. The result is false if the deadline has passed or failure() is set.
   template <class Look>
   [[nodiscard]] bool wait_until(Deadline deadline, Look look) {
     std::unique_lock lock(mutex_);

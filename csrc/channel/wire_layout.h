@@ -1,4 +1,4 @@
-// The places of a work item's tensors in one slot on the wire, either as they are or encoded. Both ends
+// Computes where a work item's tensors lie in one slot on the wire, either unchanged or encoded. Both ends
 // compute the layout from the plan. Plain values; any thread.
 #pragma once
 
@@ -17,7 +17,7 @@ class WireLayout {
   [[nodiscard]] std::size_t num_tensors() const { return codecs_.size(); }
   // Whether at least one tensor travels encoded.
   [[nodiscard]] bool encodes() const { return num_elements_max_ > 0; }
-  // The tensor's codec: the channel's, or kNone where the channel's does not apply to the tensor's dtype.
+  // The tensor's codec: the channel's codec, or kNone if that codec does not apply to the tensor's dtype.
   [[nodiscard]] const Codec& codec(std::size_t tensor_index) const { return codecs_.at(tensor_index); }
   // The number of elements of the largest encoded tensor.
   [[nodiscard]] std::size_t num_elements_max() const { return num_elements_max_; }
@@ -26,7 +26,7 @@ class WireLayout {
   [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const {
     return wire_.offset_bytes(tensor_index);
   }
-  // The number of bytes on the wire of a tensor that has tensor_bytes in memory.
+  // The number of bytes that a tensor has on the wire if it has tensor_bytes in memory.
   [[nodiscard]] std::size_t wire_bytes(std::size_t tensor_index, std::size_t tensor_bytes) const;
 
   // The bytes that the sender keeps between items for the codec's residual.

@@ -1,4 +1,5 @@
-// Names and sizes of the codecs, the host's encode and decode, and what a receiver checks. Pure; any thread.
+// Implements the codecs' names and sizes, encoding and decoding on the host, and the receiver's checks. Pure;
+// any thread.
 #include "codec/codec.h"
 
 #include <algorithm>
@@ -114,7 +115,7 @@ void decode_elements(const CodecWork& work) {
   PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
 }
 
-// Names the first index that does not ascend. There must be one.
+// Describes the first index that does not ascend. There must be such an index.
 std::string order_violation(std::span<const std::uint32_t> indices) {
   std::size_t entry = 1;
   while (indices[entry] > indices[entry - 1]) ++entry;

@@ -15,8 +15,8 @@
 //          sent as it is if it is chosen. A sum that is too large for its sent type becomes infinite
 //
 // All codecs apply to float32 and float64 tensors. int8 and topk also apply to bfloat16 and float16; bf16 and
-// fp16 would not make those smaller. Every other dtype travels as it is. The number of encoded bytes depends
-// only on codec, dtype and number of elements, so that both ends can plan it.
+// fp16 would not make such tensors smaller. Tensors of every other dtype are sent unchanged. The number of
+// encoded bytes depends only on codec, dtype and number of elements, so that both ends can plan it.
 #pragma once
 
 #include <cstddef>
@@ -43,11 +43,11 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 [[nodiscard]] Codec codec_from_name(std::string_view name);
 [[nodiscard]] std::string codec_name(const Codec& codec);
 
-// The codec for tensors of this dtype: the given one, or none if that does not apply to the dtype.
+// The codec for tensors of this dtype: the given codec, or kNone if it does not apply to the dtype.
 [[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
 
-// Bytes of topk's residual: float64 elements for float64 tensors, float32 for all others. The codec must
-// apply to dtype. 0 for all other codecs.
+// The number of bytes of topk's residual, whose elements are float64 for float64 tensors and float32 for all
+// others. 0 for all other codecs. The codec must apply to dtype.
 [[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
 inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an index has 32 bits

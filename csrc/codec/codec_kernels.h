@@ -1,5 +1,5 @@
-// The loops of the codecs over host memory, one set per instruction set, and the choice between them.
-// Internal to csrc/codec; pure, any thread. All sets give the same bits.
+// Declares the loops of the codecs over host memory, with one set for each instruction set, and chooses
+// between the sets. Internal to csrc/codec; pure, any thread. All sets give the same bits.
 //
 //   int8 encoded   | scale 0 | 256 elements | scale 1 | 256 elements | ... the last block may be shorter
 //   topk encoded   | k indices | k values |
@@ -49,7 +49,7 @@ struct CodecKernelSet {
 [[nodiscard]] CodecKernelSet baseline_codec_kernels();
 [[nodiscard]] CodecKernelSet avx2_codec_kernels();
 
-// The sets that this build has and this processor runs, the best one last.
+// The sets that this build has and this processor can run. The fastest set is the last.
 struct CodecKernelSets {
   CodecKernelSet sets[2];
   std::size_t num_sets;

@@ -1,4 +1,5 @@
-// The codecs' loops with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
+// Compiles the codecs' loops with AVX2, for x86-64 processors that have it (2013 and later). Pure; any
+// thread.
 //
 // CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include nothing but
 // codec_kernels_impl.h.

@@ -1,4 +1,5 @@
-// The codecs' loops with the instructions that every processor of the architecture has. Pure; any thread.
+// Compiles the codecs' loops with the instructions that every processor of the architecture has. Pure; any
+// thread.
 #include "codec/codec_kernels_impl.h"
 
 namespace pipedream {

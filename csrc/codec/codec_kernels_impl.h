@@ -1,6 +1,6 @@
-// The text of the codecs' loops. One source per instruction set includes it, and is compiled with its own
-// flags (see CMakeLists.txt). So everything here has internal linkage, and only headers without shared inline
-// functions may be included, for the reason in base/element.h. Pure; any thread.
+// Contains the code of the codecs' loops. For each instruction set one source file includes it, and is
+// compiled with its own flags (see CMakeLists.txt). So everything here has internal linkage, and only headers
+// without shared inline functions may be included, for the reason in base/element.h. Pure; any thread.
 #pragma once
 
 #include <cstddef>
@@ -119,15 +119,15 @@ constexpr int kEntryBits = 32;
 constexpr int kPositionBitsMin = 16;
 constexpr std::size_t kListPartsMax = 1024;
 
-// Signed integers, because vector instructions compare those. kNoBound is below every key.
+// Keys are signed integers, because vector instructions compare signed integers. kNoBound is below every key.
 template <class Number>
 using KeyBound = std::make_signed_t<typename FloatLayout<Number>::Bits>;
 template <class Number>
 constexpr KeyBound<Number> kNoBound = -1;
 
 // The listed elements. An entry has a code in its upper bits and the element's position within its part of
-// the tensor in its lower bits. The code is (key - code_low) >> code_shift, or the largest code if that is
-// larger.
+// the tensor in its lower bits. The code is (key - code_low) >> code_shift, but at most the largest code that
+// fits.
 template <class Number>
 struct List {
   std::uint32_t* entries;  // in the order of the elements
@@ -146,8 +146,8 @@ struct List {
   }
 };
 
-// Empties the list. With a bound most keys are near the bound. So codes are fine there, and few keys get the
-// largest code.
+// Empties the list, and sets the range of codes. With a bound, most keys are just above the bound, so codes
+// near the bound are made fine; only few keys are so large that they get the largest code.
 template <class Number>
 void start_list(std::size_t num_elements, KeyBound<Number> bound, List<Number>& list) {
   using Layout = FloatLayout<Number>;
@@ -232,8 +232,8 @@ void list_chunk(const Number* residual, std::size_t first, std::size_t count, Li
   list.part_ends[part] = static_cast<std::uint32_t>(end);
 }
 
-// Counts keys per bucket. Keys in a row count in different counters, so that equal keys do not wait for each
-// other's addition.
+// Counts keys per bucket. Consecutive keys are counted in different counters, so that equal keys do not wait
+// for each other's addition.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
   std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};  // the last one: of keys in no bucket
@@ -247,8 +247,9 @@ struct Histogram {
   }
 };
 
-// All keys above `key` are chosen, and the first num_equal of those that equal it. is_whole: the search ended
-// early, because the keys from `key` on are as many as wanted; then all of these are chosen.
+// All keys above `key` are chosen, and the first num_equal keys that equal `key`. is_whole: whether the
+// search ended early, because exactly as many keys as wanted are at least `key`. Then all of these are
+// chosen.
 template <class Bits>
 struct Threshold {
   Bits key;
@@ -278,8 +279,8 @@ Threshold<Bits> threshold_of(int key_bits, std::size_t num_chosen, const ForEach
   return found;
 }
 
-// Finds the threshold of the num_chosen largest in the list: by codes, and among entries with the threshold's
-// code by their keys. code: gets the threshold's code.
+// Finds the threshold of the num_chosen largest entries in the list. It compares codes first, and then the
+// keys of the entries that have the threshold's code. Writes that code to `code`.
 template <class Number>
 Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Number>& list,
                                                                 std::size_t num_chosen,
@@ -300,8 +301,8 @@ Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Numbe
   });
 }
 
-// Reduces the list, which has at least num_chosen entries, to the num_chosen largest. Raises the bound to the
-// smallest of them, because later keys that equal it are not chosen.
+// Reduces the list, which has at least num_chosen entries, to the num_chosen largest entries. Raises the
+// bound to the smallest key among them, because later keys that equal this key are not chosen.
 template <class Number>
 void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& list) {
   if (list.num_entries == num_chosen) return;
@@ -328,8 +329,8 @@ void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& 
   list.bound = static_cast<KeyBound<Number>>(threshold.key);
 }
 
-// Lists all elements above the list's bound: among them are the num_chosen largest, or there are fewer than
-// num_chosen. is_added: the values are already added to the residual.
+// Lists all elements above the list's bound. They include the num_chosen largest elements, unless fewer than
+// num_chosen are above the bound. is_added: whether the values are already added to the residual.
 template <class T>
 void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list) {
   for (std::size_t first = 0; first < work.num_elements; first += kChunkElements) {
@@ -346,8 +347,8 @@ void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list)
   }
 }
 
-// Returns a bound with almost surely num_chosen elements above it, and not many more. In the sample, four
-// standard deviations more elements are above it than are expected for num_chosen.
+// Returns a bound with almost surely num_chosen elements above it, and not many more. It is chosen so that
+// the sample has more elements above the bound than num_chosen would let expect, by four standard deviations.
 template <class T>
 KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   using Layout = FloatLayout<NumberOf<T>>;
@@ -372,8 +373,8 @@ KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
   return static_cast<KeyBound<NumberOf<T>>>(threshold.key) - 1;
 }
 
-// Writes the indices and values of the list's entries, which are the num_chosen chosen ones. The entries may
-// lie where the indices are written.
+// Writes the indices and values of the list's entries, which are by now the num_chosen chosen elements. The
+// entries may lie in the memory to which the indices are written.
 template <class T>
 void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
   for_each_entry(list, [&](std::size_t part, std::uint32_t entry, std::size_t place) {
@@ -388,7 +389,7 @@ void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
 }
 
 // Removes infinities and NaNs that were not sent from the residual. There are none unless the bound itself is
-// the key of one.
+// the key of an infinity or a NaN.
 template <class Number>
 void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBound<Number> bound) {
   using Bits = typename FloatLayout<Number>::Bits;
@@ -400,8 +401,8 @@ void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBo
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
   constexpr std::size_t kSentBytes = sizeof(std::uint32_t) + sizeof(SentOf<T>);
-  // Encoded bytes of kSentBytes per element have room for twice as many entries as elements are sent, or for
-  // one and a half times as many with 16-bit values.
+  // The list lies in the memory for the encoded bytes, which are kSentBytes for each sent element. It has
+  // room for twice as many entries as sent elements, or for one and a half times as many with 16-bit values.
   static_assert(kListEntries - kListEntries * sizeof(std::uint32_t) / kSentBytes > kFreeEntriesMin);
   std::uint32_t own_entries[kListEntries];
   const std::size_t num_fit = work.num_chosen * kSentBytes / sizeof(std::uint32_t);

@@ -1,4 +1,4 @@
-// The arithmetic of one element of the codecs. Host and device compile this same text. All functions have
+// Defines what the codecs compute for one element. Host and device compile this same text. All functions have
 // internal linkage, for the reason in base/element.h. Pure; any thread. C++17, because nvcc compiles it too.
 #pragma once
 
@@ -61,7 +61,8 @@ PD_ELEMENT Number rest_of_sent(Number number, Sent sent) {
   return rest - rest == Number(0) ? rest : Number(0);
 }
 
-// Keys are examined from the top in digits of this many bits; the last may have fewer.
+// Keys are examined from the highest bits down, in digits of this many bits. The last digit may have fewer
+// bits.
 constexpr int kTopKDigitBits = 11;
 constexpr std::size_t kTopKBuckets = std::size_t{1} << kTopKDigitBits;
 
@@ -69,8 +70,8 @@ PD_ELEMENT constexpr int next_digit_shift(int shift) {
   return shift > kTopKDigitBits ? shift - kTopKDigitBits : 0;
 }
 
-// The host's sample of a tensor. The tensor is cut into equal parts, and each part gives one run of
-// neighbouring elements. A small tensor has few runs.
+// The number of elements in each run of the host's sample of a tensor. The tensor is cut into equal parts,
+// and each part gives one run of neighbouring elements. A small tensor has few runs.
 constexpr std::size_t kTopKRunElements = 16;
 constexpr std::size_t kTopKSampleMax = 4096;
 constexpr std::size_t kTopKSampledShare = 32;  // at most one element of so many

@@ -1,5 +1,5 @@
-// The host's codec on a stream, and the choice of backend. One thread enqueues; the encoding and decoding run
-// on the stream's thread.
+// Runs the host's codec on a stream, and chooses the backend. One thread enqueues the work; the stream's
+// thread encodes and decodes.
 #include "codec/stream_codec.h"
 
 #include <array>

@@ -1,6 +1,6 @@
 // Encodes and decodes in the order of a stream: by CUDA kernels on a CUDA stream, by calls of the host
-// functions on a host stream. Each channel has one, and uses it from one thread at a time with one stream. It
-// outlives the work that it enqueues.
+// functions on a host stream. Each channel has its own StreamCodec, and uses it from one thread at a time
+// with one stream. The StreamCodec outlives the work that it enqueues.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ class StreamCodec {
   StreamCodec& operator=(const StreamCodec&) = delete;
   virtual ~StreamCodec() = default;
 
-  // values and residual are in device memory, and encoded too. On a CUDA device encoded may be in pinned host
+  // values, residual and encoded are in device memory. On a CUDA device encoded may also be in pinned host
   // memory, which is slow.
   virtual void encode(Stream& stream, const CodecWork& work) = 0;
   virtual void decode(Stream& stream, const CodecWork& work) = 0;

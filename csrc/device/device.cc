@@ -1,4 +1,4 @@
-// The defaults of Device, for devices whose memory other processes cannot map.
+// Implements the defaults of Device, for devices whose memory other processes cannot map.
 #include "device/device.h"
 
 namespace pipedream {

@@ -1,5 +1,5 @@
 // A Device gives a stage streams, events and memory. host/ (one thread per stream, truly asynchronous) and
-// cuda/ implement the same contract. The suite tests/cpp/device runs on both.
+// cuda/ implement this same interface. The tests in tests/cpp/device run on both.
 //
 // Async functions take the stream explicitly; there is no default stream.
 #pragma once
@@ -13,8 +13,9 @@
 
 namespace pipedream {
 
-// A call that the device refused, or earlier work on it that failed (most often a kernel of the user's
-// model). The device is of no use afterwards. Never thrown by the host backend. RuntimeError in Python.
+// Reports that the device refused a call, or that earlier work on it failed, most often a kernel of the
+// user's model. The device cannot be used afterwards. The host backend never throws it. In Python it is a
+// RuntimeError.
 class DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -36,15 +37,16 @@ class Event {
   Event& operator=(const Event&) = delete;
   virtual ~Event() = default;
 
-  // True once everything before the last record() is done; true if never recorded.
+  // Whether everything before the last record() is done; true if there was no record().
   [[nodiscard]] virtual bool done() const = 0;
   // Blocks the calling CPU thread until done().
   virtual void wait() const = 0;
 };
 
-// An ordered queue of asynchronous work. Any thread may enqueue; order is that of the calls. It is bounded:
-// with kStreamDepth operations pending, or more, an enqueuing thread may have to wait for room.
-// Destruction finishes what is enqueued. Events are those of the stream's own device.
+// An ordered queue of asynchronous work. Any thread may enqueue work, and work is done in the order of the
+// calls. The queue is bounded: while kStreamDepth or more operations are pending, an enqueuing thread may
+// have to wait for room. The destructor finishes all enqueued work. Only events of the stream's own device
+// may be used.
 inline constexpr std::size_t kStreamDepth = 512;
 
 class Stream {
@@ -59,7 +61,8 @@ class Stream {
   virtual void record(Event& event) = 0;
   // Work enqueued after this starts only when the event is done. The CPU does not wait.
   virtual void wait(const Event& event) = 0;
-  // Runs on a CPU thread in stream order. It must be short, and must not call the device.
+  // Enqueues a function, which runs on a CPU thread in stream order. The function must be short, and must not
+  // call the device.
   virtual void call(std::function<void()> function) = 0;
   // Whether a graph is being captured from this stream. A record() or wait() now would become part of the
   // graph.
@@ -75,7 +78,8 @@ class Stream {
 enum class CopyUse { kSend, kTell, kReceive };  // kTell: only waits and call()s
 inline constexpr std::size_t kNumCopyUses = 3;
 
-// Owns one allocation. Host memory is 64-byte aligned at least, huge pages advised.
+// Owns one allocation. Host memory is aligned to at least 64 bytes, and the kernel is advised to use huge
+// pages.
 class Memory {
  public:
   Memory() = default;
@@ -117,17 +121,17 @@ class Device {
   [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
 
   [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
-  // A stream that may be shared by all callers with the same use. A device runs few streams at once and makes
-  // work of further ones wait for each other at random. On a shared stream work waits only for work enqueued
+  // A stream that may be shared by all callers with the same use. A device runs few streams at once. Work on
+  // further streams waits for each other at random. On a shared stream work waits only for work enqueued
   // earlier, and never for a thread.
   [[nodiscard]] virtual std::unique_ptr<Stream> make_copy_stream(CopyUse /*use*/) { return make_stream(); }
   [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
-  // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host
-  // the handle is 0 and means the calling thread: work is done when the call returns.
+  // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host the
+  // handle is 0 and stands for the calling thread: then work is done when the call returns.
   [[nodiscard]] virtual std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) = 0;
 
-  // Throws UserError naming size and device when there is not enough. Host memory (both kinds on the
-  // host backend, kStaging on CUDA) is touched page by page here, so that the first minibatch does not
+  // Throws a UserError that names size and device when there is not enough memory. Host memory (both kinds on
+  // the host backend, kStaging on CUDA) is touched page by page here, so that the first minibatch does not
   // pay for it; device memory is zeroed.
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
 
@@ -137,12 +141,12 @@ class Device {
   [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
                                                                                std::size_t num_bytes) = 0;
 
-  // Throws DeviceError if earlier work has failed. Such an error may drop enqueued work and its call()s
-  // without a sign, so a thread that waits for them must ask here now and then. Does not wait. Never throws
-  // on the host backend.
+  // Throws DeviceError if earlier work has failed. Such an error may silently drop enqueued work and
+  // functions of call(), so a thread that waits for them must call check() now and then. Does not wait. Never
+  // throws on the host backend.
   virtual void check() {}
-  // Blocks the calling CPU thread until the device has done all that this process has enqueued on any of its
-  // streams, the framework's among them. Nothing to do on the host backend, where the framework enqueues
+  // Blocks the calling CPU thread until the device has done all work that this process has enqueued on any
+  // stream, including the framework's streams. Does nothing on the host backend, where the framework enqueues
   // nothing.
   virtual void synchronize() {}
 
@@ -150,8 +154,8 @@ class Device {
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
 
   // Allocates zeroed device memory that other processes can map. Null if that is not possible; *why then gets
-  // the reason. It is never possible on the host, whose memory is shared by other means. Throws UserError as
-  // allocate() does.
+  // the reason. It is never possible on the host, whose memory is shared in another way (SharedMemory).
+  // Throws UserError if allocate() would.
   [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                                       std::string* why = nullptr);
   // Maps memory that a device of this kind has exported in any process of this host. This device's streams
@@ -164,8 +168,9 @@ class Device {
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();
 
-// False when built without CUDA, without a driver or with an old one, or without a device that this build's
-// kernels run on; why_no_cuda() says which, and is empty otherwise. Neither makes a context.
+// Whether CUDA can be used. It cannot in a build without CUDA, without a driver, with a driver that is too
+// old, or without a device that runs this build's kernels. why_no_cuda() is the reason, or empty. Neither
+// function makes a context.
 [[nodiscard]] bool cuda_available();
 [[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();

@@ -9,8 +9,8 @@
 namespace pipedream {
 namespace {
 
-// A block is small enough for its sum to stay in the cache while part after part is added to it. A thread
-// takes kTaskBlocks blocks at a time.
+// Blocks are so small that a block's sum stays in the cache while one part after the other is added to it. A
+// thread claims kTaskBlocks blocks at a time.
 constexpr std::int64_t kBlockElements = 4096;
 constexpr std::int64_t kTaskBlocks = 16;
 

@@ -42,15 +42,15 @@ std::size_t largest_shard_bytes(const WeightLayout& layout, const Shares& shares
   return divide_up(layout.slot_bytes() * *std::max_element(shares.begin(), shares.end()), of_all);
 }
 
-// Deals ranges of the slot in turns. In each turn every shard gets one chunk, with as many bytes as its share
-// says.
+// Deals ranges of the slot to the shards in turn. In each round of dealing every shard gets one chunk, whose
+// size is in proportion to the shard's share.
 std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& shares) {
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
   const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
   const bool are_equal = std::ranges::all_of(shares, [&](std::size_t share) { return share == shares[0]; });
   const std::size_t shard_bytes = largest_shard_bytes(layout, shares);
-  // Shares differ only if there are spares. A spare's link has nothing to send until all replicas have sent
-  // the spare its first chunk, so chunks are small then.
+  // Shares differ only if there are spares, and then chunks are small: a spare's link has nothing to send
+  // until all replicas have sent the spare its first chunk.
   const std::size_t chunk_bytes_max = are_equal ? shard_chunk_bytes_max(shard_bytes) : kShardChunkBytesMin;
   const std::size_t num_turns = std::max<std::size_t>(1, divide_up(shard_bytes, chunk_bytes_max));
   std::vector<ShardChunk> chunks;
@@ -69,7 +69,7 @@ std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& sh
 }
 
 // Returns each parameter's shard. Deals the largest tensors first, each to the shard that has the fewest
-// bytes for its share.
+// bytes in relation to its share.
 std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, const Shares& shares) {
   std::vector<std::size_t> in_order(layout.parameters().size());
   std::iota(in_order.begin(), in_order.end(), std::size_t{0});

@@ -47,9 +47,9 @@ struct ShardChunk {
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };
 
-// The chunks in the order of the slot. Each element of each parameter is in exactly one. shares: the relative
-// size of each shard; a share of 0 gets nothing. Throws UserError for no shard, a negative share, and if all
-// shares are 0.
+// The chunks in the order of the slot. Each element of each parameter is in exactly one chunk. shares: the
+// relative size of each shard; a shard with share 0 gets nothing. Throws UserError for no shard, a negative
+// share, and if all shares are 0.
 [[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout,
                                            const std::vector<std::int64_t>& shares, bool whole_tensors);
 // Deals equal shards. Throws UserError for fewer than one shard.

@@ -1,6 +1,6 @@
 // An ItemCarrier sends and receives the items of an exchange between owners of shards, over channels that it
-// knows by name. In a run it is the worker; tests use queues. The owner of the exchange owns it; every call
-// is on its thread.
+// knows by name. In a run the worker is the carrier; tests use queues. The carrier belongs to the owner of
+// the exchange, who makes every call on one thread.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,8 @@ class ItemCarrier {
   ItemCarrier& operator=(const ItemCarrier&) = delete;
   virtual ~ItemCarrier() = default;
 
-  // Each returns false, or an empty optional, at the deadline. send(): the tensor's memory must not change
-  // until wait_until_sent() says that the item is sent.
+  // These functions return false, or an empty optional, at the deadline. After send() the tensor's memory
+  // must not change until wait_until_sent() says that the item is sent.
   [[nodiscard]] virtual Result<bool> send(const std::string& channel, const TensorView& tensor,
                                           Deadline deadline) = 0;
   // Sends an item whose tensors have no elements.
@@ -44,14 +44,15 @@ class ItemCarrier {
   [[nodiscard]] virtual Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                                      Deadline deadline) = 0;
 
-  // Lets the channel's next items land in these places; the channel has no slots.
+  // Lets the next items of a channel without slots land in these places.
   virtual void post(const std::string& channel, std::span<const std::span<std::byte>> places) = 0;
-  // Both run in the order of the device's work. After read() returns, the bytes are in host memory.
+  // copy() and read() run in the order of the device's work. When read() returns, the bytes are in host
+  // memory.
   virtual void copy(std::byte* to, const std::byte* from, std::size_t num_bytes) = 0;
   virtual void read(std::span<std::byte> to, const std::byte* from) = 0;
   // Destroys the owners of items that are sent.
   virtual void collect_released(const std::string& channel) = 0;
-  // The failure with the worker's position in its program.
+  // The failure, with the worker's position in its program added to the message.
   [[nodiscard]] virtual Failure located(const Failure& failure) const = 0;
 };
 

@@ -22,7 +22,7 @@ std::size_t size_bytes(const ExchangePiece& piece) {
   return static_cast<std::size_t>(piece.num_elements) * dtype_bytes(piece.dtype);
 }
 
-// A push has two tensors: a flag for each piece that has a gradient, then the chunk.
+// A push has two tensors: first the flags that say for each piece whether it has a gradient, then the chunk.
 constexpr std::size_t kNumPushTensors = 2;
 
 }  // namespace
@@ -44,7 +44,7 @@ ShardExchange::ShardExchange(ExchangeSpec spec, ItemCarrier& carrier)
 
 Result<bool> ShardExchange::begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                             Deadline deadline) {
-  // Other owners may finish their update of the round before this one begins its own.
+  // Other owners may finish their update of the round before this owner begins its update.
   if (num_pushed_ > round && spec_.posts_early) post_places(write_slot);
   const ExchangePeer& from = peer(other);
   const bool has_factors = !from.factors_from.empty();
@@ -83,7 +83,7 @@ Result<bool> ShardExchange::tell_end(std::int64_t num_minibatches, std::uint8_t 
   return true;
 }
 
-// Why the item does not fit the plan; empty if it does.
+// The reason why the item does not fit the plan; empty if it fits.
 std::optional<std::string> ShardExchange::misfit(const CarriedItem& item, const ExchangeChunk& chunk) const {
   if (item.fields.is_end_of_data) return "the data ended within a round";
   if (item.tensors.size() != kNumPushTensors) return std::to_string(item.tensors.size()) + " tensors";
@@ -155,8 +155,8 @@ PieceGradients ShardExchange::gradients_of(std::size_t position, const ExchangeC
     }
     std::byte* const data = pushed.chunk->tensors[1].data + piece.begin_bytes;
     const TensorView received = flat_view(piece.dtype, data, piece.num_elements);
-    // The place is never this owner's own gradient, whose memory may be used otherwise. It may be a part
-    // without a gradient.
+    // The place is never the memory of this owner's own gradient, which may have another use. It may be the
+    // memory of a received part without a gradient.
     if (!spec_.keeps_gradients) gradients.place = received;
     if (flags.at(other)[position] != std::byte{0}) gradients.parts.push_back(received);
   }
@@ -193,7 +193,8 @@ ShardExchange::RoundGradients ShardExchange::begin_update(std::int64_t round,
     num_summed += pushed.num_summed;
     if (pushed.factors) gradients.factors.emplace_back(other, *std::exchange(pushed.factors, std::nullopt));
   }
-  // Counted from what the pushes report, because the number of minibatches in the run may be unknown here.
+  // Counted from the numbers that the pushes report, because the number of minibatches in the run may be
+  // unknown here.
   num_minibatches_ = gradients.num_minibatches = num_summed / spec_.rounds.num_microbatches;
   return gradients;
 }
@@ -227,7 +228,7 @@ Result<bool> ShardExchange::begin_version(SlotIndex write_slot, Deadline deadlin
   return true;
 }
 
-// Lets the others' shards of the next version land in the slot from now on.
+// From now on, lets the other owners' shards of the next version land in the slot.
 void ShardExchange::post_places(SlotIndex write_slot) {
   if (posted_slot_ == write_slot) return;
   std::vector<std::span<std::byte>> places;
@@ -354,7 +355,7 @@ WeightVersion ShardExchange::whole_version() const {
   return whole;
 }
 
-// The place of the chunk in the version; null if its slot has another version.
+// The place of the chunk in the version's slot; null if that slot has another version by now.
 std::byte* ShardExchange::place_of(const ExchangeChunk& chunk, std::optional<SlotIndex> own_slot,
                                    WeightVersion version) const {
   if (chunk.is_tied) {

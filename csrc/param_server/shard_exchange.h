@@ -1,6 +1,7 @@
-// One owner's side of the exchange of a stage's shards; the owner is a replica or a spare. It receives the
-// gradients that the others push, makes their mean, sends each chunk of the owner's next version as soon as
-// it is made, and lands the chunks of the others' versions where forwards read them.
+// Does one owner's side of the exchange of a stage's shards; the owner is a replica or a spare. It receives
+// the gradients that other replicas push and makes their mean. It sends each chunk of the owner's next
+// version as soon as the chunk is made. It lands the chunks of other owners' versions where forwards read
+// them.
 //
 //   round t           who asks      what is done here, chunk by chunk
 //   RECV push         the engine    waits for the beginning of a replica's gradient; says where the others'
@@ -10,12 +11,12 @@
 //   SEND pull         nobody        nothing: UPDATE has sent every chunk
 //   RECV pull         the engine    waits for all chunks of another's version t + 1
 //
-// A chunk's mean is made, and its version leaves, while the next chunk's gradients are on their way: both
-// directions of a link are busy. Gradients are added in the order of the replicas, so that a run gives the
-// same numbers however late one is.
+// While the next chunk's gradients are on their way, a chunk's mean is made and its new version is sent. So
+// both directions of a link are busy. Gradients are added in the order of the replicas, so that a run gives
+// the same numbers whichever replica is late.
 //
-// Owned by the stage's compute thread; every call is on it. A call that waits returns at its deadline; called
-// again, it goes on where it stopped.
+// Owned by the stage's compute thread, which makes every call. A call that waits returns at its deadline.
+// When it is called again, it goes on where it stopped.
 #pragma once
 
 #include <cstddef>
@@ -52,8 +53,8 @@ struct ExchangeChunk {
   std::vector<ExchangePiece> pieces;
 };
 
-// Another owner, and the names of the channels to and from it. A name is empty if there is no such channel: a
-// spare pushes nothing and reads no version.
+// Another owner, and the names of the channels to and from it. A name is empty if the channel does not exist,
+// because a spare pushes nothing and reads no version.
 struct ExchangePeer {
   std::vector<ExchangeChunk> chunks;  // of its shard, in the order in which they travel
   std::string push_to;
@@ -75,9 +76,9 @@ struct ExchangeSpec {
   std::vector<std::byte*> tied_slots;            // version v lies in slot (v - first) mod their number
   bool keeps_gradients = false;                  // the optimizer may keep them: no mean in a received item
   bool on_host = true;                           // means of float32 and float64 are made here
-  // Sends a replica its version chunks only after the chunks that are pushed to it. All channels of a link
-  // get equal parts of its bandwidth, so versions would slow down the pushes to spares. The shards of spares
-  // are the last that everybody waits for.
+  // Whether to send a replica its chunks of the new version only after the chunks that are pushed to it. All
+  // channels of a link get equal parts of the bandwidth, so versions would slow down the pushes to spares,
+  // and everybody waits for the spares' shards last.
   bool holds_versions = false;
   bool posts_early = true;  // false: posts places at begin_version()
 };
@@ -89,8 +90,9 @@ struct OwnGradients {
   std::shared_ptr<void> owner;
 };
 
-// The mean gradient of a piece, or the parts for the mean, in the order of the replicas. Empty if no replica
-// has a gradient. place: memory of a received item where the mean may lie; without data there is none.
+// The mean gradient of a piece, or the gradients from which the caller makes the mean, in the order of the
+// replicas. Empty if no replica has a gradient. place: memory of a received item that the mean may overwrite;
+// without data if there is no such memory.
 struct PieceGradients {
   std::vector<TensorView> parts;
   TensorView place;
@@ -105,24 +107,25 @@ class ShardExchange {
  public:
   ShardExchange(ExchangeSpec spec, ItemCarrier& carrier);
 
-  // Calls by the program. True once the replica's gradient of the round has begun to arrive. write_slot: the
-  // slot that the round's update will write; no one reads it any more.
+  // The functions down to pull_from() follow the worker's program. This one returns true once the replica's
+  // gradient of the round has begun to arrive. write_slot: the slot that the round's update will write, and
+  // that nobody reads any more.
   [[nodiscard]] Result<bool> begin_push_from(ReplicaIndex other, std::int64_t round, SlotIndex write_slot,
                                              Deadline deadline);
-  // The end of the data, if the last begin_push_from() received it instead of a gradient: the number of
-  // minibatches and what is due at their end.
+  // The end of the data, if the last begin_push_from() received it instead of a gradient. It has the number
+  // of minibatches and the events due at the end of the run.
   [[nodiscard]] std::optional<ItemFields> take_end() { return std::exchange(told_end_, std::nullopt); }
-  // Sends the end of the data to the other owners over the push channels, after all pushes, because another
-  // owner may wait for a push that does not exist. Call it again and again, before any other wait, once the
-  // end is known.
+  // Sends the end of the data to the other owners over the push channels, after all pushes. Without it
+  // another owner might wait for a push that does not exist. Once the end is known, call it before every
+  // other wait.
   [[nodiscard]] Result<bool> tell_end(std::int64_t num_minibatches, std::uint8_t boundary_events,
                                       Deadline deadline);
-  // Receives the other owner's shard of the next version. True once its chunks are in that version's slot, or
-  // are dropped because the slot has another version by now.
+  // Receives the other owner's shard of the next version. True once the shard's chunks are in the version's
+  // slot, or are dropped because the slot has another version by now.
   [[nodiscard]] Result<bool> pull_from(ReplicaIndex other, Deadline deadline);
 
-  // Pushing. The owner of the gradients sends them itself. end_push(): all pushes of the round have been
-  // given to the channels.
+  // Says that all pushes of the round have been given to the channels. The worker whose gradients they are
+  // sends them itself.
   void end_push(std::int64_t round) { num_pushed_ = round + 1; }
   // Waits until the pushes of all but num_rounds_left rounds are sent.
   [[nodiscard]] Result<bool> wait_for_pushes(std::int64_t num_rounds_left, Deadline deadline);
@@ -130,32 +133,35 @@ class ShardExchange {
   // Releases gradients that are sent.
   void collect_pushed();
 
-  // An update makes the following calls, in this order.
+  // An update calls the following functions, in this order.
   struct RoundGradients {
     std::int64_t num_minibatches = 0;                           // the mean's divisor
     std::vector<std::pair<ReplicaIndex, CarriedItem>> factors;  // of the others
   };
   [[nodiscard]] RoundGradients begin_update(std::int64_t round, std::optional<OwnGradients> own);
-  // Waits until the version in the slot is sent to all replicas, so that the slot may be overwritten.
+  // Waits until this owner's shard in the slot is sent to all replicas, so that the slot may be overwritten.
   [[nodiscard]] Result<bool> wait_for_readers(SlotIndex write_slot, Deadline deadline);
-  // Does wait_for_readers(), and says that the others' shards of the next version may land in the slot.
+  // Does wait_for_readers(), and lets the other owners' shards of the next version land in the slot.
   // Afterwards the caller may write the next version there.
   [[nodiscard]] Result<bool> begin_version(SlotIndex write_slot, Deadline deadline);
-  // Returns a chunk's gradients once all members have pushed them. Called once for each chunk in turn, before
-  // or after begin_version().
+  // Returns a chunk's gradients once all members have pushed them. Called once for each chunk in order,
+  // before or after begin_version().
   [[nodiscard]] Result<std::optional<ChunkGradients>> mean_of(std::int64_t chunk, int num_threads,
                                                               Deadline deadline);
   // Sends the chunk of the new version from its place in the slot, where the caller has written it.
   [[nodiscard]] Result<bool> publish(std::int64_t chunk, Deadline deadline);
   [[nodiscard]] Result<bool> end_version(Deadline deadline);
-  // Notes that the slot now has the next version. Updates without rounds call this alone.
+  // Notes that the slot now has the next version. An update of an asynchronous shard calls only this
+  // function.
   void note_version(SlotIndex slot);
 
-  // The newest version of which this owner has all shards, and its slot if that still has the version.
+  // The newest version of which this owner has all shards. whole_slot() is its slot, if the slot still has
+  // this version.
   [[nodiscard]] WeightVersion whole_version() const;
   [[nodiscard]] std::optional<SlotIndex> whole_slot() const { return slot_with(whole_version()); }
 
-  // For each version, the smallest and the largest number of gradients that the others' chunks of it contain.
+  // For each version, the smallest and the largest number of gradients in the other owners' chunks of this
+  // version.
   using Contained = std::map<WeightVersion, std::pair<std::int64_t, std::int64_t>>;
   [[nodiscard]] const Contained& contained() const { return contained_; }
 

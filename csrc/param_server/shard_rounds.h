@@ -1,5 +1,5 @@
-// A shard's record of each round: which replicas' gradients have come for each chunk, and the version of each
-// chunk. It makes sure that every gradient is in exactly one update. It holds no tensors. Owned by the
+// Records for each round of a shard which replicas' gradients have come for each chunk, and the version of
+// each chunk. It makes sure that every gradient is in exactly one update. It holds no tensors. Owned by the
 // stage's compute thread; not thread-safe.
 //
 // Round t makes version t + 1 of a chunk from version t. Its members are the replicas that have a minibatch
@@ -29,11 +29,11 @@ class ShardRounds {
               std::int64_t num_rounds_max);
 
   // Returns a failure if the gradient must not be added: its replica or chunk does not exist, its round is
-  // over, it has come before, or no replica can have begun its round.
+  // over or cannot have begun, or the same gradient has come before.
   [[nodiscard]] std::optional<Failure> arrive(ReplicaIndex replica, WeightVersion round, std::int64_t chunk);
   [[nodiscard]] bool is_complete(std::int64_t chunk, std::span<const ReplicaIndex> members) const;
   // Returns the chunk's new version. Aborts when the round is not complete, or when a replica that is no
-  // member has sent a gradient, which would be lost.
+  // member has sent a gradient: that gradient would be lost.
   WeightVersion publish(std::int64_t chunk, std::span<const ReplicaIndex> members);
   [[nodiscard]] WeightVersion version(std::int64_t chunk) const;
 

@@ -1,6 +1,7 @@
-// An asynchronous shard's record of the gradients that it has applied: every gradient of every replica by
-// itself, part by part, in the order in which they came. So each is applied exactly once, and a reference run
-// can apply them in the same order. It holds no tensors. Owned by the thread that applies; not thread-safe.
+// Records the gradients that an asynchronous shard has applied. The shard applies every gradient of every
+// replica separately, part by part, in the order in which the gradients came. With the record each gradient
+// is applied exactly once, and a reference run can apply the gradients in the same order. It holds no
+// tensors. Owned by the thread that applies; not thread-safe.
 //
 // A part is the range that the optimizer updates at once: a chunk, or the whole shard. The parts of one
 // replica come in order, round after round. The order between replicas depends on time.
@@ -25,7 +26,7 @@ class ShardUpdates {
   // The most entries of order().
   static constexpr std::size_t kNumOrderedMax = std::size_t{1} << 20;
 
-  // first: the first round of every replica in this run. The rounds before it count as applied, with one
+  // first: the first round of every replica in this run. Earlier rounds count as applied, each with one
   // minibatch of each replica.
   ShardUpdates(std::int64_t num_replicas, std::int64_t num_parts, WeightVersion first);
 
@@ -35,7 +36,7 @@ class ShardUpdates {
 
   // The round of the replica's next part.
   [[nodiscard]] WeightVersion round(ReplicaIndex replica) const;
-  // The number of gradients applied to the part, each of one minibatch.
+  // The number of gradients applied to the part. Each gradient is from one minibatch.
   [[nodiscard]] std::int64_t num_updates(std::int64_t part) const;
   // The replica of each applied part, in order of time. Empty once there are more than kNumOrderedMax.
   [[nodiscard]] const std::vector<std::uint32_t>& order() const { return order_; }

@@ -1,4 +1,4 @@
-// The durations that a replay takes as input: how long a schedule's instructions take, and how long the items
+// Defines the durations that a replay needs: how long a schedule's instructions take, and how long the items
 // that they send are on their way. Milliseconds. Plain values; any thread.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace pipedream {
 
-// The extra time of an item after a long wait.
+// The extra time that a piece of work takes after its worker has waited long.
 struct WakingDurations {
   double forward_ms = 0;
   double backward_ms = 0;
@@ -34,13 +34,13 @@ struct StageDurations {
   double pull_ms = 0;
   double sync_latency_ms = 0;
   double num_chunks = 1;  // of a shard: one chunk is updated and sent on while the next ones arrive
-  // By owner: how long before the end of the last backward the first and the last chunk of its shard are
-  // pushed. Empty: all are pushed after it.
+  // For each owner: how many milliseconds before the end of the last backward the first and the last chunk of
+  // the owner's shard are pushed. If empty, all chunks are pushed after the last backward.
   std::vector<std::pair<double, double>> push_leads_ms = {};
   bool updates_whole = false;  // an update waits for all chunks, for instance to take their norm
   std::vector<WakingDurations> wakings = {};
-  // For a stage with spares: the number of its replicas. Owners from this index on are spares. Their shards
-  // have another size, and so other durations.
+  // The number of the stage's replicas, if the stage has spares. Owners from this index on are spares, whose
+  // shards have another size and so other durations.
   std::optional<std::int64_t> num_replicas = std::nullopt;
   double spare_push_ms = 0;
   double spare_pull_ms = 0;
@@ -58,19 +58,20 @@ struct BoundaryDurations {
   double latency_ms = 0;  // comes on top; the link may carry the next item meanwhile
 };
 
-// Machines whose workers slow each other. The first num_workers ranks are on the first machine, the next ones
-// on the second, and so on. Each worker has a core.
+// Describes machines whose workers slow each other. The first num_workers ranks are on the first machine, the
+// next num_workers ranks on the second, and so on. Each worker has a core.
 struct SharedCores {
   std::size_t num_workers = 1;  // of a machine
-  // The speed of each of 1, 2, ... workers of a machine that are at work at once. More have the last speed.
+  // Entry k - 1 is the speed of each worker of a machine while k of its workers are at work. With more
+  // workers than entries the last entry counts.
   std::vector<double> speeds = {1.0};
 };
 
-// The factors by which single items are longer or shorter than their mean. A worker draws them from a deck,
-// which is shuffled again when it is empty, so that the means hold after every deck.
+// The factors by which single instructions take longer or shorter than the mean. A worker draws them from a
+// deck, which is shuffled again when it is empty, so that the means hold after every deck.
 struct Spread {
   std::map<Opcode, std::vector<double>> factors = {};  // other opcodes take their mean
-  // Returns the next deck of a worker: all factors of the opcode, of which the last is drawn first.
+  // Returns the next deck of a worker: all factors of the opcode. They are drawn from the last to the first.
   std::function<std::vector<double>(std::size_t worker, Opcode opcode)> shuffled = {};
 };
 
@@ -78,11 +79,12 @@ struct Timing {
   std::vector<StageDurations> stages = {};           // one per stage
   std::vector<BoundaryDurations> boundaries = {};    // one per boundary between neighbours
   std::optional<SharedCores> shared = std::nullopt;  // none where no worker slows another
-  // One entry for each of a stage's `wakings`: the milliseconds of waiting after which an item takes all of
-  // that extra time. After a shorter wait it takes a part in proportion. 0: no item takes any.
+  // One entry for each of a stage's `wakings`: the milliseconds of waiting after which an instruction takes
+  // all of the extra time. After a shorter wait it takes a part of the extra time, in proportion to the wait.
+  // With 0 there is never any extra time.
   std::vector<double> waking_after_ms = {};
-  // True: a worker sends and receives everything over one link, as a host with one network interface does.
-  // False: it has a link to each other worker, and one more for all exchanges with replicas.
+  // Whether a worker sends and receives everything over one link, like a host with one network interface. If
+  // not, it has a link to each other worker, and one more for all exchanges with replicas.
   bool one_link = false;
   Spread spread = {};
 };

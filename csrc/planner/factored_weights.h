@@ -1,5 +1,5 @@
-// Weights of fully connected layers, whose gradients replicas may push as factors. Says for a number of
-// replicas which weights go as factors, and adds up their costs. Pure arithmetic; any thread.
+// Says for which weights of fully connected layers the replicas push their gradients as factors, and adds up
+// the costs of these weights. Pure arithmetic; any thread.
 //
 // With r replicas a weight goes as factors if r F < 2 W, where F is the bytes of one replica's factors in a
 // round and W the bytes of the weight (Zhang et al., Poseidon, ATC 2017, section 4.2). So each weight has a
@@ -34,7 +34,7 @@ class FactoredWeights {
   [[nodiscard]] bool empty() const { return groups_.empty(); }
   // The sum over the weights that this many replicas push as factors.
   [[nodiscard]] Sum of(std::int64_t num_replicas) const;
-  // The largest number of replicas that pushes the same weights as factors.
+  // The largest number of replicas with which the same weights are pushed as factors.
   [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
 
  private:
@@ -43,7 +43,8 @@ class FactoredWeights {
     Sum sum;  // over this group and all after it: with so many replicas these weights go as factors, too
   };
 
-  // The index of the first group that goes as factors with so many replicas; groups_.size() if none does.
+  // The index of the first group that goes as factors with this number of replicas; groups_.size() if no
+  // group does.
   [[nodiscard]] std::size_t first_from(std::int64_t num_replicas) const;
 
   std::vector<Group> groups_;  // fewest replicas first, each number once

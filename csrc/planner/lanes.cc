@@ -44,7 +44,7 @@ void Network::arrive(SentItem& item, Span arrives, double now_ms) {
   double goes_on_ms = arrives.end_ms;
   if (lane.edge.kind == EdgeKind::kPush) {
     lane.firsts_ms.push_back(arrives.begin_ms);
-    // All chunks but the last are updated while later ones come.
+    // All chunks but the last are updated while later chunks arrive.
     goes_on_ms =
         std::max(arrives.begin_ms, arrives.end_ms - (lane.chunks.number - 1) * lane.chunks.update_ms);
   }

@@ -1,5 +1,6 @@
-// Models how items travel in a replay. Each edge has a lane. Lanes share lines: each worker has lines by
-// which it sends, and one by which it receives. Pure; any thread.
+// Models how items travel in a replay. Each edge has a lane, its own queue of items. Lanes share lines, which
+// are the links: each worker has lines by which it sends, and one line by which it receives. Pure; any
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,8 @@ struct LaneChunks {
   double update_ms = 0;      // time to update one chunk while the next arrives; 0 if chunks do not overlap
 };
 
-// Pushes and pulls go between the replicas of a stage, and share a line of their own.
+// Whether the edge carries pushes or pulls. They go between the replicas of a stage, and share a line of
+// their own.
 [[nodiscard]] constexpr bool is_exchange(EdgeKind kind) {
   return kind == EdgeKind::kPush || kind == EdgeKind::kPull;
 }
@@ -67,15 +69,15 @@ struct SentItem {
 // All lines of a replay.
 class Network {
  public:
-  // transfers: gets every transfer; null if none is wanted.
+  // transfers: the list to which every transfer is added; null if the caller needs no transfers.
   Network(std::size_t num_workers, std::vector<Transfer>* transfers);
 
   // Adds a line by which a worker sends, and returns its index.
   std::size_t add_line();
   // Sends the items that one worker sends at the same time, all on the same line.
   void send(std::vector<SentItem>& items, double now_ms);
-  // Takes the lane's next item. since_ms: when its receiver became ready for it. before: the lane of the
-  // receiver's previous instruction; null if that was no transfer.
+  // Receives the lane's next item. since_ms: when the receiver became ready for the item. before: the lane of
+  // the receiver's previous instruction; null if that instruction was no transfer.
   void receive(Lane& lane, const Lane* before, double since_ms);
 
  private:
@@ -101,12 +103,12 @@ class Network {
   };
 
   [[nodiscard]] Made made(SentItem& item, double now_ms);
-  // Computes when each item of sent_ leaves. These items share the line evenly, and later ones wait for them.
-  // Chunks that were made before now have left already, as far as the line was free.
+  // Computes when each item of sent_ leaves. These items share the line evenly, and items sent later wait for
+  // them. Chunks that were made before now have left already, as far as the line was free.
   void carry(double& free_ms, double now_ms);
   // When an item that is ready to come at ready_ms begins to use the receiver's line.
   double begin_to_come(const Lane& lane, double ready_ms);
-  // When the first chunk arrives, and when all have arrived.
+  // The times when the first chunk arrives and when all chunks have arrived.
   Span arrivals(const Made& made);
   static void arrive(SentItem& item, Span arrives, double now_ms);
 
@@ -114,7 +116,7 @@ class Network {
   std::vector<Made> sent_ = {};             // the items of the present send() that use a line
   std::vector<std::size_t> in_order_ = {};  // indices of sent_, in ascending order of left_ms
   std::vector<LineIn> lines_in_;            // by worker
-  // By worker, when it had the first chunk of all gradients of its shard.
+  // For each worker, the time when it had the first chunk of all gradients of its shard.
   std::vector<double> gathered_ms_;
   std::vector<Transfer>* transfers_;
 };

@@ -18,8 +18,8 @@ namespace {
 
 constexpr double kStepsMax = 2e9;
 
-// A plan of the layers from one on, with a number of workers. It has the plan's first stage, and the figures
-// that matter for a stage upstream.
+// A plan of the layers from some layer to the end, with a number of workers. It stores the plan's first
+// stage, and the figures that matter for a stage upstream.
 struct Suffix {
   StageCopies copies{};
   double spare_bytes = 0;     // memory that the first stage's workers have left for items from upstream
@@ -32,8 +32,8 @@ struct Suffix {
   [[nodiscard]] std::int64_t in_flight_all() const { return copies.in_flight * copies.num_replicas; }
 };
 
-// The most time that a stage or a boundary may take, and the least time above it that the search has met. No
-// plan's bottleneck lies between the two.
+// The most time that a stage or a boundary may take, and the least longer time that the search has met. No
+// plan's bottleneck lies between these two times.
 struct Bound {
   double limit_s = 0;
   double next_s = std::numeric_limits<double>::infinity();
@@ -70,13 +70,14 @@ class LimitedSearch {
 
   // Suffixes within a bound, by first layer and number of workers. A suffix is better for a stage upstream if
   // it has fewer microbatches in flight, over all replicas, and more spare memory for items from upstream.
-  // The number of replicas decides how many edges these items come over. So with memory limits each number of
-  // replicas keeps the suffixes that no other one beats in both figures. The fewest microbatches come first.
+  // The number of replicas decides how many edges these items come over. So with memory limits the search
+  // keeps, for each number of replicas, the suffixes that no other suffix beats in both figures. Suffixes
+  // with fewer microbatches come first.
   using Suffixes = std::vector<Suffix>;
   using Table = std::vector<std::vector<Suffixes>>;
 
-  // The fewest workers, from `from` to `to`, with a plan within the bound. The last replica of the last stage
-  // has rank to - 1; if all workers are alike, ranks do not matter.
+  // The smallest number of workers, from `from` to `to`, that has a plan within the bound. The last replica
+  // of the last stage has rank to - 1; if all workers are alike, ranks do not matter.
   [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {
@@ -184,7 +185,7 @@ class LimitedSearch {
       const double compute_s = cost.compute_s;
       forward_s += memory_[last].forward_s;
       bytes.add(layers_, memory_, last);
-      // Fewer replicas cannot compute the stage in time. One less, because of rounding.
+      // Fewer replicas cannot compute the stage in time. 1 is subtracted because of rounding.
       const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bound.limit_s)) - 1 : 0.0;
       const auto at_least_s = [&](double count) { return compute_s / (fastest_ * count); };
       if (fewest > static_cast<double>(num_workers)) {  // more layers only take longer
@@ -247,9 +248,9 @@ class LimitedSearch {
     return workers;
   }
 
-  // Adds the suffixes that begin with this stage, each with one suffix of `rest` after it, without a
-  // recompute and with it, if the memory allows. once_s, twice_s: the stage's time without and with a
-  // recompute.
+  // Adds the suffixes that begin with this stage and go on with one suffix of `rest`. Each is added without a
+  // recompute and with a recompute, if the memory allows. once_s, twice_s: the stage's time without and with
+  // a recompute.
   void add(Suffixes& found, const Suffixes& rest, const StageBytes& bytes, std::size_t end_layer,
            const Workers& workers, double once_s, std::optional<double> twice_s) const {
     for (std::size_t next = 0; next < rest.size(); ++next) {
@@ -276,18 +277,19 @@ class LimitedSearch {
         insert(found, suffix);
         if (bytes.is_first || suffix.has_room) break;
       }
-      // Later suffixes of `rest` have as many microbatches in flight or more, and no fewer edges to this
-      // stage.
+      // Later suffixes of `rest` do not have fewer microbatches in flight or fewer edges to this stage.
       if (bytes.is_last || workers.count % behind.copies.num_replicas == 0) break;
     }
   }
 
-  // Inserts the suffix, unless a found one is as good in every figure. Removes those that it beats.
+  // Inserts the suffix, unless a suffix in `found` is as good in every figure. Removes the suffixes that the
+  // new one beats.
   void insert(Suffixes& found, const Suffix& suffix) const {
     const auto excels = [this](const Suffix& one, const Suffix& other) {
       if (one.in_flight_all() > other.in_flight_all()) return false;
       if (limits_.memory_bytes.empty()) return true;
-      // If one's number of replicas divides the other's, it has no more edges to any stage upstream.
+      // If the replica count of `one` divides the replica count of `other`, `one` does not have more edges to
+      // any stage upstream.
       if (one.has_room) return other.copies.num_replicas % one.copies.num_replicas == 0;
       return one.copies.num_replicas == other.copies.num_replicas && one.spare_bytes >= other.spare_bytes;
     };
@@ -398,8 +400,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   check_limits(layers, memory, num_workers, limits);
   const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
-  // If workers differ, each number of used workers is a search of its own, because the last stage has the
-  // last of the used ones.
+  // If workers differ, each number of used workers needs a search of its own, because the last stage always
+  // gets the last used worker.
   std::optional<std::int64_t> best_workers;
   std::uint64_t best = bits_of(std::numeric_limits<double>::max());
   const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
@@ -408,8 +410,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
     std::uint64_t feasible = best;
     std::uint64_t lowest = limits.speeds.empty() ? bits_of(unlimited_s) : 0;
     std::optional<std::int64_t> workers;
-    // A feasible bound gives a plan, whose own bottleneck may be lower. An infeasible bound gives the least
-    // time above it that the search has met; no plan's bottleneck is lower.
+    // A feasible bound gives a plan, whose own bottleneck may be lower than the bound. An infeasible bound
+    // gives the least time above the bound that the search has met. No plan has a bottleneck below that time.
     const auto narrow = [&](std::uint64_t bits) {
       Bound bound{std::bit_cast<double>(bits)};
       if (const std::optional<Fewest> found = search.fewest_workers(from, used, bound)) {

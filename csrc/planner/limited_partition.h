@@ -1,18 +1,18 @@
-// The exact optimum of partition.h's cost model under limits: memory per worker, workers of different speed,
-// and boundaries or replica counts that the user gives.
+// Finds the exact optimum of partition.h's cost model under limits: memory per worker, workers of different
+// speed, and boundaries or replica counts that the user gives.
 //
-// Stages get workers in the order of ranks: the first stage has the first ones. A stage is as slow as its
-// slowest replica: T = (1/m) max( compute / min speed, sync ), with compute and sync of stage_cost.h. A stage
-// that recomputes adds its forward to compute. stage_memory.h says how much memory a replica of stage s needs
-// with n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
+// Stages get workers in the order of ranks, from the first stage on. A stage is as slow as its slowest
+// replica: T = (1/m) max( compute / min speed, sync ), with compute and sync of stage_cost.h. A stage that
+// recomputes adds its forward to compute. stage_memory.h says how much memory a replica of stage s needs with
+// n_s microbatches in flight: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
 //
 // Method. For a bound t on the bottleneck, the search goes from the last layer back. For each layer j and
-// number of workers w it finds plans that run the layers from j on within t. For a stage upstream such a plan
-// matters by two figures: the microbatches in flight at its first stage, over all replicas, and the memory
-// that its first stage has to spare. Without memory limits the plan with the fewest in flight is best, so one
-// plan per (j, w) is enough, and the search takes O(layers^2 workers^2). With memory limits it keeps, for
-// each number of replicas of the first stage, those plans that no other one beats in both figures. The least
-// t is found as in partition.cc.
+// number of workers w it finds plans that run the layers from j on within t. Two figures of such a plan
+// matter for a stage upstream: the microbatches in flight at the plan's first stage, over all replicas, and
+// the memory that this first stage has left. Without memory limits the plan with the fewest microbatches in
+// flight is best, so one plan per (j, w) is enough, and the search takes O(layers^2 workers^2). With memory
+// limits the search keeps, for each number of replicas of the first stage, the plans that no other plan beats
+// in both figures. The least t is found as in partition.cc.
 #pragma once
 
 #include <cstdint>
@@ -41,10 +41,10 @@ struct LimitedPartition {
   double bottleneck_s = 0;
 };
 
-// Finds the partition; empty if nothing fits. Among equal plans it is the one with fewer workers, then with
-// fewer stages. memory: one entry per layer. Throws UserError for limits whose length does not fit the
-// layers, workers or stages, for impossible figures, for a problem that is too large (layers^2 workers^2
-// above 2e9), and as partition().
+// Finds the partition; empty if nothing fits. Among equal plans it prefers fewer workers, then fewer stages.
+// memory: one entry per layer. Throws UserError for limits whose length does not fit the layers, workers or
+// stages, for impossible figures, for a problem that is too large (layers^2 workers^2 above 2e9), and for the
+// inputs that partition() refuses.
 [[nodiscard]] std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& layers,
                                                                const std::vector<LayerMemory>& memory,
                                                                std::int64_t num_workers,

@@ -1,4 +1,4 @@
-// The exact partition. See partition.h for the cost model and the method.
+// Finds the exact partition. See partition.h for the cost model and the method.
 //
 // Every comparison with the bound t uses the same floating-point stage times as the reported bottleneck,
 // so the answer is the least double t for which a plan exists, and the bottleneck of the returned plan is
@@ -34,19 +34,20 @@ struct Problem {
 
 constexpr std::int64_t kImpossible = -1;
 
-// A lower bound, except for rounding, on the replicas m >= 2 with T(m) <= t. It follows from compute_s / m <=
-// t, and from 4 (m - 1) w / (m^2 B) <= t, which is q m^2 - m + 1 >= 0 with q = t B / (4 w).
+// A lower bound, except for rounding, on the replicas m >= 2 with T(m) <= t. It follows from two conditions:
+// compute_s / m <= t, and 4 (m - 1) w / (m^2 B) <= t. The second one is the same as q m^2 - m + 1 >= 0 with q
+// = t B / (4 w).
 double estimate_replicas(const StageCost& cost, double bottleneck_s, double bandwidth_bytes_per_s) {
   const double for_compute = cost.compute_s / bottleneck_s;
   const double quotient = bottleneck_s * bandwidth_bytes_per_s / (4 * cost.parameter_bytes);
   const double discriminant = 1 - 4 * quotient;
-  // Negative or NaN (no parameters): the sync is fast enough at every m.
+  // If this is negative, or NaN because there are no parameters, the sync is fast enough at every m.
   if (!(discriminant >= 0)) return for_compute;
   return std::max(for_compute, (1 + std::sqrt(discriminant)) / (2 * quotient));
 }
 
-// The first number from `from` to `to` that is enough, or to + 1 if none is. If a number is enough, all
-// larger ones must be, too.
+// The first number from `from` to `to` that is enough; to + 1 if no number is. If a number is enough, all
+// larger numbers must be enough.
 template <class IsEnough>
 std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is_enough) {
   if (from > to || !is_enough(to)) return to + 1;
@@ -162,11 +163,11 @@ bool is_feasible(const Problem& problem, double bottleneck_s) {
   return fewest_workers.back() <= problem.num_workers;
 }
 
-// The least bottleneck that is feasible. One replica of everything is always feasible.
+// The least bottleneck that is feasible. One stage with all layers and one replica is always feasible.
 double least_bottleneck_s(const Problem& problem) {
   StageCost everything;
   for (const LayerCost& layer : problem.layers) everything.add(layer);
-  // Doubles from 0 on are ordered like their bit patterns.
+  // Non-negative doubles are ordered like their bit patterns.
   std::uint64_t feasible = std::bit_cast<std::uint64_t>(everything.compute_s);
   std::uint64_t lowest = 0;
   while (lowest < feasible) {
@@ -180,8 +181,8 @@ double least_bottleneck_s(const Problem& problem) {
   return std::bit_cast<double>(feasible);
 }
 
-// The best cover of the layers before one: fewer workers, then fewer stages, then the earliest start of
-// the last stage.
+// The best way to divide all layers before some layer into stages: with fewer workers, then fewer stages,
+// then the earliest start of the last stage.
 struct Cover {
   std::int64_t num_workers = 0;
   std::int64_t num_stages = 0;

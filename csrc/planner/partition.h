@@ -1,10 +1,10 @@
-// Exact partition of a profiled model into replicated stages, by dynamic programming.
+// Divides a profiled model into replicated stages. Finds the exact optimum by dynamic programming.
 //
-// T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B
-// A(j, m)    = min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
-// The optimum uses at most num_workers workers. Among equal plans it is the one with fewer workers, then with
-// fewer stages. Source: PipeDream (SOSP'19), section 3.1. stage_cost.h has T for weights whose gradients go
-// as factors, and for several microbatches.
+// T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B A(j, m)    =
+// min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) ) The optimum uses at most
+// num_workers workers. Among equal plans it prefers fewer workers, then fewer stages. Source: PipeDream
+// (SOSP'19), section 3.1. stage_cost.h has T for weights whose gradients go as factors, and for several
+// microbatches.
 //
 // Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
 // workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are
@@ -38,14 +38,14 @@ struct Partition {
   double bottleneck_s = 0;
 };
 
-// T(first..last, num_replicas) in seconds, summed in layer order. Throws UserError for a stage that the
-// model does not have, and as partition() does.
+// T(first..last, num_replicas) in seconds, summed in layer order. Throws UserError for a stage that the model
+// does not have, and for inputs that partition() refuses.
 [[nodiscard]] double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer,
                                   std::int64_t last_layer, std::int64_t num_replicas,
                                   double bandwidth_bytes_per_s, std::int64_t num_microbatches = 1);
 
 // The slowest of a given plan's stages and boundaries (2 C_i). Throws UserError for stages that overlap,
-// leave gaps or do not cover the model, and as partition() does.
+// leave gaps or do not cover the model, and for inputs that partition() refuses.
 [[nodiscard]] double bottleneck_s(const std::vector<LayerCost>& layers,
                                   const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s,
                                   std::int64_t num_microbatches = 1);

@@ -23,7 +23,7 @@ namespace {
 
 using Places = std::map<StageReplica, std::size_t>;  // the worker of every replica, and of every spare
 
-// An instruction, with the values that are known before the replay.
+// An instruction together with the values that are known before the replay.
 struct Step {
   Opcode opcode = Opcode::kForward;
   std::uint32_t index = 0;  // SEND and RECV: of the lane. Work: of Worker::wakings
@@ -32,7 +32,7 @@ struct Step {
   double work_ms = 0;
 };
 
-// The extra time that one kind of a stage's work takes after waits (WakingDurations).
+// The extra time that one kind of work of a stage takes after waits (WakingDurations).
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
@@ -46,7 +46,7 @@ struct Worker {
   double waited_ms = 0;  // total of all waits so far
   std::vector<Waking> wakings = {};
   std::map<Opcode, std::vector<double>> decks = {};
-  // If workers slow each other: the rest of the worker's current work, in milliseconds at speed 1.
+  // The rest of the worker's current work, in milliseconds at speed 1. Used only if workers slow each other.
   std::optional<double> left_ms = std::nullopt;
 
   [[nodiscard]] bool is_done() const { return done.size() == steps.size(); }
@@ -178,7 +178,7 @@ void check_list(const std::vector<Instruction>& program) {
 }
 
 // Replays the lists. A worker's times depend only on what it receives, so workers may be visited in any
-// order. With one exception: senders that share a receiver's line must send in the order of time.
+// order. There is one exception: senders that share a receiver's line must send in the order of time.
 class Replay {
  public:
   Replay(Places places, std::size_t num_workers, const Timing& timing, std::vector<Transfer>* transfers)
@@ -233,7 +233,7 @@ class Replay {
     return found->second;
   }
 
-  // The factor by which the worker's next item with this opcode is longer than the mean.
+  // The factor by which the worker's next instruction with this opcode takes longer than the mean.
   double draw(Worker& worker, std::size_t index, Opcode opcode) const {
     const auto found = timing_.spread.factors.find(opcode);
     if (found == timing_.spread.factors.end() || found->second.empty()) return 1;
@@ -280,7 +280,7 @@ class Replay {
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = timing_.boundaries[static_cast<std::size_t>(above.value())];
-      // Transfers of tied parameters and norms count as 0 beside these.
+      // Transfers of tied parameters and norms are small beside these, and are taken to need no time.
       if (edge.kind == EdgeKind::kActivation || edge.kind == EdgeKind::kEvaluation)
         lane.transfer_ms = boundary.activation_ms;
       if (edge.kind == EdgeKind::kGradient) lane.transfer_ms = boundary.gradient_ms;
@@ -308,8 +308,8 @@ class Replay {
   }
 
   // Finds the pushes to asynchronous shards, which no list receives, and the lanes of their answers. An
-  // answer uses the line by which its receiver pushes, not its sender's. That keeps the load right, because
-  // each line carries as many answers as pushes.
+  // answer uses the line by which its receiver pushes, and not its sender's line. The load of each line is
+  // still right, because each line carries as many answers as pushes.
   void find_answers() {
     for (const auto& [edge, index] : lane_by_edge_) {
       ReplayedLane& push = lanes_[index];
@@ -339,7 +339,7 @@ class Replay {
     if (!are_done()) throw UserError(describe_deadlock());
   }
 
-  // Does all that the worker can do now. Workers that waited for its items become ready.
+  // Does all instructions that the worker can do now. Workers that waited for its items become ready.
   void advance(std::size_t index, std::deque<std::size_t>& ready, bool is_first_to_send) {
     Worker& worker = workers_[index];
     while (!worker.is_done()) {
@@ -368,8 +368,7 @@ class Replay {
     }
   }
 
-  // Replays in the order of time, because the workers that are at work at a time determine each other's
-  // speed.
+  // Replays in the order of time, because workers that are at work at the same time slow each other.
   void pass_through(const SharedCores& shared) {
     double now_ms = 0;
     std::vector<double> began_ms(workers_.size());
@@ -445,7 +444,8 @@ class Replay {
     return speeds;
   }
 
-  // How long an item takes that begins now. Called once for each item, because it notes the worker's waits.
+  // The time that the worker's step takes if it begins now. Called once for each step, because it notes the
+  // worker's waits.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
     if (timing_.waking_after_ms.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.index];

@@ -1,25 +1,25 @@
 // Replays the workers' instruction lists with given durations. The runtime follows the same lists, so a
-// picture or a bubble share from here is that of the schedule that runs.
+// picture or a bubble share from here shows the schedule that really runs.
 //
 //   list          durations           lane of its edge            replay
 //   FORWARD   --> work takes time
 //   SEND      --------------------->  leaves at once, keeps link
 //   RECV      <---------------------  waits for the next item --> timeline, transfers --> summary
 //
-// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived, a
-// SEND at once. A sent item queues for the link to the other worker, which carries one item at a time in each
-// direction, for all edges together. Pushes and pulls between replicas queue for one line that a worker has
-// for all of them. Items of an edge arrive in the order in which they are sent.
+// A worker does its instructions in order, one at a time. A RECV is done as soon as its item has arrived. A
+// SEND is done at once. A sent item queues for the link to the other worker, which carries one item at a time
+// in each direction, for all edges together. Pushes and pulls between replicas queue for one line that a
+// worker has for all of them. Items of an edge arrive in the order in which they are sent.
 //
 // With one_link a worker has a single line for everything. Items that a worker sends at once share it evenly.
-// Items that other stages send to a worker queue for its incoming line, which carries one at a time in the
-// order of sending. Pushes and pulls share the incoming line evenly, because all replicas send each other
-// equally much at once. An item of another stage that comes meanwhile takes its time from the next push or
-// pull.
+// Items that other stages send to a worker queue for the worker's incoming line. That line carries one item
+// at a time, in the order of sending. Pushes and pulls share the incoming line evenly, because all replicas
+// send each other equally much at once. An item of another stage that arrives meanwhile delays the next push
+// or pull.
 //
-// A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates and sends
-// on one chunk while others come. A push that no list receives goes to an asynchronous shard, which updates
-// beside its worker's own work and answers by a pull.
+// A shard of several chunks is pushed from the time when its first chunk is made. Its owner updates one chunk
+// and sends it on while other chunks arrive. A push that no list receives goes to an asynchronous shard,
+// which updates beside its worker's own work and answers by a pull.
 //
 // Pure; any thread.
 #pragma once
@@ -47,12 +47,12 @@ struct SimulatedRun {
 [[nodiscard]] SimulatedRun simulate(const std::vector<std::vector<Instruction>>& programs,
                                     const Timing& timing);
 
-// The stages of the lists, up to the last one that has an instruction.
+// The number of stages in the lists, up to the last stage that has an instruction.
 [[nodiscard]] std::size_t num_stages_of(const std::vector<std::vector<Instruction>>& programs);
 
 // Milliseconds per minibatch of the schedule's lists in the steady state: the value that summarize() gives
 // for simulate(). It is for a search over thousands of plans, so it does not check the lists or record
-// transfers. Throws UserError as simulate() and make_program().
+// transfers. Throws the UserErrors of simulate() and make_program().
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const Timing& timing);
 

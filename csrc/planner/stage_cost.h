@@ -1,5 +1,5 @@
-// T(i..j, m): the time per minibatch of a stage with m replicas, by the cost model of partition.h. A round is
-// R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
+// Computes T(i..j, m), the time per minibatch of a stage with m replicas, by the cost model of partition.h. A
+// round is R = lcm(M, m) / M minibatches of M microbatches. Pure arithmetic; any thread.
 //
 //   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    time of a round on a link, both directions. w: bytes of the
 //                                                 parameters whose gradients are pushed as they are. F: bytes
@@ -36,7 +36,7 @@ struct StageCost {
     for (const FactoredWeight& weight : layer.factors) factored.add(weight);
   }
 
-  // Time that a replica takes beside compute_s to multiply the other replicas' factors.
+  // The time that a replica takes to multiply the other replicas' factors, in addition to compute_s.
   [[nodiscard]] double products_s(std::int64_t num_replicas) const {
     if (factored.empty()) return 0;
     return static_cast<double>(num_replicas - 1) * factored.of(num_replicas).product_s;

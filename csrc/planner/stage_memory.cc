@@ -18,8 +18,8 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
-// The smallest chunk of a shard, and the bytes by which its slot is larger, for the list of its pieces and
-// for alignment.
+// The size of the smallest chunk of a shard. Below it, the bytes by which a chunk's slot is larger than the
+// chunk, for the list of its pieces and for alignment.
 constexpr double kChunkBytesMin = 1 << 20;
 constexpr double kBesidesChunkBytes = 512;
 
@@ -35,7 +35,7 @@ double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, con
   return even + (1 - 1 / static_cast<double>(num_replicas)) * largest_tensor(weights);
 }
 
-// Bytes of gradients with their copies, at a stage with shards.
+// The bytes of gradients and of their copies, at a stage with shards.
 double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, double others,
                       const MemoryCosts& costs) {
   std::int64_t rounds = 1 + (costs.staleness + 1) / 2;
@@ -44,7 +44,7 @@ double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, 
   return static_cast<double>(rounds) * (weights.all - weights.factored + others + weights.factors);
 }
 
-// Bytes of the slots for pushes from others and for pulls, at a stage with shards.
+// The bytes of the slots for other replicas' pushes and for pulls, at a stage with shards.
 double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
                    const MemoryCosts& costs) {
   const auto num_others = static_cast<double>(num_replicas - 1);
@@ -81,7 +81,7 @@ std::int64_t num_minibatches_of(const StageCopies& copies, const MemoryCosts& co
 }
 
 // The share of the dense weights that a replica owns, for a search that does not know the number of spares
-// yet. Beside spares a replica owns less, or nothing.
+// yet. If there are spares, a replica owns less, or nothing.
 ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
   const double even = 1 / static_cast<double>(num_replicas);
   return {even, costs.has_spares || costs.whole_tensors ? 0 : even};

@@ -4,8 +4,8 @@
 // Stage s has r replicas, each with n microbatches in flight; a minibatch has m microbatches. `input`,
 // `output`, `widest` and `saved` below are bytes of a microbatch: a profile's bytes of a minibatch over m.
 // Each replica receives activations over u edges, one from each upstream replica that has a microbatch in
-// common with it, and gradients over d edges likewise: u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r,
-// r_{s+1}).
+// common with it. It receives gradients over d edges, one from each such downstream replica: u = r_{s-1} /
+// gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
 //
 //   weights                         replica_weight_bytes(), below
 //   + frozen weights                model_copies of them, and nothing else
@@ -54,7 +54,8 @@ struct LayerMemory {
   double frozen_bytes = 0;  // of parameters that are not trained
 };
 
-// Bytes that a codec adds for each byte that crosses a cut in one direction. 0: nothing is encoded.
+// The bytes of memory that a codec needs for each byte that crosses a cut in one direction; 0 if nothing is
+// encoded.
 struct CodecShares {
   double wire = 0;      // for an encoded item
   double residual = 0;  // for the values that topk has not sent yet, at the sender
@@ -131,7 +132,7 @@ struct StageBytes {
   bool is_first = false;
   bool is_last = false;
 
-  // A stage that will begin with this layer, and has no layers yet.
+  // Makes the sums for a stage that will begin with this layer and has no layers yet.
   [[nodiscard]] static StageBytes from(const std::vector<LayerCost>& layers, std::size_t first_layer);
   // Adds the next layer.
   void add(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory, std::size_t layer);
@@ -148,14 +149,17 @@ struct StageCopies {
                                             std::int64_t num_microbatches);
 };
 
-// Bytes of a replica, without the part that depends on the stage upstream. below: the stage downstream.
+// The bytes of a replica without the part that depends on the stage upstream. below: the copies of the stage
+// downstream.
 [[nodiscard]] double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below,
                                bool recompute, const MemoryCosts& costs);
-// The part that depends on the stage upstream, `above`; 0 at the first stage. input_bytes: of a minibatch.
+// The bytes that depend on the stage upstream, `above`; 0 at the first stage. input_bytes: the input's bytes
+// of a minibatch.
 [[nodiscard]] double crossing_bytes(double input_bytes, const StageCopies& copies, const StageCopies& above,
                                     const MemoryCosts& costs);
 
-// An upper bound of crossing_bytes() for every possible stage upstream, with so many workers in all.
+// An upper bound of crossing_bytes() for every possible stage upstream, if there are num_workers workers in
+// all.
 [[nodiscard]] double crossing_bytes_max(double input_bytes, const StageCopies& copies,
                                         std::int64_t num_workers, const MemoryCosts& costs);
 

@@ -11,7 +11,7 @@ struct UpdateEnd {
   double end_ms = 0;
 };
 
-// For each round, ascending: when the last stage of a worker was updated.
+// The times when a worker's last stage was updated, one for each round in ascending order.
 using UpdateEnds = std::vector<UpdateEnd>;
 
 UpdateEnds::const_iterator find_end(const UpdateEnds& ends, std::int64_t minibatch) {
@@ -51,7 +51,7 @@ std::int64_t num_started_before_update(const std::vector<TimedStep>& row) {
   return num_started;
 }
 
-// Milliseconds of work between two times, at neither of which a step is under way.
+// The milliseconds of work between two times. No step is under way at either of these times.
 double busy_ms(const std::vector<TimedStep>& row, double begin_ms, double end_ms) {
   double busy_ms = 0;
   for (const TimedStep& step : row) {

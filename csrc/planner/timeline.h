@@ -1,4 +1,4 @@
-// The begin and end of each instruction in the workers' lists, and a summary of them: makespan, bubble, and
+// Holds the begin and end of each instruction in the workers' lists, and sums them up: makespan, bubble, and
 // time per minibatch. Pure; any thread.
 #pragma once
 
@@ -29,11 +29,12 @@ struct TimelineSummary {
   double bubble_share = 0;  // 1 - (sum of all workers' work) / (number of workers * makespan)
   // None if there are too few minibatches. Let N be the number of minibatches, and `skipped` one less than
   // the most minibatches that any worker starts before its first update. A worker's window goes from the end
-  // of its update of minibatch `skipped` to the end of its update of minibatch N - 1 - `skipped`. So it has a
-  // whole number of minibatches, after the warm-up and before the cool-down. For a schedule that drains every
-  // minibatch it has everything after the first minibatch: the warm-ups and cool-downs of the others count,
-  // because they are what such a schedule costs. With replicas, minibatches are counted over all replicas of
-  // a stage, and both ends of the window move inwards to minibatches at which all stages begin a round.
+  // of its update of minibatch `skipped` to the end of its update of minibatch N - 1 - `skipped`. So the
+  // window has a whole number of minibatches, after the warm-up and before the cool-down. For a schedule that
+  // drains every minibatch the window has everything after the first minibatch: the warm-ups and cool-downs
+  // of later minibatches count, because they are the cost of such a schedule. With replicas, minibatches are
+  // counted over all replicas of a stage, and both ends of the window move inwards to minibatches at which
+  // all stages begin a round.
   std::optional<Steady> steady = std::nullopt;
 
   // In the steady state. Without a steady state it is the mean over all minibatches.
@@ -44,8 +45,8 @@ struct TimelineSummary {
 
 using Timeline = std::vector<std::vector<TimedStep>>;  // by worker, in order
 
-// minibatches_per_body: the lists repeat after so many minibatches, and the steady window is a multiple of
-// it.
+// minibatches_per_body: the number of minibatches after which the lists repeat. The steady window is a
+// multiple of it.
 [[nodiscard]] TimelineSummary summarize(const Timeline& timeline, std::int64_t minibatches_per_body = 1);
 
 }  // namespace pipedream

@@ -1,5 +1,6 @@
-// Facts about each stage and worker that follow from the options, for the sources of this folder. Expects
-// options that check_schedule_options() has accepted, and stages and ranks of the plan. Pure; any thread.
+// Derives facts about each stage and worker from the schedule's options, for the sources of this folder.
+// Expects options that check_schedule_options() has accepted, and stages and ranks of the plan. Pure; any
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,13 @@ namespace pipedream {
 
 [[nodiscard]] Rounds make_rounds(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] bool drains(const ScheduleOptions& options);
-// The number of rounds by which an update stands later than the last backward that it needs. At a replicated
-// stage it is half of the staleness, rounded up: so long the others' gradients may take to come. In the other
-// half the others may wait for the version that the update writes.
+// The number of rounds by which an update comes later than the last backward that it needs. At a replicated
+// stage it is half of the staleness, rounded up. So long other replicas' gradients may take to arrive. The
+// other half is the time for the update's new version to reach the other replicas.
 [[nodiscard]] std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] MicrobatchOrder order_of(const ScheduleOptions& options);
-// The stage's rounds with positions of the order in place of microbatches. Positions whose microbatch does
-// not exist count, too.
+// The stage's rounds, counted in positions of order_of() and not in microbatches. They include positions
+// whose microbatch does not exist.
 [[nodiscard]] Rounds positions_of(const ScheduleOptions& options, StageIndex stage);
 // The most positions of the order that are forwarded and not yet backwarded at the worker.
 [[nodiscard]] std::int64_t window_of(const ScheduleOptions& options, Rank rank);

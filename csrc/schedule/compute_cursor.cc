@@ -89,8 +89,8 @@ std::optional<Instruction> ComputeCursor::listed() const {
   return instruction;
 }
 
-// Skips instructions of minibatches that the run does not have. The loop ends at the next instruction of one
-// that it has, or after the run's last update, when listed() returns nothing.
+// Skips instructions of minibatches that the run does not have. The loop ends at the next instruction whose
+// minibatch the run has, or after the run's last update, when listed() returns nothing.
 void ComputeCursor::pass_over_absent_of_list() {
   if (!num_minibatches_) return;
   for (auto next = listed(); next && next->minibatch.value() >= *num_minibatches_; next = listed()) {

@@ -9,7 +9,8 @@
 namespace pipedream {
 namespace {
 
-// Why an instruction cannot be done; empty if it can. The caller adds where the instruction stands.
+// The reason why an instruction cannot be done; an empty text if it can. The caller adds the instruction's
+// place in the list.
 using Fault = std::string;
 
 std::size_t index_of(Opcode opcode) { return static_cast<std::size_t>(opcode); }
@@ -56,7 +57,8 @@ class StageChecker {
     return "minibatch " + std::to_string(rounds_.minibatch_of(number).value()) + " microbatch " +
            std::to_string(rounds_.microbatch_of(number).value());
   }
-  // The replica's own items before the round, and before the next one.
+  // The number of the replica's own items before the round. end_of_round() is the number before the next
+  // round.
   [[nodiscard]] std::int64_t begin_of_round(std::int64_t round) const {
     return std::min(num_own_, (round - rounds_.first_version().value()) * rounds_.own_per_round());
   }
@@ -180,8 +182,8 @@ Fault StageChecker::check_version_at_boundary(const Instruction& instruction) co
   return "the newest version is " + std::to_string(newest_);
 }
 
-// Checks that each opcode takes the microbatches in their order, and that a recompute or a backward comes
-// after its forward.
+// Checks that the instructions of one opcode go through the microbatches in order, and that a recompute or a
+// backward comes after its forward.
 Fault StageChecker::check_order(const Instruction& instruction) const {
   const OpcodeTraits& traits = traits_of(instruction.opcode);
   const std::int64_t item = item_of(instruction);
@@ -250,8 +252,8 @@ Fault StageChecker::check_update(const Instruction& instruction) const {
     return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
            std::to_string(num_needed) + " microbatches was done";
   }
-  // The backwards of a later round may be done before this update: with a staleness, or if the later round is
-  // a last one in which the replica has no minibatch.
+  // The backwards of a later round may be done before this update in two cases: if there is a staleness, or
+  // if the later round is the run's last and the replica has no minibatch in it.
   if (round > newest_) {
     return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) + " is due first";
   }
@@ -276,7 +278,8 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
 // an update writes, and the older ones that will still be read. A slot holds the replica's own shard and the
 // shards that others update. These may be at different versions, so the larger of the two counts is returned.
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
-  // An update that does not write in place has the newest version and the one that it writes.
+  // An update that does not write in place needs two versions at once: the newest one, and the one that it
+  // writes.
   const std::int64_t num_newest = writes_version(opcode) && num_kept_ > 1 ? 2 : 1;
   if (!stashes_ || num_backwarded_ >= num_own_) return num_newest;
   if (options_.program != nullptr) {  // a listed program may read versions in any order

@@ -55,14 +55,14 @@ struct Edge {
 };
 
 // The number of microbatches that a channel of an edge between stages has room for. A receiver of gradients
-// has one slot for the gradient in use and one for the next. A receiver of activations has more, because it
-// keeps them.
+// has one slot for the gradient in use and one for the next. A receiver of activations has more slots,
+// because it keeps each activation until its backward.
 inline constexpr std::int64_t kNumGradientSlots = 2;
 // The most items that an edge of kind kEvaluation holds. If it is full, its sender waits.
 inline constexpr std::int64_t kNumEvaluationSlots = 2;
-// The most items that may be unsent at a sender. in_flight_upstream: the most microbatches in flight at the
-// upstream stage. An unsent item belongs to one of these, so there are never more. The rest is a reserve, for
-// slots that a neighbour frees a little late.
+// The largest number of items that a sender may hold unsent. in_flight_upstream: the most microbatches in
+// flight at the upstream stage. Each unsent item belongs to one of these microbatches. The constant is a
+// reserve for slots that a neighbour frees a little late.
 [[nodiscard]] constexpr std::int64_t num_unsent_max(std::int64_t in_flight_upstream) {
   return 2 * in_flight_upstream + 4;
 }

@@ -59,7 +59,7 @@ Instruction Evaluations::current() const {
 void Evaluations::advance() {
   const std::int64_t block = group_ * num_chunks_;
   ++index_;
-  // Skips items behind the last one of a stage. These are fewer than two groups.
+  // Skips the items that come after a stage's last one. There are fewer than two groups of such items.
   while (last_item_ && item() > *last_item_ && index_ / block * group_ <= *last_item_) ++index_;
   PD_CHECK(last_item_ || item() <= kEvaluatedMinibatchesMax, item() << " validation minibatches");
   if (!last_item_ || item() <= *last_item_) return;

@@ -1,9 +1,10 @@
-// The evaluations of one worker: forwards of validation minibatches at the weights of a boundary, and where
-// they stand in the worker's list. Pure; one thread.
+// Places the evaluations of one worker in its list. An evaluation runs the forwards of validation minibatches
+// with the weights of a boundary. Pure; one thread.
 //
 // A boundary lies before a minibatch N that is a multiple of minibatches_between_drains(), or at the end of
-// the run. Its version is made by the updates of all minibatches before N, and is the newest from UPDATE N -
-// 1 to UPDATE N. Replica 0 of each stage evaluates it, in a block of EVALUATEs without other work in between:
+// the run. Its version is made by the updates of all minibatches before N, and is the newest version from
+// UPDATE N - 1 to UPDATE N. Replica 0 of each stage evaluates this version, in a block of EVALUATEs without
+// other work in between:
 //
 //   pipedream, stage 0 of 3, boundary 2    F2 B0 U0 F3 B1 U1 | E2.0 E2.1 E2.2 | F4 B2 U2 ...
 //              stage 2                     F1 B1 U1 F2 B2 | E2.0 E2.1 E2.2 | U2 F3 B3 ...
@@ -15,18 +16,20 @@
 // to begin its block. There is no deadlock as long as no instruction before a block, at any worker, needs one
 // after a block. Two places for the block guarantee that:
 //
-//   - right behind UPDATE N - 1 and the first forward of minibatch N, whichever is later: forwards in flight
-//     never grow downstream, so the stage upstream has made what the stage before its block has forwarded.
+//   - right behind UPDATE N - 1 and the first forward of minibatch N, whichever is later. A stage never
+//     has more forwards in flight than the stage upstream of it, so the stage upstream has made all
+//     activations that this stage forwards before its block.
 //   - on a plan without replicas whose schedule does not drain, before UPDATE N or the first forward of a
-//     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 comes to that right behind UPDATE N - 1, and
-//     the others have work until the first evaluated activation reaches them.
+//     microbatch from number N m + max(1, n_0 - 1) on. Stage 0 gets there right behind UPDATE N - 1,
+//     and the other stages have work until the first evaluated activation reaches them.
 //
-// If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N. Callbacks that
-// must answer before N starts are then told of the evaluation first. A stage downstream waits for an item of
-// the forward or of the evaluation. The one that comes first says which of the two stage 0 did first.
+// If the schedule drains, stage 0 may also evaluate before the first forward of minibatch N. Then callbacks
+// that must answer before N starts already know the evaluation's result. A stage downstream waits for the
+// next item, of the forward or of the evaluation. The item that arrives tells which of the two stage 0 did
+// first.
 //
-// If a worker has several stages, W workers take W validation minibatches of one stage, then the same ones
-// of its next.
+// If a worker has several stages, it evaluates W validation minibatches at one of its stages and then the
+// same W at its next stage. W is the number of workers.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +45,7 @@ namespace pipedream {
 // The most minibatches of one evaluation. One number is left for the item that ends it.
 inline constexpr std::int64_t kEvaluatedMinibatchesMax = kNumMicrobatchesMax - 1;
 
-// The version at a stage with these rounds before minibatch `boundary`, which is a boundary.
+// The weight version that a stage with these rounds has before minibatch `boundary`. Expects a boundary.
 [[nodiscard]] WeightVersion version_at_boundary(const Rounds& rounds, MinibatchId boundary);
 
 class Evaluations {
@@ -52,19 +55,20 @@ class Evaluations {
   // Requests an evaluation at the boundary. Called while the first forward of the boundary's minibatch is
   // current, or when the program is over. Boundaries ascend.
   void begin(MinibatchId boundary);
-  // Whether begin() may be called for the boundary right before this forward, while it is not done. newest:
-  // as of is_due().
+  // Whether begin() may be called for the boundary right before this forward, as long as the forward is not
+  // done. newest: see is_due().
   [[nodiscard]] bool may_be_before(const Instruction& forward, WeightVersion newest) const;
-  // Whether current() stands right before what the worker would compute next, which is none at the end.
-  // newest: the version that all stages of the worker have.
+  // Whether the EVALUATE current() comes right before `next`, the instruction that the worker would compute
+  // next. `next` is empty at the end of the program. newest: the version that all stages of the worker have.
   [[nodiscard]] bool is_due(const std::optional<Instruction>& next, WeightVersion newest) const;
 
-  // The EVALUATE to do next. The others need an evaluation that is_due().
+  // The EVALUATE to do next. Call this and the functions below only while an evaluation is_due().
   [[nodiscard]] Instruction current() const;
   void advance();
   // Says that current() is the last EVALUATE of its stage. May be called again with the same number.
   void end();
-  // Whether current() may be the last, or may be another one. Ask before another process's word is believed.
+  // Whether current() may be the last EVALUATE of its stage; with is_last false, whether it may be an earlier
+  // one. Ask before you believe another process.
   [[nodiscard]] bool may_be(bool is_last) const;
 
  private:

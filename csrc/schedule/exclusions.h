@@ -1,6 +1,6 @@
-// Options that exclude each other: each pair stands here once, as data. check_schedule_options() refuses
-// pairs of the core's own options by this table. run(), reference.run() and partition() refuse those of their
-// arguments by it (planning/job.py), and `pipedream explain --options` prints it. Pure; any thread.
+// Lists the pairs of options that exclude each other, each pair once, as data. check_schedule_options() uses
+// the table to refuse pairs of the core's own options. run(), reference.run() and partition() use it for
+// pairs of their arguments (planning/job.py). `pipedream explain --options` prints it. Pure; any thread.
 #pragma once
 
 #include <bitset>

@@ -29,7 +29,7 @@ struct Instruction {
 };
 
 // "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4",
-// of replicas but the first "UPDATE stage 0 replica 1 minibatch 4 writes version 3",
+// for replicas after the first "UPDATE stage 0 replica 1 minibatch 4 writes version 3",
 // "SEND activation stage 0 to stage 1 minibatch 3 microbatch 0", "RECV tied_version stage 0 to stage 2
 // minibatch 3": the version that the owner's update of minibatch 3 wrote; "EVALUATE stage 1 minibatch 4
 // microbatch 2 reads version 4": validation minibatch 2, with the weights before minibatch 4

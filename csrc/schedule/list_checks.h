@@ -1,4 +1,4 @@
-// Parts of the validator: checks of one worker's list by itself. Pure; any thread.
+// These parts of the validator check one worker's list by itself. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace pipedream {
 [[nodiscard]] std::string name_position(Rank rank, const std::vector<Instruction>& program,
                                         std::size_t position);
 
-// One worker's list, and the run that it is for: these options, up to minibatch num_minibatches - 1.
+// One worker's list, and the run for which it was made: its options, and its number of minibatches.
 struct ListToCheck {
   const ScheduleOptions& options;
   const Placement& placement;
@@ -34,8 +34,9 @@ struct StageCounts {
 
 // Both checks return the first fault with its place, or an empty text.
 
-// Checks the instructions that compute: each comes once, in order, at the version of the rule, and no more
-// versions are live than are kept. Adds the counts of the worker's stages.
+// Checks the instructions that compute: each comes once and in order, and reads or writes the version that
+// the rule names. No more versions may be live than the stage keeps. Adds the counts of the worker's stages
+// to `counts`.
 [[nodiscard]] std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts);
 
 // Checks the transfers: an instruction has received the items that it needs, and every item that it makes is

@@ -8,8 +8,8 @@
 namespace pipedream {
 namespace {
 
-// The number of bodies of a list to count over. Later bodies change no count, even if another worker has a
-// longer warm-up: its reads repeat by then, too.
+// The number of bodies of a list over which facts are counted. Later bodies change no count: by then the
+// reads of all workers repeat, even those of a worker with a longer warm-up.
 std::int64_t num_bodies_until_steady(const ListedReads& reads) {
   return 2 + reads.end() / reads.numbers_per_body();
 }
@@ -48,7 +48,8 @@ void ListedProgram::count_facts() {
   }
 }
 
-// The versions that the stage's microbatches read, by number, over all replicas. stash: of which opcode.
+// The versions that the stage's microbatches read, by the microbatch's number, over all replicas. stash: its
+// value chooses the opcode whose reads are returned, for instance kKept for forwards.
 ListedReads ListedProgram::reads_of(StageIndex stage, Stash stash) const {
   const Rounds& rounds = rounds_of_stage(stage);
   const std::int64_t own_per_body = versions_per_body(stage) * rounds.own_per_round();
@@ -87,8 +88,8 @@ ListedReads ListedProgram::tied_reads_of(StageIndex owner) const {
   return {std::move(versions), of_input.numbers_per_body(), versions_per_body(owner)};
 }
 
-// The most versions of the owner's shared parameters that exist at once at one stage: the owner, or a stage
-// downstream of it.
+// The largest number of versions of the owner's shared parameters that exist at once at one stage. That stage
+// may be the owner or a stage downstream of it.
 std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedReads& tied) const {
   std::int64_t num_kept = 1;
   for (const Place& place : placement_.places()) {
@@ -116,7 +117,8 @@ std::int64_t ListedProgram::count_tied_versions(StageIndex owner, const ListedRe
   return num_kept;
 }
 
-// Raises the stage's counts to those of this replica: microbatches in flight, and versions kept.
+// Raises the stage's counts of microbatches in flight and of versions kept to this replica's counts, where
+// this replica's are higher.
 void ListedProgram::count_at(const Place& place, Facts& facts) const {
   const Rounds& rounds = rounds_of_stage(place.stage);
   const std::int64_t num_bodies =

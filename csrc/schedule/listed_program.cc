@@ -48,7 +48,8 @@ Placement placement_for(std::int64_t num_workers, const std::vector<std::int64_t
   return Placement::at_ranks(ranks);
 }
 
-// The beginning of a worker's list, up to the last of so many updates. The number of minibatches is unknown.
+// The beginning of a worker's list, up to its num_updates-th update, for a run whose number of minibatches is
+// unknown.
 std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank, std::int64_t num_updates) {
   ComputeCursor cursor(options, rank);
   std::vector<Instruction> list;
@@ -60,7 +61,7 @@ std::vector<Instruction> begin_of_list(const ScheduleOptions& options, Rank rank
   return list;
 }
 
-// The length of the list's beginning that ends with the last of so many updates.
+// The number of instructions up to the list's num_updates-th update, which is included.
 std::int64_t length_with_updates(const std::vector<Instruction>& list, std::int64_t num_updates) {
   std::int64_t length = 0;
   for (; num_updates > 0; ++length) {
@@ -137,8 +138,8 @@ ListedProgram ListedProgram::of(const ScheduleOptions& given) {
     std::vector<Instruction> list = begin_of_list(options, rank, num_bodies * num_updates);
     const std::int64_t last_body = length_with_updates(list, (num_bodies - 1) * num_updates);
     const auto per_body = static_cast<std::int64_t>(list.size()) - last_body;
-    // Goes back from the last body as long as the instruction one body later repeats the one at hand. There
-    // the body may begin, but it must end with its updates. So it begins behind the next updates.
+    // Goes back from the last body as long as each instruction is repeated one body later. The body could
+    // begin where this stops. But a body must end with its updates, so it begins behind the next updates.
     const auto is_end = [&](std::int64_t position) {
       return writes_version(list[position - 1].opcode) && !writes_version(list[position].opcode);
     };
@@ -184,7 +185,7 @@ std::int64_t ListedProgram::num_bodies_before(Rank rank, std::int64_t position) 
 
 Phase ListedProgram::phase_of(const Instruction& instruction,
                               std::optional<std::int64_t> num_minibatches) const {
-  // A RECOMPUTE, which lists do not have, stands beside its BACKWARD.
+  // Lists have no RECOMPUTE. Its phase is the phase of its BACKWARD.
   const auto is_it = [&](Opcode listed) {
     const bool is_beside = traits_of(instruction.opcode).stash == Stash::kRestored;
     return is_beside ? releases_stash(listed) : listed == instruction.opcode;
@@ -359,8 +360,8 @@ std::int64_t ListedProgram::number_of_item(const Place& place, const OpcodeTrait
   return rounds.number_of(rounds.begin_of(index), {});
 }
 
-// The number of a replica's instructions in its body that do to a stash and to the weights what these traits
-// say.
+// Counts the replica's instructions in the body that have the same effect on the stash and on the weights as
+// an opcode with these traits.
 std::int64_t ListedProgram::count_in_body(const Place& place, const OpcodeTraits& traits) const {
   return std::ranges::count_if(list_of(place.rank).body(), [&](const Instruction& instruction) {
     const OpcodeTraits& listed = traits_of(instruction.opcode);
@@ -388,8 +389,9 @@ void ListedProgram::check_order(Rank rank) const {
   }
 }
 
-// Replays a run in which every worker repeats its body. That proves it for longer runs, whose bodies wait for
-// each other in the same way, and for shorter ones: none of their instructions waits for a skipped one.
+// Replays a run in which every worker repeats its body. If this run is correct, longer runs are correct,
+// because their bodies wait for each other in the same way. Shorter runs are also correct, because none of
+// their instructions waits for a skipped one.
 void ListedProgram::check_run() const {
   const std::int64_t length = 2 * (num_minibatches_listed() + minibatches_per_body_);
   const ScheduleOptions options = options_of_run(*this);
@@ -465,7 +467,7 @@ std::string ListedProgram::hint_on_backward(Rank rank, std::int64_t position) co
 
 // Throws "line 13, time 2 of the body: BACKWARD stage 0 ... reads version 1: " and the reason.
 void ListedProgram::refuse(Rank rank, std::int64_t position, const std::string& why) const {
-  // The rounds, which later bodies need, may not be known yet.
+  // at() works out the instructions of later bodies from the rounds, which may not be known yet.
   const bool is_listed = num_bodies_before(rank, position) == 0;
   const Instruction instruction = is_listed ? list_of(rank).instructions[position] : at(rank, position);
   throw UserError(place_of(rank, position) + ": " + to_string(instruction) + ": " + why);

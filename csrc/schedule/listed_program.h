@@ -1,5 +1,5 @@
-// A schedule that a user has written as one list per worker. The list's warm-up runs once, and its body
-// repeats. Immutable; any thread.
+// A ListedProgram is a schedule that a user has written as one list per worker. The list's warm-up runs once,
+// and its body repeats. Immutable; any thread.
 //
 // clang-format off
 //   worker 0                                                    # of 2; forwards and backwards by pairs
@@ -14,22 +14,23 @@
 //   ...
 // clang-format on
 //
-// A worker may have a "warm-up" above its body. With each repetition of the body its minibatches grow by the
-// number of minibatches in the body, and a stage's versions by the number of its updates in the body. A run
-// repeats the body until all its minibatches are updated, and skips instructions of minibatches that it does
-// not have. So the lists fit a run of any length. A text may also show the cool-down: what a run does after
-// the first body if it ends with that body's last minibatch.
+// A worker may have a "warm-up" above its body. With each repetition of the body the numbers of its
+// minibatches grow by the number of minibatches in the body. A stage's versions grow by the number of the
+// stage's updates in the body. A run repeats the body until all its minibatches are updated, and skips
+// instructions of minibatches that it does not have. So the lists fit a run of any length. A text may also
+// show the cool-down: what a run does after the first body if it ends with that body's last minibatch.
 //
-// The workers have the places of program.h: each has one stage or one replica of it, stage by stage. With
-// fewer workers than stages, stage s is at worker s mod W. rounds.h deals microbatches to replicas and
-// updates to rounds. The number of a stage's updates in the body decides how long its rounds are: the
-// shortest that the stage allows, or rounds common to all stages. Transfers and recomputing are added as for
-// named schedules.
+// Stages are placed as in program.h: each worker has one stage, or one replica of a stage, in the order of
+// the stages. With fewer workers than stages, stage s is at worker s mod W. rounds.h deals microbatches to
+// replicas and updates to rounds. The number of a stage's updates in the body decides how long its rounds
+// are: the shortest that the stage allows, or rounds common to all stages. Transfers and recomputing are
+// added as for named schedules.
 //
-// All stages that share a parameter read it at the same version, counted in the owner's rounds: the older of
-// the version that the input stage's forward has read and the one that the owner's forward has read. So the
-// version exists when the owner forwards the microbatch. For named schedules tied_version() gives the same
-// version, with one exception: for 2bw with unequal numbers of replicas the owner's own rule decides.
+// For one microbatch, all stages that share a parameter read it at the same version, counted in the rounds of
+// the stage that owns it. This is the older of two versions: the one that the input stage's forward has read,
+// and the one that the owner's forward has read. So the version exists when the owner forwards the
+// microbatch. For named schedules tied_version() gives the same version, with one exception: for 2bw with
+// unequal numbers of replicas the owner's own rule decides.
 #pragma once
 
 #include <cstddef>
@@ -63,7 +64,7 @@ class ListedProgram {
       return std::span(instructions).subspan(num_warm_up);
     }
     [[nodiscard]] std::int64_t body_length() const { return static_cast<std::int64_t>(body().size()); }
-    // The number of instructions of the warm-up and so many bodies.
+    // The number of instructions in the warm-up and in num_bodies bodies.
     [[nodiscard]] std::int64_t length(std::int64_t num_bodies) const {
       return static_cast<std::int64_t>(num_warm_up) + num_bodies * body_length();
     }
@@ -76,8 +77,8 @@ class ListedProgram {
   // Throws UserError, one line, if a list is not in order or lacks instructions, or if the validator
   // (validator.h) does not accept the lists.
   ListedProgram(std::vector<List> workers, std::int64_t minibatches_per_body);
-  // Reads a text as to_text() writes it. '#' starts a comment, and empty lines are skipped. Throws UserError
-  // naming the line, or as the constructor.
+  // Reads a text as to_text() writes it. '#' starts a comment, and empty lines are skipped. Throws a
+  // UserError that names the line, or an error of the constructor.
   [[nodiscard]] static ListedProgram parse(std::string_view text);
   // Lists a named schedule. Throws UserError for options with spares, asynchronous shards or a staleness.
   [[nodiscard]] static ListedProgram of(const ScheduleOptions& options);
@@ -85,8 +86,8 @@ class ListedProgram {
   // The text of the lists. Its comments say how many versions a stage keeps and which backward does not read
   // its forward's version, and show the cool-down.
   [[nodiscard]] std::string to_text() const;
-  // The first backward that reads another version than its forward, by its line, and what to write so that
-  // none does. Empty where all read their forwards'.
+  // Tells the user which backward is the first to read another version than its forward, by its line, and
+  // what to write so that no backward does. Empty if every backward reads its forward's version.
   [[nodiscard]] std::string note_on_unstashed() const;
 
   [[nodiscard]] const Placement& placement() const { return placement_; }
@@ -99,12 +100,12 @@ class ListedProgram {
   // Whether all stages have the same rounds, and each finishes a round before it forwards the next one.
   [[nodiscard]] bool drains() const { return drains_; }
 
-  // The number of minibatches that the lists name. Later ones repeat those of the last body.
+  // The number of minibatches that the lists name. Later minibatches repeat the minibatches of the last body.
   [[nodiscard]] std::int64_t num_minibatches_listed() const;
 
   // The instruction at a position of a worker's list. The body repeats without an end.
   [[nodiscard]] Instruction at(Rank rank, std::int64_t position) const;
-  // Does phase_of() (program.h) for a run that starts with minibatch 0.
+  // Returns the same phase as phase_of() in program.h, for a run that starts with minibatch 0.
   [[nodiscard]] Phase phase_of(const Instruction& instruction,
                                std::optional<std::int64_t> num_minibatches) const;
 
@@ -122,7 +123,8 @@ class ListedProgram {
   [[nodiscard]] const ListedReads& backward_reads(StageIndex stage) const {
     return facts_of(stage).backwards;
   }
-  // The reads of parameters that the stage owns and others use, too.
+  // The versions of the parameters that `owner` shares with other stages, as the owner and those stages read
+  // them.
   [[nodiscard]] const ListedReads& tied_reads(StageIndex owner) const { return facts_of(owner).tied; }
 
   friend bool operator==(const ListedProgram& one, const ListedProgram& other) {

@@ -7,8 +7,9 @@
 
 namespace pipedream {
 
-// The versions of a stage's microbatches, by their numbers (rounds.h) from the start of the run. Behind the
-// list the last numbers_per_body entries repeat, each time with versions that are newer by versions_per_body.
+// The versions that a stage's microbatches read, listed by microbatch number (rounds.h) from the start of the
+// run. After the end of the list its last numbers_per_body entries repeat. With each repetition the versions
+// grow by versions_per_body.
 class ListedReads {
  public:
   ListedReads() = default;
@@ -26,10 +27,10 @@ class ListedReads {
   }
   // The newest version that this number or an earlier one reads.
   [[nodiscard]] std::int64_t newest_until(std::int64_t number) const;
-  // The most by which newest_until() grows over so many numbers.
+  // The largest growth of newest_until() over num_numbers microbatches.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const;
-  // The mean number of updates by which the version read is late, over the numbers of a body. An update is
-  // made from so many microbatches.
+  // The mean number of updates by which the version that a microbatch reads is late. The mean is over the
+  // microbatches of a body. One update is made from microbatches_per_round microbatches.
   [[nodiscard]] double mean_delay(std::int64_t microbatches_per_round) const;
 
   // The first number that repeats an earlier one.

@@ -205,9 +205,10 @@ std::string ListedProgram::how_to_stash(StageIndex stage, std::int64_t number) c
 }
 
 // The last minibatch to move from the body into the warm-up so that the microbatch's backward, which stands
-// in the body, may read what its forward reads. To do so now, its line would have to name an older version
-// the first time than there is. So the body begins later, by as many bodies as the line's version is too new
-// where the reads repeat.
+// in the body, can read its forward's version. As the text is now, the backward's line would have to name a
+// version that does not exist in the first body, because it would be older than the oldest one. So the body
+// must begin later. Once the reads repeat, the backward's version is too new by some number of updates; the
+// body begins later by as many bodies as make that many updates.
 std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t number) const {
   const ListedReads& forwards = forward_reads(stage);
   const std::int64_t per_body = forwards.numbers_per_body();
@@ -222,7 +223,8 @@ std::int64_t ListedProgram::last_to_warm_up(StageIndex stage, std::int64_t numbe
   return last + (num_bodies - 1) * minibatches_per_body_;
 }
 
-// The stage's instruction that does this to the stash of the microbatch with this number.
+// The position of the stage's instruction that has this effect on the stash of the microbatch with this
+// number.
 std::int64_t ListedProgram::position_of(Stash stash, StageIndex stage, std::int64_t number) const {
   const Rounds& rounds = rounds_of_stage(stage);
   const Rank rank = placement_.rank_of(stage, rounds.replica_of(number));

@@ -1,6 +1,6 @@
-// The opcodes of instructions, and one table of their traits, which all other sources ask. A new opcode needs
-// a row here, a generator and an executor (stage/engine.cc, python/pipedream/stage/). Plain values; any
-// thread.
+// Defines the opcodes of instructions, and one table of their traits that all other sources read. A new
+// opcode needs a row here, a generator and an executor (stage/engine.cc, python/pipedream/stage/). Plain
+// values; any thread.
 #pragma once
 
 #include <array>
@@ -20,12 +20,13 @@ enum class Opcode {
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
   kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
   kEvaluate,   // the forward of a validation minibatch at `version`; keeps nothing (evaluations.h)
-  // Opcodes that travel. An item is made by the instruction before it, or needed by the one after it.
+  // Opcodes of transfers. The computing instruction before a SEND makes the item. The computing instruction
+  // after a RECV needs the item.
   kSend,  // never waits: the validator bounds the items on an edge (validator.h)
   kRecv,  // waits for the edge's next item
 };
 
-// How an instruction is numbered: by its microbatch, or by one of these minibatches.
+// The number that names an instruction: its microbatch, or one of the minibatches below.
 enum class Scope {
   kMicrobatch,
   kRound,     // the round's first minibatch
@@ -99,7 +100,7 @@ inline constexpr auto kOpcodeTraits = std::to_array<OpcodeTraits>({
      .makes = EdgeKind::kEvaluation,
      .duration = Duration::kForward,
      .unlisted_because = "a program of your own has no evaluations"},
-    // A transfer has the number of the item that travels (items_of() in transfers.h).
+    // A transfer is named by the number of its item (items_of() in transfers.h).
     {.name = "SEND", .travels = true, .unlisted_because = kAdded},
     {.name = "RECV", .travels = true, .unlisted_because = kAdded},
 });

@@ -1,4 +1,4 @@
-// check_schedule_options() with its parts, and the checks of position_checks.h.
+// Implements check_schedule_options() and the checks of position_checks.h.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

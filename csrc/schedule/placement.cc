@@ -10,7 +10,7 @@
 namespace pipedream {
 namespace {
 
-// Far above any cluster; keeps counts of places inside 64 bits.
+// The largest number of ranks. It is far above any cluster, and keeps counts of places inside 64 bits.
 constexpr std::int64_t kNumRanksMax = std::int64_t{1} << 30;
 
 auto order_of(const Place& place) { return std::tie(place.stage, place.replica); }

@@ -22,27 +22,28 @@ struct Place {
 class Placement {
  public:
   Placement() = default;  // of no stage
-  // places: in any order. Stages, the replicas of each stage, and ranks are counted from 0 without gaps; the
-  // spares of a stage count on from its replicas. Throws UserError naming stage, replica and rank for places
-  // that break these rules, for a place that is given twice, and for two replicas of a stage at one rank.
+  // places: in any order. Stages, the replicas of each stage, and ranks are counted from 0 without gaps. The
+  // indices of a stage's spares (program.h) follow those of its replicas. Throws UserError naming stage,
+  // replica and rank for places that break these rules, for a place that is given twice, and for two replicas
+  // of a stage at one rank.
   explicit Placement(std::vector<Place> places);
   // One replica of each stage at these ranks.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
-  // All replicas stage by stage, each at the next rank, and then all spares stage by stage. num_spares: empty
-  // for none.
+  // Places all replicas stage by stage, each at the next rank, and then all spares stage by stage.
+  // num_spares: the number of spares of each stage; empty if there are none.
   [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas,
                                           const std::vector<std::int64_t>& num_spares = {});
 
   [[nodiscard]] bool empty() const { return places_.empty(); }
   [[nodiscard]] std::int64_t num_stages() const { return static_cast<std::int64_t>(stages_.size()); }
   [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
-  // These throw UserError for what the placement does not have.
+  // These functions throw UserError for a stage or a replica that the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
   [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // replicas and spares
   [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}) const;
 
-  // In the order of stages; none for a rank that is not in use.
+  // The places at the rank, in the order of stages; none for a rank that is not in use.
   [[nodiscard]] std::vector<Place> places_at(Rank rank) const;
   [[nodiscard]] std::vector<StageIndex> stages_at(Rank rank) const;
   [[nodiscard]] const std::vector<Place>& places() const { return places_; }

@@ -1,4 +1,4 @@
-// Refusals of positions outside a plan. Pure; any thread.
+// Refuses positions outside a plan. Pure; any thread.
 #pragma once
 
 #include "base/ids.h"
@@ -7,8 +7,8 @@
 
 namespace pipedream {
 
-// Each throws UserError, one line, if the position is outside the options' plan. Those for stages and ranks
-// do check_schedule_options() first.
+// Each function throws a UserError of one line if the position is outside the options' plan. check_stage()
+// and check_rank() call check_schedule_options() first.
 void check_stage(const ScheduleOptions& options, StageIndex stage);
 void check_rank(const ScheduleOptions& options, Rank rank);
 void check_minibatch(MinibatchId minibatch);

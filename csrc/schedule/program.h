@@ -1,5 +1,5 @@
-// The lists of the work that the workers of a plan compute: a schedule's order of work and its weight
-// versions, as data. transfers.h adds the transfers between workers.
+// Makes the lists of the work that the workers of a plan compute. A list holds a schedule's order of work and
+// its weight versions as data. transfers.h adds the transfers between workers.
 //
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
 //                                                  warm-up  steady: the repeating body    cool-down
@@ -57,13 +57,14 @@
 // every replica has the UPDATE of every round, even of a short last round in which it has no minibatch. The
 // UPDATE follows the backward of the replica's last microbatch of the round. With a staleness of k rounds, at
 // replicated stages, it comes ceil(k / 2) of the replica's rounds later. That divides the slack: half of it
-// waits for the others' gradients, and half lets the others wait for the new version. So with k = 2 no
-// replica waits for one that is up to a round behind. The stage keeps as many versions as can exist at once.
-// Version j + 1 may arrive, and is written at once, when the replica has pushed for round j.
+// gives the other replicas' gradients time to arrive, and half gives the new version time to reach the other
+// replicas. So with k = 2 a replica does not wait for another one that is up to a round behind. The stage
+// keeps as many versions as can exist at once. Version j + 1 of another replica's shard may arrive as soon as
+// the replica has pushed for round j, and is then written at once.
 //
-// Spares are workers that own shards, too, but have no minibatches (BytePS, OSDI'20: CPU machines that share
-// the load of summing). A spare's program is the UPDATE of every round, from version 0 on, after all members
-// have pushed. Spares do not change which versions are read. Their replica indices follow the replicas'.
+// Spares are workers that own shards but have no minibatches (BytePS, OSDI'20: CPU machines that share the
+// load of summing). A spare's program is the UPDATE of every round, from version 0 on, after all members have
+// pushed. Spares do not change which versions are read. Their replica indices follow the replicas'.
 //
 //   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
 //
@@ -186,9 +187,9 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 // The number of minibatches after which the rounds of all stages end together: lcm(m, all r_s) / m.
 [[nodiscard]] std::int64_t minibatches_between_drains(const ScheduleOptions& options);
 
-// Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
-// next one starts at any: flush, gpipe, interleaved, model_parallel, data_parallel. Then a norm over all
-// stages can be taken before the updates.
+// Whether every round is finished at all stages before the next round starts at any stage, as with flush,
+// gpipe, interleaved, model_parallel and data_parallel. So a norm over all stages can be taken before the
+// updates. Without replicas a round is one minibatch.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
 // Whether a backward reads what its forward read: at every stage of all but unstashed and listed programs.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options, StageIndex stage);
@@ -232,11 +233,11 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 // The phase of an instruction. Schedules that drain go through all three phases in every round; other
 // schedules and listed programs do so once in a run. While the number of minibatches is unknown, no
-// instruction is in the cool-down. All of a spare's are steady.
+// instruction is in the cool-down. All instructions of a spare are in the steady phase.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
-// Walks what one worker computes. current() and advance() allocate nothing.
+// Walks through the instructions that one worker computes. current() and advance() allocate nothing.
 class ComputeCursor {
  public:
   ComputeCursor(ScheduleOptions options, Rank rank);
@@ -246,7 +247,8 @@ class ComputeCursor {
   [[nodiscard]] std::optional<Instruction> current() const;
   void advance();
 
-  // Says how many minibatches there are. Allowed once, and not below what was already forwarded.
+  // Says how many minibatches there are. Allowed once, and not below the number of minibatches already
+  // forwarded.
   void set_num_minibatches(std::int64_t num_minibatches);
   // Whether set_num_minibatches() would accept the number. Ask first when the number comes from another
   // process.

@@ -74,9 +74,9 @@ void ProgramCursor::refill() {
   fill();
 }
 
-// Before a boundary's first EVALUATE the cursor receives versions that otherwise stand before later forwards.
-// early_ remembers these RECVs, to leave them out there. RECVs that an earlier evaluation has done are left
-// out here.
+// Adds the RECVs before a boundary's first EVALUATE. They receive versions that would otherwise be received
+// before later forwards. early_ remembers these RECVs, so that the later forwards leave them out. RECVs that
+// an earlier evaluation has done are left out here.
 void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
   instructions_.clear();
   if (evaluate.microbatch == MicrobatchIndex(0) && num_finals_ == 0) {  // otherwise all versions have come
@@ -91,7 +91,7 @@ void ProgramCursor::fill_evaluation(const Instruction& evaluate) {
 }
 
 // Fills instructions_ with the computed instruction and its transfers. When the number of minibatches becomes
-// known, it is called again for the same instruction. Then only transfers behind position_ can fall out,
+// known, it is called again for the same instruction. That call can only drop transfers behind position_,
 // because the members of a round are its first replicas.
 void ProgramCursor::fill() {
   if (!computed_) return;

@@ -65,7 +65,7 @@ struct Rounds {
   }
   [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
-  // The version at the start of the run, and the replica's version at its end.
+  // The version at the start of the run. last_version() is the replica's version at the end of the run.
   [[nodiscard]] WeightVersion first_version() const {
     return WeightVersion(first_minibatch / minibatches_per_round);
   }
@@ -73,7 +73,8 @@ struct Rounds {
     return WeightVersion(num_begun(asynchronous ? replica : ReplicaIndex(0), num_minibatches));
   }
 
-  // The microbatches of one replica. The numbers are those of the whole run.
+  // The number of microbatches of one replica in a round. Below, `index` counts one replica's microbatches,
+  // and `number` counts the microbatches of the whole run.
   [[nodiscard]] std::int64_t own_per_round() const { return microbatches_per_round() / num_replicas; }
   [[nodiscard]] std::int64_t own_number(ReplicaIndex replica, std::int64_t index) const {
     return first_minibatch * num_microbatches + replica.value() + index * num_replicas;
@@ -110,8 +111,8 @@ struct Rounds {
     return count_from(replica, first_number(replica, round),
                       end_of(round, num_minibatches).value() * num_microbatches);
   }
-  // Whether the replica has no microbatch of this round after the minibatch. Unknown num_minibatches: as
-  // above.
+  // Whether the replica has no microbatch of this round after the minibatch. While num_minibatches is
+  // unknown, the round counts as a whole one.
   [[nodiscard]] bool is_over_after(ReplicaIndex replica, MinibatchId minibatch,
                                    std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t end = end_of(round_of(minibatch), num_minibatches).value() * num_microbatches;
@@ -119,7 +120,8 @@ struct Rounds {
     const std::int64_t next = after + (replica.value() + num_replicas - after % num_replicas) % num_replicas;
     return next >= end;
   }
-  // Whether the microbatch is its replica's first, or last, of the round. Unknown num_minibatches: as above.
+  // Whether the microbatch is its replica's first, or last, of the round. While num_minibatches is unknown,
+  // the round counts as a whole one.
   [[nodiscard]] bool is_first_own(std::int64_t number) const {
     return number % microbatches_per_round() < num_replicas;
   }
@@ -143,8 +145,9 @@ struct Rounds {
 //   max(lowest, floor(floor((floor(number / r) - delay) / c) r c / M) - staleness)
 //
 // The delay counts microbatches of one replica. r and c convert it into versions: r replicas, each with c
-// microbatches of a round. They are the stage's own, so that r c = M; under vertical sync they are the input
-// stage's. A listed program gives each version itself.
+// microbatches of a round. r and c are usually figures of the stage itself, so that r c = M; under vertical
+// sync they are figures of the input stage. For a listed program there is no formula: the program lists each
+// version.
 struct VersionRule {
   std::int64_t num_replicas = 1;            // r
   std::int64_t own_per_round = 1;           // c
@@ -172,7 +175,7 @@ struct VersionRule {
     if (listed != nullptr) return WeightVersion(lowest + listed->newest_until(number - first_number));
     return version_of(number);
   }
-  // The most versions by which the version read can grow over num_numbers microbatch numbers.
+  // An upper bound on the growth of newest_until() over num_numbers microbatches, in versions.
   [[nodiscard]] std::int64_t num_new_max(std::int64_t num_numbers) const {
     if (listed != nullptr) return listed->num_new_max(num_numbers);
     return 2 + (num_numbers + microbatches_counted()) / microbatches_per_round;
@@ -185,8 +188,8 @@ struct VersionRule {
                                      std::gcd(microbatches_counted(), microbatches_per_round);
     return 1 + (num_between + microbatches_per_round - 1) / microbatches_per_round + staleness;
   }
-  // The mean number of updates by which the version read is older than the one that the microbatch's round
-  // changes. It is a mean over microbatches, long after the start.
+  // The mean number of updates by which the version that a microbatch reads is older than the version that
+  // its round updates. The mean is over microbatches long after the start.
   [[nodiscard]] double mean_delay() const {
     if (listed != nullptr) return listed->mean_delay(microbatches_per_round);
     // A version begins at a multiple of r c microbatches. On average that is (M - gcd(r c, M)) / 2

@@ -1,5 +1,6 @@
-// The differences between the schedules, one row for each. program.h has the formulas and pictures of the
-// lists. All other sources read a schedule's row, and none tests its name. Pure; any thread.
+// Describes the differences between the schedules, in a table with one row for each schedule. program.h has
+// the formulas and pictures of the lists. All other sources read a schedule's row, and none tests its name.
+// Pure; any thread.
 #pragma once
 
 #include <optional>
@@ -45,8 +46,8 @@ struct ScheduleRules {
 
   // Whether every round is finished at all stages before the next round starts at any stage.
   [[nodiscard]] constexpr bool drains() const { return delay == ReadDelay::kNone; }
-  // Whether every forward reads the version before the newest. Then a round must have at least as many
-  // microbatches as are in flight beside one of them.
+  // Whether every forward reads the version before the newest. Then a round must have at least n_s - 1
+  // microbatches, where n_s is the number in flight.
   [[nodiscard]] constexpr bool is_round_late() const { return delay == ReadDelay::kRound; }
   // Whether a minibatch needs several microbatches. With one the schedule would have nothing to overlap, or
   // too short a round.

@@ -21,10 +21,10 @@ inline constexpr std::int64_t kNumSpareSlots = 4;
 [[nodiscard]] std::size_t shard_chunk_bytes_max(std::size_t shard_bytes);
 
 // The relative sizes of the shards of n replicas and k spares, for a stage of M bytes of parameters. Let a be
-// a replica's share of M, and b a spare's. A replica sends each other replica its gradients of that one's
-// shard and the new version of its own: 2 a M bytes. It sends each spare b M bytes. The receivers get equal
-// parts of the link's bandwidth, so b = 2 a lets all of them finish at once. A round takes the time of these
-// bytes on a link:
+// a replica's share of M, and b a spare's. A replica sends each other replica a M bytes of gradients, for the
+// receiver's shard, and a M bytes of the new version of its own shard. It sends each spare b M bytes of
+// gradients. The receivers get equal parts of the link's bandwidth, so b = 2 a lets all of them finish at
+// once. A round takes the time of these bytes on a link:
 //
 //   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    2 (n + k - 1) / (n + 2 k) M
 //   a = 0                b = 1 / k            n / k M, which is less if n^2 <= 2 k (k - 1)

@@ -10,7 +10,8 @@
 namespace pipedream {
 namespace {
 
-// Why an instruction cannot be done; empty if it can. The caller adds where the instruction stands.
+// The reason why an instruction cannot be done; an empty text if it can. The caller adds the instruction's
+// place in the list.
 using Fault = std::string;
 
 // Checks one worker's transfers. An instruction must have received the items that it needs, and the items
@@ -79,7 +80,7 @@ class TransferChecker {
     return "there is nothing to send: it was not made yet, or it was sent already";
   }
 
-  // Checks that the answer to the push before has been received, because an asynchronous shard has room for
+  // Checks that the answer to the previous push has been received, because an asynchronous shard has room for
   // one answer to each replica.
   [[nodiscard]] Fault check_answered(const Instruction& push) const {
     if (!options_.asynchronous) return {};
@@ -90,7 +91,7 @@ class TransferChecker {
     return {};
   }
 
-  // The RECV of the edge's next version. newest: the one that has come last.
+  // The RECV of the edge's next version. newest: the version that arrived last.
   [[nodiscard]] Instruction due_of(const Edge& edge, WeightVersion newest) const {
     const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(newest.value());
     return {Opcode::kRecv, edge.to.stage, first, {}, {}, edge, edge.to.replica};
@@ -154,8 +155,8 @@ class TransferChecker {
                        [&](const TiedStages& tied) { return tied.owner == stage; });
   }
 
-  // The newest round for which the replica has made its gradient. Once all its backwards are done, it is the
-  // run's last round, even if the replica has no microbatch in that one.
+  // The newest round for which the replica has made its gradient. Once all backwards of the replica are done,
+  // this is the run's last round, even if the replica has no microbatch in that round.
   [[nodiscard]] std::int64_t newest_complete() const {
     const std::int64_t num_own = num_backwarded_.at(stages_.front());
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
@@ -241,7 +242,7 @@ class TransferChecker {
       const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
       if (edge.to.stage != instruction.stage || (is_tied && !evaluates && !forwards)) continue;
       WeightVersion read = instruction.version;
-      // At a stage that owns ties, pulls bring those too.
+      // At a stage that owns tied parameters, pulls also bring versions of the tied parameters.
       if (evaluates) {
         read = version_at_boundary(rounds_of(options_, edge.from.stage), instruction.minibatch);
       } else if (is_tied || (forwards && owns_ties(instruction.stage))) {

@@ -188,7 +188,7 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
   if (traits.writes_version) add_before_update(computed, instructions);
 }
 
-// Adds RECVs of the versions that this microbatch is the replica's first to read.
+// Adds RECVs of the versions that no earlier microbatch of this replica reads.
 void Transfers::add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const {
   const std::int64_t number = rounds().number_of(forward.minibatch, forward.microbatch);
   const std::int64_t own_index = rounds().own_index(number);
@@ -258,8 +258,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
   if (traits.writes_version) add_after_update(computed, instructions);
 }
 
-// The replica that has the same microbatch so many stages downstream. A negative distance goes upstream. None
-// beyond the first or the last stage.
+// The replica that has the same microbatch at the stage `distance` further downstream. A negative distance
+// goes upstream. Empty beyond the first or the last stage.
 std::optional<StageReplica> Transfers::neighbour_of(const Instruction& computed,
                                                     std::int64_t distance) const {
   const StageIndex stage(computed.stage.value() + distance);
@@ -429,8 +429,9 @@ void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
 }
 
 std::size_t Transfers::num_added_max() const {
-  // Around an UPDATE there are at most four transfers with every other owner. Before a FORWARD there are the
-  // versions since the replica's forward before. Under vertical sync they follow the input stage's versions.
+  // Around an UPDATE there are at most four transfers with every other owner. Before a FORWARD the replica
+  // receives the versions that are new since its previous forward. Under vertical sync their number follows
+  // from the input stage's versions.
   const std::int64_t num_per_replica =
       std::max<std::int64_t>(4, 1 + rule_.num_new_max(rounds().num_replicas));
   std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);

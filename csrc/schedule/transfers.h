@@ -1,7 +1,8 @@
-// The transfers of a schedule: the edges between its stages, and the SENDs and RECVs around the instructions
-// that a worker computes. Both together are the worker's whole program. A user is a stage that shares a
-// parameter with an upstream stage, its owner. A member of a round is a replica that has a microbatch in it;
-// all replicas are, except perhaps in the last round. Pure; any thread.
+// Makes the transfers of a schedule: the edges between its stages, and the SENDs and RECVs around the
+// instructions that a worker computes. Transfers and computing instructions together are the worker's whole
+// program. A parameter may be shared by several stages: the most upstream one is its owner, the others are
+// its users. A member of a round is a replica that has a microbatch in it; all replicas are, except perhaps
+// in the last round. Pure; any thread.
 //
 //   before FORWARD    RECV activation from upstream
 //                     at a user: RECV tied_version from every replica of the owner, and
@@ -50,18 +51,18 @@
 //
 // A SEND stands where its item is made, and a RECV where the item is needed. The item may arrive earlier, as
 // long as the receiver has free slots. Norms travel between the first stages of neighbouring workers: along
-// all workers if the schedule drains, else along the replicas of a stage. The minibatch of the UPDATE names
-// them. An edge between two stages at one rank has no channel: the worker hands the item over itself.
+// all workers if the schedule drains, else along the replicas of a stage. A norm is named by the minibatch of
+// its UPDATE. An edge between two stages at one rank has no channel: the worker hands the item over itself.
 //
 // The microbatch with number k (rounds.h) goes from replica k mod r_s of stage s to replica k mod r_{s+1} of
 // stage s + 1. So two replicas have an edge if they have a microbatch in common. The same holds for tied
 // gradients: a replica of the user sends its part of a minibatch to the owner's replica that has its last
 // microbatch of the minibatch. That replica adds it to its own gradient of the minibatch. Each replica of the
-// owner sends its shard of a tied version to every replica of a user. The first minibatch of the owner's
-// round names the item. If replicas update by a collective, each has the whole version, and replica q of the
-// user gets it from replica q mod r. For shards each replica of a stage is an owner and also a user of the
-// other shards. The minibatch of the sender's first microbatch of round j names its pushes of that round. The
-// first minibatch of the round, j R, names the pulls of version j + 1.
+// owner sends its shard of a tied version to every replica of a user. The item is named by the first
+// minibatch of the owner's round. If replicas update by a collective, each has the whole version, and replica
+// q of the user gets it from replica q mod r. For shards each replica of a stage is an owner and also a user
+// of the other shards. The pushes of round j are named by the minibatch of the sender's first microbatch of
+// that round. The pulls of version j + 1 are named by the round's first minibatch, j R.
 #pragma once
 
 #include <cstddef>
@@ -101,18 +102,19 @@ class Transfers {
   // Adds the transfers before, or after, an instruction that the worker computes.
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
-  // Adds the versions that stand before an EVALUATE of a replica that has forwarded so many microbatches: all
-  // that it has not received for these.
+  // Adds the RECVs before an EVALUATE of a replica that has forwarded num_forwarded microbatches. They
+  // receive the versions that the replica has not received for those microbatches.
   void add_versions_of(const Instruction& evaluate, std::int64_t num_forwarded,
                        std::vector<Instruction>& instructions) const;
-  // Adds what is received after the last update: of every tied parameter and other shard the index-th
-  // version, from 0 on, that no minibatch has read. Nothing from some index on.
+  // Adds the RECVs that come after the last update. Versions that no minibatch has read are counted from 0;
+  // for every tied parameter and other shard this adds the RECV of the index-th one. Adds nothing once index
+  // exceeds their number.
   void add_final(std::int64_t index, std::int64_t num_minibatches,
                  std::vector<Instruction>& instructions) const;
-  // The most that one call, or add_before() and add_after() together, may add.
+  // The most instructions that one call, or add_before() and add_after() together, may add.
   [[nodiscard]] std::size_t num_added_max() const;
-  // Says how many minibatches there are. The last round has only the replicas that have one of its
-  // microbatches; before the number is known it has all.
+  // Says how many minibatches there are. The last round's members are the replicas that have a microbatch in
+  // it. Before the number is known, all replicas count as members.
   void set_num_minibatches(std::int64_t num_minibatches) { num_minibatches_ = num_minibatches; }
 
  private:
@@ -187,7 +189,7 @@ class ProgramCursor {
 
   // Begins an evaluation, as Evaluations does. The current instruction stays, unless the program is over.
   void begin_evaluation(MinibatchId boundary);
-  // Whether what is computed next is a forward before which evaluate_first() may begin an evaluation.
+  // Whether the worker computes next a forward before which evaluate_first() may begin an evaluation.
   [[nodiscard]] bool may_evaluate_first() const {
     return computed_ && evaluations_.may_be_before(*computed_, compute_.newest_version());
   }
@@ -235,8 +237,9 @@ struct Evaluated {
                                                     std::int64_t num_minibatches,
                                                     const std::vector<Evaluated>& evaluated);
 
-// The lists of what asynchronous shards do for other replicas, beside the lists of their workers: one for
-// each push edge, in the order of edges_of(), done by the edge's receiver. Empty for other schedules.
+// The lists by which asynchronous shards serve other replicas; each worker also has its own list. There is
+// one list for each push edge, in the order of edges_of(), and the edge's receiver carries it out. Empty for
+// other schedules.
 [[nodiscard]] std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
                                                                   std::int64_t num_minibatches);
 

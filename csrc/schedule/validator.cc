@@ -1,4 +1,4 @@
-// The replay of all workers' programs in memory. See validator.h.
+// Replays all workers' programs in memory. See validator.h.
 //
 // The first step checks every list by itself (list_checks.h), because the versions that a stage reads, keeps
 // and writes depend on its worker's own list alone. It checks the worker's computing instructions, and the
@@ -159,7 +159,7 @@ bool Pipeline::step(std::size_t worker) {
   return true;
 }
 
-// Takes an update by a collective in two steps. In the first the worker comes to the update, and wakes the
+// Does an update by a collective in two steps. In the first the worker comes to the update, and wakes the
 // others. The second needs all others to have come.
 bool Pipeline::step_together(std::size_t worker) {
   const std::vector<std::size_t>& group = groups_[worker];

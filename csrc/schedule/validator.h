@@ -50,7 +50,8 @@ struct ReplayReport {
 // minibatch num_minibatches - 1 as the options say. The rules are:
 //
 //   - Within a stage forwards go in the order of (minibatch, microbatch), and so do backwards.
-//   - The update of a minibatch comes before the next one's backwards: gradients add up in one place.
+//   - The update of a minibatch comes before the next minibatch's backwards,
+//     because gradients are added up in one place.
 //   - One microbatch at a time is recomputed.
 //   - If every minibatch drains, a stage's forwards wait for its update, and a worker's updates wait for the
 //     backwards of all its stages.
@@ -58,7 +59,8 @@ struct ReplayReport {
 //   - A SEND stands before the next item of its kind is made.
 //   - Norms are exchanged as transfers.h draws it.
 //   - A tied version is not overwritten while a minibatch still reads it.
-//   - If replicas update by a collective, an update of one waits for those of the others.
+//   - If replicas update by a collective, each replica's update waits for the other
+//     replicas' updates.
 [[nodiscard]] ReplayReport replay(const ScheduleOptions& options,
                                   const std::vector<std::vector<Instruction>>& programs,
                                   std::int64_t num_minibatches);

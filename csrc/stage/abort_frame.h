@@ -1,5 +1,5 @@
-// The last frame that a worker sends before it stops early. It tells the peer why. Any thread that may send
-// on the link.
+// Sends the last frame of a worker that stops early, which tells the peer why it stops. Any thread that may
+// send on the link.
 #pragma once
 
 #include <cstddef>

@@ -7,10 +7,11 @@ namespace pipedream {
 
 namespace {
 
-// Reserved entries for the record of versions. A longer run makes the record grow.
+// The number of microbatches for which the record of versions has memory from the start. In a longer run the
+// record grows.
 constexpr std::size_t kNumMicrobatchesReserved = std::size_t{1} << 16;
 
-// Whether the edge's items come and leave with a work item that computes.
+// Whether items of this kind are received and sent as part of a work item that computes.
 bool goes_with_work(EdgeKind kind) { return find_user(kind).has_value(); }
 
 Failure untrue_end_of_evaluation(const std::string& channel) {
@@ -26,7 +27,8 @@ Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
               " minibatches, which cannot be: other channels have brought more, or the run began later"};
 }
 
-// Names the instruction in an error. A transfer that belongs to a computing instruction has the name of that.
+// Names the instruction in an error. A transfer that belongs to a computing instruction gets the name of that
+// instruction.
 std::string describe(const Instruction& instruction) {
   if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
   if (const auto user = find_user(instruction.edge.kind)) return opcode_name(*user);
@@ -127,7 +129,7 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     }
     doing_ = *instruction;
     if (!travels(instruction->opcode)) {
-      // There may be no wait here, and only waits notice a failure elsewhere.
+      // The run's failure is looked up here, because only waits notice it, and this call may not wait.
       if (const auto failure = wakeup_.failure()) return located(*failure);
       if (is_of_evaluation(instruction->opcode)) {
         const Result<bool> may_begin = wait_to_evaluate(deadline);
@@ -178,8 +180,8 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   }
 }
 
-// Does a push or a pull of the exchange, and goes on to the next instruction. False: the deadline passed. A
-// SEND has nothing to do here: the work before it has sent its items.
+// Does the RECV of a push or a pull by the exchange, and goes on to the next instruction. False if the
+// deadline passed. A SEND needs no work here, because the work item before it has sent the items.
 Result<bool> StageEngine::transfer_between_replicas(const Instruction& instruction, Deadline deadline) {
   if (instruction.opcode == Opcode::kRecv) {
     const Part& part = part_of(instruction.stage);
@@ -207,7 +209,7 @@ Result<bool> StageEngine::transfer_between_replicas(const Instruction& instructi
 
 void StageEngine::collect_released() {
   std::erase_if(sending_, [](SendChannel* channel) {
-    // Asked before the collection, which then surely covers all items.
+    // The number is read before the collection, so that the collection surely covers all items.
     const bool all_have_left = channel->num_unreleased() == 0;
     channel->collect_released();
     return all_have_left;
@@ -288,8 +290,8 @@ Result<bool> StageEngine::wait_to_evaluate(Deadline deadline) {
 }
 
 // Whether the stage upstream evaluates before this forward. If it may, waits for the forward's activation or
-// for an item to evaluate. True: the latter came first, and the evaluation is next. False: receive() finds
-// out about the activation.
+// for an item to evaluate. True: an item to evaluate came first, and the evaluation is next. False: the
+// caller goes on with receive(), which finds the activation or waits for it.
 bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadline) {
   if (doing_.edge.kind != EdgeKind::kActivation || !cursor_.may_evaluate_first()) return false;
   const ReceiveChannel* const evaluations = part_of(doing_.stage).evaluations;
@@ -308,8 +310,8 @@ bool StageEngine::begins_evaluation(const ReceiveChannel& source, Deadline deadl
   return true;
 }
 
-// Waits until the channel has room for an item of tied parameters or norms. The program bounds these items,
-// but the news that one is sent may come a little late.
+// Waits until the channel has room for an item of tied parameters or norms. The program bounds the number of
+// these items, but the report that an item is sent may come a little late.
 Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
   const std::int64_t wait_began_ns = now_ns();
   const bool has_room = channel.wait_for_room(deadline);
@@ -335,7 +337,8 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
              "received minibatch " << item.minibatch.value() << " for " << to_string(doing_));
     return true;
   }
-  // A failure says more than the end of this channel: it may be an abort that came on another one.
+  // The run's failure says more than the end of this channel: it may be an abort that arrived on another
+  // channel.
   if (const auto failure = wakeup_.failure()) return located(*failure);
   if (exhausted) {
     return located(
@@ -362,8 +365,9 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     work.write_slot = slots.begin_update();
     PD_CHECK(work.write_version == instruction.version, to_string(instruction));
   } else if (traits.stash == Stash::kKept) {
-    // Without stashing the version is not kept for the backward: an update may write over it. For a version
-    // from before the start the item names the newest's slot, and the worker itself holds the weights.
+    // A stage that does not stash keeps no version for the backward, so an update may overwrite this version.
+    // If the version is older than the run's first one, the work item names the first version's slot, and the
+    // worker itself has the older weights.
     work.read_slot = part.stashes ? slots.acquire(instruction.version)
                                   : slots.slot_of(std::max(instruction.version, part.rounds.first_version()));
     part.versions.push_back({instruction.version, instruction.version});
@@ -405,7 +409,7 @@ std::optional<SlotIndex> StageEngine::complete(Opcode opcode, Outgoing made, std
   return freed;
 }
 
-// Releases the version of the backward that is being done.
+// Releases the version that the current backward reads.
 std::optional<SlotIndex> StageEngine::release_version() {
   const Part& part = part_of(doing_.stage);
   if (!part.stashes) return std::nullopt;
@@ -417,8 +421,8 @@ std::optional<SlotIndex> StageEngine::release_version() {
   return slots.slot_of(doing_.version);
 }
 
-// Whether a forward that is not handed out yet reads the version. It may also be one of a run that continues
-// this one.
+// Whether a forward that is not handed out yet reads the version. Forwards of a later run that continues this
+// one count.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const std::int64_t number = part.rounds.own_number(part.replica, part.num_forwards);
   return version >= part.rule.oldest_from(number);
@@ -464,8 +468,8 @@ void StageEngine::learn_end(std::int64_t num_minibatches, std::uint8_t events) {
   for (const Part& part : parts_) send_end_behind_last(part.stage_part.stage);
 }
 
-// Sends the end downstream, if the stage has handed out its last forward. Other stages of the worker may know
-// of the end and still have forwards to do.
+// Sends the end downstream, if the stage has handed out its last forward. Other stages of the worker may
+// still have forwards to do.
 void StageEngine::send_end_behind_last(StageIndex stage) {
   const Part& part = part_of(stage);
   const std::int64_t num_minibatches = *cursor_.num_minibatches();
@@ -476,7 +480,7 @@ void StageEngine::send_end_behind_last(StageIndex stage) {
   }
 }
 
-// Sends the item that the work has made. Its SEND stands right after it in the program.
+// Sends the item that the work has made. The item's SEND comes right after the work in the program.
 void StageEngine::send_with_work(Outgoing made) {
   const std::optional<Instruction> next = cursor_.following();
   if (!next || next->opcode != Opcode::kSend || !goes_with_work(next->edge.kind)) return;

@@ -54,8 +54,8 @@ struct WorkItem {
   SlotIndex write_slot;         // kUpdate
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // the item's tensors are in device memory
-  // The item that the opcode needs. Absent if no stage makes one, as for the first stage's forward. kRecv:
-  // the edge's item; absent if the edge has no channel.
+  // The received item that the opcode needs. Absent if the opcode needs none, as the first stage's forward.
+  // For kRecv it is the edge's item; absent if the edge has no channel.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // when all is done, like end_events
   std::uint8_t end_events = 0;       // due at the end (ItemFields::boundary_events)
@@ -67,9 +67,9 @@ struct StagePart {
   VersionSlots* slots = nullptr;
 };
 
-// This worker's end of an edge, one of `sends` and `receives`; it outlives the engine. An edge between two
-// stages of this worker has no channel: the worker hands its items over itself, and the engine only says
-// when.
+// This worker's end of an edge: a channel in either `sends` or `receives`, which outlives the engine. An edge
+// between two stages of this worker has no channel. The worker hands such an edge's items over itself when
+// the engine tells it to.
 struct EdgeChannel {
   Edge edge;
   SendChannel* sends = nullptr;
@@ -93,54 +93,58 @@ struct VersionsRead {
 
 class StageEngine {
  public:
-  // parts: the worker's stages, ascending. channels: one for each edge with an end here. The last
-  // num_spans_max spans are kept. exchange: does the transfers between the stage's replicas and outlives the
+  // parts: the worker's stages, ascending. channels: one for each edge with an end here. The engine keeps the
+  // last num_spans_max spans. exchange: does the transfers between the stage's replicas and outlives the
   // engine; null if they are handed out as work items.
   StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
               std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max,
               ShardExchange* exchange = nullptr);
 
-  // The next work item. Empty at the deadline: call again. A failure if the run failed; its message names
-  // stage and minibatch. Aborts when the last work item was not completed.
+  // Returns the next work item; nothing at the deadline, and then the caller calls again. Returns a failure,
+  // whose message names stage and minibatch, if the run failed. Aborts if the previous work item was not
+  // completed.
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
 
   // Completes the last work item, which has this opcode. made: the tensors that it sends. compute_ns: the
-  // time that the caller measured in user code, or kComputedLater for every item. SEND and RECV have no time
-  // of their own; theirs is in the span of the next item. For a BACKWARD returns the stage's slot whose
-  // version is now free, if there is one: no later item reads it, and it is not the newest, which the next
-  // update reads.
+  // time that the caller measured in user code, or kComputedLater for every item. The time of a SEND or RECV
+  // is in the span of the next item. After a BACKWARD it returns the slot whose version is now free, if there
+  // is one: no later item reads that version, and it is not the newest version, which the next update reads.
   std::optional<SlotIndex> complete(Opcode opcode, Outgoing made, std::int64_t compute_ns);
   // Destroys the keep_alives of sent items. Called between work items, where their destructors may take any
   // lock.
   void collect_released();
   // Sets the device's times, on the clock of now_ns(), for the oldest item that was completed with
-  // kComputedLater and has none yet. began_ns is not before the end of the item before.
+  // kComputedLater and has none yet. began_ns must not be before the end of the previous item.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) { times_.add_compute(began_ns, ended_ns); }
   // Requests an evaluation of the weights before this minibatch. Called at replica 0 of every stage, during
-  // the first FORWARD of the minibatch or when all is done. The program then has EVALUATEs at their place.
-  // One that is completed with is_end_of_data is the stage's last, and tells the stage downstream so.
+  // the first FORWARD of the minibatch or when all is done. Then EVALUATEs come at their place in the
+  // program. An EVALUATE that is completed with is_end_of_data is the stage's last, and the stage downstream
+  // is told so.
   void begin_evaluation(MinibatchId boundary);
-  // Called instead of completing the FORWARD of a group's first microbatch, at the first stage of a schedule
-  // that drains: evaluates the weights before that FORWARD. The FORWARD is handed out again afterwards.
+  // Evaluates the weights before the current FORWARD, which is not completed but handed out again afterwards.
+  // Allowed at the first stage of a schedule that drains, during the FORWARD of the first microbatch of a
+  // round.
   void evaluate_first();
-  // Called instead of completing the FORWARD of the replica's first microbatch of a minibatch, at the first
-  // stage: that minibatch does not exist, and the run has num_minibatches. events: what is due at their end.
+  // Says that the run has num_minibatches minibatches. Called at the first stage instead of completing the
+  // FORWARD of the replica's first microbatch of a minibatch, when that minibatch does not exist. events: the
+  // events due at the end of the run.
   void end_of_data(std::int64_t num_minibatches, std::uint8_t events = 0);
   // The number of minibatches of the run, once it is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
 
-  // After next_work() returned nothing: the work item that waits for its tensors, without them, if it is
-  // known.
+  // After next_work() returned nothing: the work item that waits for its tensors, if it is known. The
+  // returned item has no tensors.
   [[nodiscard]] std::optional<WorkItem> upcoming() const;
   // After next_work() returned nothing: the channel that cannot receive because the user's code keeps every
   // tensor that it was given. Null when there is another reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
-  // The versions that each microbatch's forward and backward actually read at one of the worker's stages, by
-  // the replica's own number from the run's start. `backward` is valid for completed microbatches.
+  // The versions that each microbatch's forward and backward actually read at one of the worker's stages. The
+  // index counts the replica's own microbatches from the run's start. `backward` is valid for completed
+  // microbatches.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
   // When all is done: the versions, with their slots, that the stage keeps for a run that continues this one.
-  // They go from the oldest that the first later microbatch of any replica reads to the newest.
+  // These are the versions from the oldest that any replica's next microbatch reads up to the newest.
   struct KeptVersion {
     WeightVersion version;
     SlotIndex slot;
@@ -152,11 +156,11 @@ class StageEngine {
   [[nodiscard]] std::uint64_t num_completed() const { return times_.num_completed(); }
   // The worker's position: the instruction that it waits for or does.
   [[nodiscard]] std::string position() const;
-  // The failure with the position in front of its message. A peer's message that has a position stays as it
-  // is.
+  // The failure with the position in front of its message. If a peer's message has a position already, it is
+  // returned unchanged.
   [[nodiscard]] Failure located(const Failure& failure) const;
-  // Adds time to the current item's wait: it waited for something outside the schedule, or the caller did
-  // something else until the item came.
+  // Adds time to the current item's wait, for a wait outside the schedule or for other work of the caller
+  // until the item came.
   void add_wait(std::int64_t wait_ns) {
     if (handed_out_ || times_.is_asking()) times_.add_wait(wait_ns);
   }
@@ -170,7 +174,7 @@ class StageEngine {
     bool stashes = true;                 // a forward keeps its version until its backward
     std::vector<VersionsRead> versions;  // by the replica's own microbatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
-    // By kind: the received item for the next instruction that needs one.
+    // For each edge kind: the received item for the next instruction that needs one.
     std::array<std::optional<ReceivedItem>, kEdgeKinds.size()> received;
     ReceiveChannel* evaluations = nullptr;  // from upstream
   };

@@ -1,4 +1,5 @@
-// A term of the pool in shared memory, into which senders of this host write directly. Owned by the pool.
+// Keeps a term of the pool, which is a group of slots, in shared memory into which senders of this host write
+// directly. Owned by the pool.
 #pragma once
 
 #include <cstddef>

@@ -13,8 +13,9 @@
 namespace pipedream {
 
 // The times of one work item: when it was asked for, when its inputs were there, and when it was completed.
-// compute_ns is the part in user code. If the device still works after the completion, add_compute() replaces
-// these times by the device's: asked when it ran out of work, ready when it began, completed when it ended.
+// compute_ns is the time spent in user code. If the device still works after the completion, add_compute()
+// replaces these times by times of the device: asked is when it ran out of work, ready when it began this
+// item, and completed when it ended the item.
 struct Span {
   Opcode opcode = Opcode::kForward;
   StageIndex stage;
@@ -27,7 +28,8 @@ struct Span {
   std::int64_t compute_ns = 0;
 };
 
-// compute_ns of a completion whose work the device has not done yet; add_compute() follows.
+// The compute_ns of an item that is completed before the device has done its work. add_compute() gives the
+// time later.
 inline constexpr std::int64_t kComputedLater = -1;
 
 struct EngineTotals {
@@ -42,12 +44,12 @@ class WorkTimes {
   // The last num_spans_max spans are kept.
   explicit WorkTimes(std::size_t num_spans_max);
 
-  // The caller asks for the next item. May be called again until the item is there.
+  // Notes that the caller asks for the next item. May be called again until the item is there.
   void ask();
   [[nodiscard]] bool is_asking() const { return asked_ns_ != 0; }
   // The item waited for something.
   void add_wait(std::int64_t wait_ns) { wait_ns_ += wait_ns; }
-  // The item has all its inputs, and is handed out.
+  // Notes that the item has all its inputs and is handed out.
   void begin();
   // The item is done. compute_ns: as in StageEngine::complete().
   void end(const Instruction& done, std::int64_t compute_ns);

@@ -176,8 +176,8 @@ Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   return work;
 }
 
-// Called after a wait that brought nothing, because this worker's device may have failed, and its work with
-// it.
+// Asks the device for an error. Called after a wait in vain, because the awaited item may be lost in a
+// failure of this worker's device.
 std::optional<Failure> Worker::device_failure() try {
   device_->check();
   return std::nullopt;
@@ -348,8 +348,8 @@ void Worker::close(double linger_s) {
     sender.channel->collect_released();
     sender.channel->end_placing();
   }
-  // The senders into this worker's memory stop now, too. All of them together get one patience, so one that
-  // does not stop delays the end only once.
+  // Senders into this worker's memory also stop now. They all share one deadline, so that several senders
+  // that do not stop delay the end only once.
   const Deadline patience_end = Clock::now() + kOpenerPatience;
   for (auto& [name, receiver] : receivers_) {
     if (receiver.shared != nullptr) receiver.shared->wait_until_at_most(patience_end);

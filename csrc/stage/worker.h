@@ -1,11 +1,11 @@
-// One worker of a process: its device, pool, transport, named channels and stage engine, made in the order in
-// which they depend on each other.
+// A Worker owns the device, pool, transport, named channels and stage engine of a process. It makes them in
+// the order in which they depend on each other.
 //
 //   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
 //
-// Before add_*, workers with devices on one host may find out which of them can write into whose memory. The
-// receiver makes an offer, and the sender tries it. A channel between two workers that succeed has
-// places_on_device.
+// Before add_*, workers with devices on one host may find out which worker can write into which other
+// worker's memory. The receiver makes an offer, and the sender tries to use it. If this succeeds, a channel
+// between the two has places_on_device.
 //
 // The compute thread owns the worker and makes every call. Only abort(), pulse(), fail() and stop_serving()
 // may come from any thread. One more thread may serve requests at any time: it calls receive_any(), and
@@ -51,29 +51,30 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // An offer of device memory, valid until seal(). Workers that will send to this one try with it whether
-  // they can write into its device's memory. Empty, with the reason, if the device has none to share.
+  // An offer of device memory, valid until seal(). Workers that will send to this worker use the offer to try
+  // whether they can write into its device memory. Empty, with the reason in `why`, if the device cannot
+  // share memory.
   [[nodiscard]] std::string offer_device_memory(std::string* why = nullptr);
-  // Empty when this worker can write into the memory of the offer; else the reason why not.
+  // The reason why this worker cannot write into the memory of the offer; empty if it can.
   [[nodiscard]] std::string why_out_of_reach(const std::string& offer);
 
-  // Called before seal(). These throw UserError for a name that is taken.
+  // These three functions are called before seal(). They throw UserError for a name that is taken.
   void add_receive_channel(const ChannelSpec& spec);
   void add_send_channel(const ChannelSpec& spec);
-  // is_posted_into: items of some channels land in this term, so workers of this host must be able to write
-  // it.
+  // is_posted_into: whether items of some channels land in this term, so that other workers of this host must
+  // be able to write to its memory.
   void add_term(PoolTerm term, bool is_posted_into = false);
   // Allocates and pre-faults everything.
   void seal();
   // Channel name -> endpoint, for every receive channel.
   [[nodiscard]] std::map<std::string, std::string> listen();
-  // Endpoints of every send channel; throws UserError naming the one that is missing.
+  // endpoints: one for every send channel, by name. Throws a UserError that names a missing one.
   void connect(const std::map<std::string, std::string>& endpoints);
-  // True: all channels are open. False: the deadline; channels_not_open() says which.
+  // True when all channels are open. False at the deadline; channels_not_open() then names the others.
   [[nodiscard]] Result<bool> wait_open(Deadline deadline);
   [[nodiscard]] std::vector<std::string> channels_not_open() const;
 
-  // A slot of a term, leased for the worker's life. The holder keeps pool and memory alive.
+  // A slot of a term, leased for the worker's life. `holder` keeps the pool and the memory alive.
   struct HeldSlot {
     std::shared_ptr<Pool> pool;
     Lease lease;
@@ -84,7 +85,7 @@ class Worker {
   // before start().
   ShardExchange& make_exchange(ExchangeSpec spec);
 
-  // edges: all edges with one end at this worker, except those of its exchange.
+  // edges: all edges with one end at this worker, except the edges of its exchange.
   void start(const ScheduleOptions& options, Rank rank, const std::vector<EdgeChannelName>& edges,
              std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
@@ -92,17 +93,17 @@ class Worker {
   // Returns engine().next_work(). On an asynchronous device the compute stream waits for the item's bytes, as
   // in receive_item().
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
-  // An event at the end of the compute stream's present work; null on the host. Throws DeviceError with the
-  // position in the program.
+  // An event that is done when the compute stream's present work is done; null on the host. Throws
+  // DeviceError with the position in the program.
   [[nodiscard]] std::unique_ptr<Event> record_compute();
 
-  // Sends an item outside the schedule (weights, results), strictly in order; its minibatch counts the items.
-  // False at the deadline: there is no room yet.
+  // Sends an item outside the schedule, such as weights or results, strictly in order. The item's minibatch
+  // is its number. False if there was no room until the deadline.
   [[nodiscard]] Result<bool> send_item(const std::string& channel, const ItemFields& fields,
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
-  // Waits until at most num_left_max items of send_item() are unsent; then the memory of the others may
+  // Waits until at most num_left_max items of send_item() are unsent. Then the memory of all sent items may
   // change. False at the deadline.
   [[nodiscard]] Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                              Deadline deadline);
@@ -111,14 +112,15 @@ class Worker {
   // Posts the places where the channel's next items will land; the channel has no slots. Each place is a part
   // of the term that the channel is posted into, and has exactly the item's bytes.
   void post_items(const std::string& channel, std::span<const std::span<std::byte>> places);
-  // counts_as_wait: adds the time to the engine's wait. False when the caller counts it as its own time.
+  // counts_as_wait: whether the time is added to the engine's wait. Pass false if the caller counts it as its
+  // own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,
                                                                  bool counts_as_wait = true);
 
-  // The next item of the first of these channels that has one, and the channel's index among them. Empty at
-  // the deadline, and at once after stop_serving(). For a thread that serves; it leaves driving the transport
-  // to other threads.
+  // The next item of the first channel in the list that has one, and that channel's index in the list.
+  // receive_any() returns nothing at the deadline, and at once after stop_serving(). It is for a thread that
+  // serves requests, and leaves it to other threads to drive the transport.
   struct ItemOfAny {
     std::size_t channel_index = 0;
     ReceivedItem item;
@@ -128,16 +130,16 @@ class Worker {
   void stop_serving();
   [[nodiscard]] bool has_stopped_serving() const { return stopped_serving_.load(); }
 
-  // Makes all present and later waits here fail, because this worker cannot go on. Any thread.
+  // Makes all present and later waits in this worker fail, because the worker cannot go on. Any thread.
   void fail(const std::string& why);
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
-  // Waits at most linger_s until all items are sent, even those that wait for a credit, then stops the
+  // Waits at most linger_s until all items are sent, even items that wait for a credit. Then it stops the
   // transport. After abort() it does not wait for items. Idempotent.
   void close(double linger_s);
 
-  // Whether the channel's items are in device memory here.
+  // Whether the channel's items are in device memory at this worker.
   [[nodiscard]] bool sends_on_device(const std::string& channel) { return sender(channel).spec.on_device; }
   [[nodiscard]] bool receives_on_device(const std::string& channel) {
     return receiver(channel).spec.on_device;
@@ -146,15 +148,16 @@ class Worker {
   [[nodiscard]] Device& device() { return *device_; }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
   [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
-  // Transfers of one end of a channel that keeps them; the other list is empty.
+  // The transfers at one end of a channel that records transfers. A sender fills `sent` and a receiver fills
+  // `received`; the other list is empty.
   struct Transfers {
     std::vector<SentTransfer> sent;
     std::vector<ReceivedTransfer> received;
   };
   // The transfers by channel, in the order of the items, without items that are not sent yet.
   [[nodiscard]] std::map<std::string, Transfers> transfers() const;
-  // Waits until all items of channels that keep transfers are sent, so that their transfers are complete.
-  // False at the deadline or when the run has failed.
+  // Waits until all items of channels that record transfers are sent, so that transfers() is complete. False
+  // at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_transfers(Deadline deadline);
   // The codec's residuals of a channel on which this worker sends (SendChannel). Empty if the codec keeps
   // none. After seal().
@@ -162,7 +165,7 @@ class Worker {
     return sender(channel).channel->residuals();
   }
   // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
-  // After connect() for channels that send, after wait_open() for channels that receive.
+  // Known after connect() for channels that send, and after wait_open() for channels that receive.
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;
   // Says that this program is alive. With options.beats it must be called at least every peer_timeout_s / 8.
   // Any thread.
@@ -191,12 +194,13 @@ class Worker {
   };
 
   void check_new(const std::string& name) const;
-  // Aborts, or throws UserError, if there can be no such channel.
+  // Aborts, or throws UserError, if a channel with this spec is impossible.
   void check_spec(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool shares_memory() const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
-  // Adds the channel's term for encoded items. Null if nothing is encoded, or not on a device.
+  // Adds the channel's term for encoded items. Null if nothing is encoded or the encoding is not done on a
+  // device.
   [[nodiscard]] SlotGroup* add_encoded(const ChannelSpec& spec);
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
@@ -213,8 +217,8 @@ class Worker {
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;
-  // Members are destroyed from the last to the first, after close(). By then the transport calls no channels,
-  // but the channels' copy streams, which end with them, may still post to it.
+  // Members are destroyed from the last to the first, after close(). By then the transport calls no channels.
+  // But the channels' copy streams, which end together with the channels, may still post to the transport.
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> compute_stream_;
   std::unique_ptr<SharedMemory> offer_;  // of device memory; until seal()

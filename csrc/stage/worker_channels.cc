@@ -1,5 +1,5 @@
-// The part of Worker that plans its channels: the memory that each needs, and how its items travel. Compute
-// thread.
+// This part of Worker plans its channels: the memory that each channel needs, and how the channel's items
+// travel. Used on the compute thread.
 #include <utility>
 
 #include "channel/wire_layout.h"
@@ -39,7 +39,7 @@ bool Worker::is_staged(const ChannelSpec& spec) const {
          WireLayout(spec.item, spec.codec).encodes();
 }
 
-// Whether workers of the same host may use memory of this one.
+// Whether other workers of the same host may use this worker's memory.
 bool Worker::shares_memory() const { return options_.shares_memory && options_.transport != kInproc; }
 
 PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
@@ -57,12 +57,13 @@ LinkIdentity Worker::identity(std::uint32_t channel_id) const {
   return {options_.run_id, options_.incarnation, channel_id};
 }
 
-// Both ends compute this from the plan. They do not take it from the endpoint, which others may write.
+// Both ends compute this from the plan and do not read it from the endpoint, because strangers may write
+// endpoints.
 SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
   return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
 
-// The use of a term's memory in which several channels' items land.
+// The use of a term's memory if several channels' items land there.
 SharedMemoryUse Worker::posted_use() const { return {identity(kPostedChannelId), 0}; }
 
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
@@ -164,7 +165,7 @@ void Worker::place(Sender& sender, const std::string& address) const {
 }
 
 // The sender decides how a channel's items travel. If it writes into the receiver's memory, it claims that
-// before its HELLO, so the receiver knows.
+// memory before its HELLO, so that the receiver knows.
 std::map<std::string, std::string> Worker::channel_transports() const {
   const bool encrypts = options_.keys && options_.transport != kInproc;
   std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");

@@ -1,4 +1,4 @@
-// Carries the items of a stage's exchange over the worker's named channels. Compute thread.
+// Carries the items of a stage's exchange over the worker's named channels. Used on the compute thread.
 #include <cstring>
 #include <utility>
 

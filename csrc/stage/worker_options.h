@@ -1,5 +1,5 @@
-// The options of a worker: its own, its channels', and the device and transport that they name. Plain values;
-// any thread.
+// Defines the options of a worker and of its channels, and makes the device and the transport that the
+// options name. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -41,20 +41,21 @@ struct WorkerOptions {
   // Returns the stream on which the framework computes on the calling thread, if it can tell. Any thread.
   std::function<std::uintptr_t()> current_stream;
   std::vector<int> own_cpus;  // preferred CPUs of the compute thread; see cpu_share.h
-  // Stages through pinned memory even if the wire can read device memory. So tests run an asynchronous
-  // device's path on the host.
+  // Stages items through pinned memory even if the wire can read device memory. With it tests run, on the
+  // host, the code for asynchronous devices.
   bool force_staging = false;
 };
 
 // How a channel's tensors travel when both ends map the receiver's memory (Worker::channel_transports()).
 inline constexpr const char* kSharedMemory = "shared memory";
 inline constexpr const char* kCudaIpc = "cuda ipc";  // of memory of a device
-// Prefixes of the names of a channel's pool terms, before the channel's name. Received items have no prefix.
+// Prefixes for the names of a channel's pool terms; the channel's name follows. The term for received items
+// has no prefix.
 inline constexpr const char* kStagingTerm = "staging, ";
 inline constexpr const char* kResidualTerm = "residual, ";
 inline constexpr const char* kEncodedTerm = "encoded, ";
 
-// A channel of this worker. Both ends give the same name, channel_id and spec.
+// A channel of this worker. Both ends must give the same name, channel_id and spec.
 struct ChannelSpec {
   std::string name;
   std::string peer;  // for errors: "stage 1 (rank 1)"
@@ -67,15 +68,15 @@ struct ChannelSpec {
   std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
   bool on_device = true;              // false: items live in host memory on every device
   Codec codec{};                      // of its float tensors
-  // The sender writes into the receiver's device memory, and nothing is staged. Both ends have found out that
-  // it can.
+  // Whether the sender writes into the receiver's device memory, so that nothing is staged. Both ends have
+  // tested before that the sender can.
   bool places_on_device = false;
   std::size_t num_transfers_kept = 0;  // how many of the newest items transfers() has
   std::int64_t microbatch_stride = 1;  // the step between its microbatches; 0: irregular
   std::int64_t num_residuals = 1;      // send: slots for the codec's residuals, used in turn
-  // Receive: the name of a term in host memory. If set, the channel has no slots, and post_items() names the
-  // place in this term where each item will land. num_posts_max: the most places that may be posted before
-  // their items have begun to arrive.
+  // For a receiving channel: the name of a term in host memory. If it is set, the channel has no slots, and
+  // post_items() names the place in this term where each item will land. num_posts_max: the most places that
+  // may be posted before their items have begun to arrive.
   std::string posted_into{};
   std::size_t num_posts_max = 0;
 };

@@ -50,8 +50,8 @@ BellAddress Bell::address() const {
 
 std::unique_ptr<BellRope> BellRope::open(const BellAddress& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
-  // Opens only what looks like a pipe. It is opened for reading, too, because writing to a pipe without a
-  // reader raises a signal.
+  // Opens the path only if it is the expected pipe. The pipe is opened for reading and writing, because
+  // writing to a pipe without a reader raises a signal.
   std::array<char, 64> target{};
   const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
   const std::string pipe = "pipe:[" + std::to_string(address.inode) + "]";

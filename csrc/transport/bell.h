@@ -8,7 +8,7 @@
 
 namespace pipedream {
 
-// Plain bytes: it lies in memory that processes share.
+// Consists of plain bytes, because it lies in memory that processes share.
 struct BellAddress {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
@@ -34,11 +34,11 @@ class Bell {
   int write_fd_ = -1;
 };
 
-// The end with which a process rings another one's bell. Any thread.
+// The end of the pipe with which one process rings another process's bell. Any thread.
 class BellRope {
  public:
-  // Null when the bell cannot be opened: it is on another host, of another user or namespace, or its process
-  // has ended.
+  // Null when the bell cannot be opened. Then its process has ended, or belongs to another host, user or
+  // namespace.
   [[nodiscard]] static std::unique_ptr<BellRope> open(const BellAddress& address);
   ~BellRope();
   BellRope(const BellRope&) = delete;

@@ -10,8 +10,8 @@
 namespace pipedream {
 namespace {
 
-// The offered memory has the offer's own text, which contains a secret, and as many bytes for the sender to
-// write.
+// The size of each half of the offered memory. The first half holds the offer's text, which contains a
+// secret. The sender writes to the second half.
 constexpr std::size_t kTextBytes = 256;
 using Text = std::array<char, kTextBytes>;
 

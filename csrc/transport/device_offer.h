@@ -11,12 +11,13 @@
 
 namespace pipedream {
 
-// Makes the offer of one run and incarnation; channel_id is ignored. The offer is the memory's address() and
-// ends with it. Null, with the reason, if the device cannot share memory or fails to.
+// Makes the offer of one run and incarnation; channel_id is ignored. The offer is the memory's address(), and
+// is valid as long as the memory exists. Null, with the reason in `why`, if the device cannot share memory or
+// an attempt fails.
 [[nodiscard]] std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run,
                                                               std::string* why = nullptr);
 
-// The reason why the device does not reach the memory of the offer; empty if it does.
+// The reason why the device cannot write to the offered memory; empty if it can.
 [[nodiscard]] std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run);
 
 }  // namespace pipedream

@@ -1,4 +1,5 @@
-// The task queue, and the turns of posters and waiters. Threads as in transport_core.h.
+// Implements the task queue, and how threads that post and threads that wait drive the transport. Threads as
+// in transport_core.h.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -26,8 +27,8 @@ bool TransportCore::try_enqueue(Task& task) {
   return true;
 }
 
-// The sleeping thread to wake for new work, the waiter first; null when both are awake. Called under the
-// mutex.
+// The sleeping thread to wake for new work: the waiter if it sleeps, otherwise the transport thread; null
+// when both are awake. Called under the mutex.
 Watch* TransportCore::take_sleeper() {
   if (std::exchange(waiter_sleeps_, false)) return &waiter_watch_;
   if (std::exchange(thread_sleeps_, false)) return &thread_watch_;
@@ -72,21 +73,22 @@ bool TransportCore::is_driven_here() const { return DrivingScope::here() == this
 
 bool TransportCore::is_any_driven_here() { return DrivingScope::here() != nullptr; }
 
-// False also in a child of fork(), where the sockets are the parent's.
+// Whether the calling thread may drive this transport. It may not in a child of fork(), whose parent owns the
+// sockets.
 bool TransportCore::may_drive() const {
   return DrivingScope::here() == nullptr && !PassiveScope::is_passive() && home_.is_this();
 }
 
-// Begins to drive if no thread drives and the transport thread is not needed; it is awake then and comes
-// first. Called under the mutex, by all threads but the transport thread.
+// Begins to drive if no thread drives and the transport thread is not needed. A needed transport thread is
+// awake and drives first. Called under the mutex, by all threads but the transport thread.
 bool TransportCore::begin_driving() {
   if (driven_ || needs_thread_.load()) return false;
   driven_ = true;
   return true;
 }
 
-// Tells the board which frames must ring the bell for the threads that sleep now. True: such a frame is there
-// already. Called under the mutex whenever a thread goes to sleep or wakes.
+// Tells the board which frames must ring the bell for the threads that sleep now. Returns true if such a
+// frame is there already. Called under the mutex whenever a thread goes to sleep or wakes.
 bool TransportCore::listen_for_bells() {
   if (board_ == nullptr) return false;
   const bool somebody_sleeps = !driven_ && (waiter_sleeps_ || thread_sleeps_);
@@ -100,8 +102,8 @@ bool TransportCore::listen_for_bells() {
   return board_->has_wished();
 }
 
-// Stops driving. False: there is more work, and this thread still drives. hands_over: leave more work to a
-// sleeping thread.
+// Stops driving and returns true, unless there is more work: then this thread still drives, and the result is
+// false. hands_over: stop even then, and leave the work to a sleeping thread.
 bool TransportCore::stop_driving(bool hands_over) {
   Watch* sleeper = nullptr;
   {
@@ -189,7 +191,8 @@ void TransportCore::interrupt() {
   if (std::exchange(waiter_sleeps_, false)) waiter_watch_.wake();
 }
 
-// Reports of readable descriptors may reach this thread alone. So it fetches all of them before it may leave.
+// A readable descriptor may be reported to this thread alone. So this thread fetches all reports before it
+// returns.
 bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>& done) {
   bool is_done = false;
   std::span<const std::uint64_t> names;
@@ -211,8 +214,8 @@ bool TransportCore::may_waiter_sleep() {
   return waiter_sleeps_;
 }
 
-// Hands in the names of readable descriptors and tries to drive. False: another thread drives and delivers
-// those.
+// Queues the names of readable descriptors and tries to drive. False: another thread drives, and reads those
+// descriptors.
 bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
   const std::lock_guard lock(mutex_);
   waiter_sleeps_ = false;
@@ -268,8 +271,8 @@ TransportCore::Stop TransportCore::run_tasks() {
   return stop;
 }
 
-// Puts the tasks from `next` on back to the front of the queue after an exception of the task before. They
-// may belong to other links.
+// Puts the tasks from `next` on back to the front of the queue when the task before them has thrown. Those
+// tasks may belong to other links.
 void TransportCore::put_back(std::vector<Task>::iterator next) {
   {
     const std::lock_guard lock(mutex_);

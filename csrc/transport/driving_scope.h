@@ -1,5 +1,5 @@
-// The transport that the calling thread drives. A thread drives at most one at a time, so a handler drives no
-// other. Thread-local.
+// Remembers the transport that the calling thread drives. A thread drives at most one at a time, so a handler
+// drives no other. Thread-local.
 #pragma once
 
 #include "transport/transport_core.h"

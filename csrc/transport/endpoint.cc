@@ -1,4 +1,4 @@
-// Endpoints to text and back. Pure functions; any thread.
+// Converts endpoints to text and back. Pure functions; any thread.
 #include "transport/endpoint.h"
 
 #include <algorithm>

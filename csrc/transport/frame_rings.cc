@@ -24,7 +24,7 @@ struct alignas(kCacheLineBytes) Cell {
 
 }  // namespace
 
-// The board and the link number at which one side is told of frames.
+// The board, and the number on it, under which one side wants to be told of new frames.
 struct RingEnd {
   std::array<char, kBoardAddressBytesMax> board_address;  // text, padded with zeros
   std::uint32_t number;                                   // the link's number on that board
@@ -34,13 +34,13 @@ struct RingEnd {
     address.copy(board_address.data(), address.size());
     number = own_number;
   }
-  // The other side may write to it at any time.
+  // The text is bounded here, because the other side may write to it at any time.
   [[nodiscard]] std::string address() const {
     return {board_address.data(), ::strnlen(board_address.data(), board_address.size() - 1)};
   }
 };
 
-// Parts with different writers lie in different cache lines.
+// The ring of one direction. Parts with different writers lie in different cache lines.
 struct RingWay {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;   // the receiver's

@@ -28,12 +28,12 @@ class FrameRings {
  public:
   static constexpr std::size_t kNumCells = 256;  // each way
 
-  // board: this side's. is_quick: this side's LinkHandler::is_quick(). make() is the listener's. It throws
-  // UserError when memory is short, and returns null when the board has no number left.
+  // Called by the listener. board, is_quick: the board and the LinkHandler::is_quick() of the calling side.
+  // Throws UserError when memory is short. Null when the board has no number left.
   [[nodiscard]] static std::unique_ptr<FrameRings> make(const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
-  // open() is the connector's. Null when the memory or the other board cannot be opened; then the connection
-  // carries all frames.
+  // Called by the connector. Null when the memory or the other side's board cannot be opened; then the
+  // connection carries all frames.
   [[nodiscard]] static std::unique_ptr<FrameRings> open(const std::string& address,
                                                         const LinkIdentity& identity, RingBoard& board,
                                                         bool is_quick);
@@ -43,13 +43,13 @@ class FrameRings {
 
   [[nodiscard]] std::string address() const { return memory_->address(); }  // the listener's
   [[nodiscard]] std::uint32_t number() const { return number_; }            // on this side's board
-  // Called at the peer's HELLO. Whether the rings are in use from now on.
+  // Called when the peer's HELLO arrives. Returns whether the rings are in use from now on.
   [[nodiscard]] bool begin(RingBoard& board);
 
-  // Puts a frame into the ring. False: the frame must take the connection. is_urgent: the receiver must not
-  // let it wait.
+  // Puts a frame into the ring. False: the frame must be sent on the connection. is_urgent: the receiver must
+  // not let it wait.
   [[nodiscard]] bool push(const FrameHeaderBytes& header, bool is_urgent);
-  // Counts a frame that this side sends on the connection, and one that it receives there.
+  // Counts a frame that this side sends on the connection. note_brought() counts a received one.
   void note_carried() { ++num_carried_; }
   void note_brought() { ++num_brought_; }
   // Moves the oldest frame out. False when there is none, or when a frame that the connection carries comes

@@ -1,5 +1,5 @@
-// The protocol of one link, drawn in link_core.h. Everything but the first part runs on the thread that
-// drives.
+// Implements the protocol of one link, drawn in link_core.h. Everything but the first part of this file runs
+// on the thread that drives.
 #include "transport/link_core.h"
 
 #include <chrono>
@@ -167,8 +167,8 @@ void LinkCore::peer_is_silent() {
        std::to_string(num_work_items_of_peer_) + " work items done)");
 }
 
-// Counts beats without a pulse, not seconds. A beat may wait behind payloads on a slow link, and no beat
-// comes while both processes are stopped; neither says anything about the program.
+// Counts beats without a pulse, not seconds. Seconds would mislead: a beat may wait behind payloads on a slow
+// link, and no beat arrives while both processes are stopped.
 void LinkCore::hear_beat(const FrameHeader& header) {
   num_work_items_of_peer_ = header.num_work_items;
   num_beats_without_pulse_ = header.has_pulse ? 0 : num_beats_without_pulse_ + 1;
@@ -187,7 +187,7 @@ void LinkCore::submit(HeldFrame frame) {
   } else if (state_ == State::kConnecting && !closing_) {
     waiting_.push_back(std::move(frame));
   }
-  // In other states the link has closed or failed, and the frame is destroyed here.
+  // In all other states the link has closed or failed, and the frame is destroyed here.
 }
 
 void LinkCore::transmit(HeldFrame frame) {

@@ -1,5 +1,5 @@
-// The protocol of one link, the same for every transport: sequence numbers, identity, and which frames are
-// allowed when. Subclasses carry bytes, and report arrived bytes and a lost peer.
+// Implements the protocol of one link, which is the same for every transport: sequence numbers, identity, and
+// which frames are allowed in which state. Subclasses carry bytes, and report arrived bytes and a lost peer.
 //
 //              HELLO heard            close(): BYE said             BYE heard, or the peer is gone
 //   connecting ------------> open ----------------------> farewell ------------------------------> ended
@@ -10,11 +10,12 @@
 //
 // A connector says HELLO first and a listener answers it, so a listener never speaks to a silent stranger.
 // After BYE a side keeps the connection until the other has answered: closing a TCP socket while the peer
-// still sends would reset it and destroy frames on the way. A listener that refuses a HELLO lingers, too, so
+// still sends would reset it and destroy frames on the way. A listener that refuses a HELLO also lingers, so
 // that its own HELLO arrives and the other side reports the same mismatch. Handlers never see HELLO, BYE or
 // BEAT.
 //
-// Threads: send(), close(), counters() and options() on any; the rest on the thread that drives.
+// Threads: send(), close(), counters() and options() run on any thread; the rest runs on the thread that
+// drives.
 #pragma once
 
 #include <array>
@@ -90,7 +91,7 @@ class LinkCore : public Link {
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
 
  protected:
-  // The first call: traffic must be noticed from now on.
+  // Called before the functions below. From now on the subclass must notice traffic.
   virtual void watch_traffic() {}
   // Called after HELLOs were exchanged and accepted.
   virtual void opened() {}
@@ -101,7 +102,7 @@ class LinkCore : public Link {
   // Ends the connection. Bytes on the way may be lost. Idempotent.
   virtual void disconnect() = 0;
 
-  // Subclasses report through these. receive() may end the link.
+  // Subclasses call these functions to report what arrived. receive() may end the link.
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
   void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
   void lost(const std::string& how);  // called after receive() got everything that had arrived

@@ -1,6 +1,6 @@
-// Tells whether the process at the other end of some links is alive. It is alive while anything arrives from
-// it on any of its links. One link alone does not tell: on a slow network a beat may wait behind payloads,
-// and one link behind the others. On the thread that drives.
+// Tells whether the process at the other end of some links is alive. The process counts as alive while
+// anything arrives from it on any of its links. One link alone does not tell: on a slow network a beat may
+// wait behind payloads, and one link's data behind other links' data. Runs on the thread that drives.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace pipedream {
 
 class PeerLife {
  public:
-  // silence_max: a peer is lost when nothing has arrived from it for longer.
+  // silence_max: the longest time without any arrival after which a peer still counts as alive.
   explicit PeerLife(Clock::duration silence_max) : silence_max_(silence_max) {}
 
   // Notes that a frame has arrived on one of the peer's links.

@@ -7,7 +7,7 @@
 
 namespace pipedream {
 
-// Parts with different writers lie in different cache lines.
+// The layout of a board's memory. Parts with different writers lie in different cache lines.
 struct RingBoardPlan {
   BellAddress bell;
   alignas(64) std::atomic<std::uint32_t> wish;  // 0: nothing; else 1 + the Patience
@@ -29,7 +29,7 @@ MarkedLinks& links_with(RingBoardPlan& plan, std::uint32_t number) {
   return plan.links[number / MarkedLinks::kNumLinks];
 }
 
-// The links whose frames satisfy the wish only if they are urgent.
+// The links whose ordinary frames do not ring the bell at this wish; only their urgent frames do.
 std::uint64_t too_patient_for(const MarkedLinks& links, std::uint32_t wish) {
   if (wish <= wish_for(Patience::kNone)) return links.until_one_waits.load();
   if (wish <= wish_for(Patience::kUntilOneWaits)) return links.until_one_drives.load();
@@ -119,7 +119,7 @@ std::uint64_t RingBoard::marks_of(std::uint32_t first) const {
   return links.urgent.load(std::memory_order_relaxed) | links.patient.load(std::memory_order_relaxed);
 }
 
-// Atomic read-modify-writes, because a peer may mark the link at the same time: see the header.
+// Uses atomic read-modify-writes, because a peer may mark the link at the same time: see the header.
 void RingBoard::unmark(std::uint32_t number) {
   MarkedLinks& links = links_with(number);
   for (std::atomic<std::uint64_t>* word : {&links.urgent, &links.patient}) {

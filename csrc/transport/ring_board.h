@@ -45,7 +45,7 @@
 
 namespace pipedream {
 
-// Marks of links with neighbouring numbers, one bit per link, in one cache line.
+// The marks of links with neighbouring numbers. They have one bit per link and share one cache line.
 struct alignas(64) MarkedLinks {
   static constexpr std::uint32_t kNumLinks = 64;
 
@@ -58,11 +58,11 @@ struct alignas(64) MarkedLinks {
 
 struct RingBoardPlan;
 
-// A peer's board, as a sender sees it. Any thread.
+// A peer's board, as a sender uses it. Any thread.
 class RingBoardOfPeer {
  public:
-  // Null when the board cannot be opened: it is on another host, of another user or namespace, or its process
-  // has ended.
+  // Null when the board cannot be opened. Then its process has ended, or belongs to another host, user or
+  // namespace.
   [[nodiscard]] static std::shared_ptr<RingBoardOfPeer> open(const std::string& address);
 
   // Tells the peer that the ring of its link `number` has a frame. number is below kNumLinksMax.
@@ -76,7 +76,8 @@ class RingBoardOfPeer {
   const std::unique_ptr<BellRope> rope_;
 };
 
-// A transport's own board. Calls without a note are on the thread that drives the transport.
+// A transport's own board. Functions whose comment names no thread run on the thread that drives the
+// transport.
 class RingBoard {
  public:
   // The most links that a transport may ever have, half of them quick ones (LinkHandler::is_quick()).
@@ -89,18 +90,19 @@ class RingBoard {
 
   [[nodiscard]] std::string address() const { return memory_->address(); }  // any thread
   [[nodiscard]] Bell& bell() { return bell_; }
-  // A peer's board. Links that use it at the same time share one. Null as for open(). Any thread.
+  // The peer's board at this address. Links that use it at the same time share one object. Null if
+  // RingBoardOfPeer::open() returns null. Any thread.
   [[nodiscard]] std::shared_ptr<RingBoardOfPeer> board_of_peer(const std::string& address);
 
   // Gives one link a number for good. Empty when none is left. Any thread.
   [[nodiscard]] std::optional<std::uint32_t> take_number(bool is_quick);
-  // Lets the link's frames that are not urgent lie unnoticed for so long. Before the first call they are
-  // noticed at once.
+  // Lets the link's frames that are not urgent lie unnoticed for as long as `patience` says. Before the first
+  // call they are noticed at once.
   void let_wait(std::uint32_t number, Patience patience);
   // Has the next turn look at the link.
   void mark(std::uint32_t number);
-  // Takes all marks, or those of quick links, and calls look(number) for each link without its mark. If
-  // look() throws, that link and those after it stay marked.
+  // Removes the marks of all links, or only of the quick links. Calls look(number) for each link whose mark
+  // was removed. If look() throws, this link and the links after it are still marked.
   template <class Look>
   void take_marks(bool only_quick, Look look) {
     for (const Half& half : halves_) {
@@ -121,14 +123,15 @@ class RingBoard {
     }
   }
 
-  // Lets urgent frames, and frames of links that are at most so patient, ring the bell until it has been rung
-  // once; nullopt: no frame rings it. Any thread, one at a time.
+  // Says which frames may ring the bell, until it has been rung once: urgent frames, and all frames of links
+  // whose patience is at most `patience`. nullopt: no frame rings it. Any thread, one at a time.
   void wish(std::optional<Patience> patience);
-  // Whether a link is marked for which the last wish() asked. Any thread, after that wish and a fence.
+  // Whether a link is marked whose frames the last wish() lets ring the bell. Any thread, after that wish()
+  // and a fence.
   [[nodiscard]] bool has_wished() const;
 
  private:
-  // The numbers of the quick links, or of the others.
+  // The numbers of the quick links, or the numbers of all other links.
   struct Half {
     std::uint32_t first;
     std::atomic<std::uint32_t> end;  // one past the last number taken

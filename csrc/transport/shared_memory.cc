@@ -1,4 +1,5 @@
-// memfd and mmap, and the checks that another process's memory is the right one.
+// Makes and maps shared memory by memfd and mmap, and checks that another process's memory is the expected
+// memory.
 #include "transport/shared_memory.h"
 
 #include <fcntl.h>
@@ -219,8 +220,8 @@ class MappedFile final : public SharedMemory {
 
 // ---- Opening ----
 
-// Opens only what looks like one of our files: a process number may be reused, and then its descriptors are
-// something else.
+// Opens the path only if it looks like one of our files. A process number may be reused, and then its
+// descriptors are other files.
 std::variant<FileDescriptor, Refusal> open_file(const Address& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   std::array<char, 64> link{};
@@ -284,7 +285,7 @@ std::variant<OpenedFile, Refusal> open_mapped(const std::string& text, Kind kind
 
 Secret random_secret() {
   Secret secret;
-  // So few bytes are always returned in full (getrandom(2)).
+  // getrandom(2) always returns such a small number of bytes in full.
   const ssize_t num_read = ::getrandom(secret.data(), secret.size(), 0);
   PD_CHECK(num_read == static_cast<ssize_t>(secret.size()), "getrandom: " << text_of_error());
   return secret;

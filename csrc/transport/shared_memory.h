@@ -1,5 +1,5 @@
-// Memory that two processes of one host both map: the receiver makes it, and the sender opens it by its
-// address.
+// Makes and opens memory that two processes of one host both map. The receiver makes the memory, and the
+// sender opens it by its address.
 //
 // The memory has no name in any file system (memfd), so that nothing is left behind after a crash. The sender
 // opens it as /proc/<pid>/fd/<fd> of the receiver, which the kernel allows to processes of the same user in
@@ -33,18 +33,19 @@ struct SharedMemoryUse {
   friend bool operator==(const SharedMemoryUse&, const SharedMemoryUse&) = default;
 };
 
-// The channel_id of memory with posted places: several channels receive into it, at the places that are
-// posted.
+// The channel_id of memory in which receivers post places. Several channels receive into such memory, each at
+// its posted places.
 inline constexpr std::uint32_t kPostedChannelId = 0xFFFFFFFF;
 
 // How long the destructor of a maker of device memory waits for the opener, unless wait_until_at_most() sets
-// a deadline. All workers of a run end at the same time.
+// a deadline. A few seconds are enough, because all workers of a run end at the same time.
 inline constexpr auto kOpenerPatience = std::chrono::seconds(5);
 
 // Any thread. The destructor unmaps the memory; the other side's mapping stays valid.
 class SharedMemory {
  public:
-  // Pre-faulted, huge pages advised. Throws UserError naming the size when there is not enough.
+  // The pages are pre-faulted, and huge pages are advised. Throws a UserError that names the size when there
+  // is not enough memory.
   [[nodiscard]] static std::unique_ptr<SharedMemory> make(std::size_t num_bytes, const SharedMemoryUse& use);
   // Null when the memory cannot be opened here or was made for another use; `why`, if given, gets the reason.
   [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
@@ -55,7 +56,7 @@ class SharedMemory {
   [[nodiscard]] static std::unique_ptr<SharedMemory> make_on(Device& device, std::size_t num_bytes,
                                                              const SharedMemoryUse& use,
                                                              std::string* why = nullptr);
-  // Opens memory of make_on(), on a device of the same kind.
+  // Opens memory that was made by make_on() on a device of the same kind.
   [[nodiscard]] static std::unique_ptr<SharedMemory> open_on(Device& device, const std::string& address,
                                                              const SharedMemoryUse& use,
                                                              std::string* why = nullptr);
@@ -65,16 +66,17 @@ class SharedMemory {
   virtual ~SharedMemory() = default;
 
   [[nodiscard]] virtual std::byte* data() const = 0;  // starts at the second page
-  // True: only the device's streams may read and write it.
+  // Whether the memory lies on the device. Then only the device's streams may read and write it.
   [[nodiscard]] virtual bool on_device() const = 0;
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
   [[nodiscard]] virtual std::string address()
       const = 0;  // "<pid>:<fd>:<bytes>:<secret, hex>"; of make() only
 
-  // The side that opened the memory claims it: it will write here. Both sides see the claim.
+  // Called by the side that opened the memory, to say that it will write here. Both sides see this claim.
   virtual void claim() = 0;
   [[nodiscard]] virtual bool is_claimed() const = 0;
-  // A claim by one channel, for memory that several channels write. False when the table of claims is full.
+  // Claims the memory for one channel, when several channels write to it. False when the table of claims is
+  // full.
   [[nodiscard]] virtual bool claim_for(std::uint32_t channel_id) = 0;
   [[nodiscard]] virtual bool is_claimed_for(std::uint32_t channel_id) const = 0;
 

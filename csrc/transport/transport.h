@@ -1,19 +1,20 @@
 // A transport moves frames between two workers, in order and exactly once, or reports that the peer is lost.
-// It knows bytes and identities; channel/ knows tensors. zmq/ and inproc/ implement the same contract, and
-// the suite in tests/cpp/transport runs on both.
+// It knows bytes and identities; channel/ knows tensors. zmq/ and inproc/ implement this same interface, and
+// the tests in tests/cpp/transport run on both.
 //
 // Threads: one thread at a time drives a transport. The driving thread runs posted functions, moves bytes and
-// calls the handlers. When no thread drives, any thread may begin to, so that a message needs no other thread
-// to leave or to arrive:
+// calls the handlers. When no thread drives, any thread may begin to drive. So a thread that sends or waits
+// for a message needs no help from another thread:
 //
 //   a thread that sends    post_and_drive(): runs what it and others have posted, and nothing else
 //   a thread that waits    drive_until(): sleeps until there is traffic, and delivers it
 //   the transport thread   the rest: traffic and posts while other threads compute, deadlines, beats
 //
-// send() and post() may be called from any thread and never block. Handlers must not block either. They run
-// on any of these threads, one after the other, and each sees the writes of the one before it. Threads of
-// streams and of ZeroMQ never drive, see PassiveScope. An exception of a handler or a posted function reaches
-// the thread that drives. On the transport thread no caller would catch it, so there it fails every link.
+// send() and post() may be called from any thread and never block. Handlers must not block either. Handlers
+// run on any of these threads, one after the other, and each handler sees the writes of the handler before
+// it. Threads of streams and of ZeroMQ never drive, see PassiveScope. An exception of a handler or a posted
+// function reaches the thread that drives. On the transport thread no caller would catch it, so there it
+// fails every link.
 //
 // Life of a link:  listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed A
 // listening link accepts one connection, from a peer that knows its endpoint, and refuses all others. An
@@ -40,10 +41,10 @@ namespace pipedream {
 
 struct OutgoingFrame {
   FrameHeader header;  // the link fills in identity and sequence
-  // Sent from the caller's memory, without a copy. Must stay valid until on_sent.
+  // The payload is sent from the caller's memory, without a copy. That memory must stay valid until on_sent.
   std::span<const std::byte> payload;
-  // Called once the payload is no longer read, because it was sent or the link failed or closed. Exactly
-  // once, on any thread. Must be short. May be empty.
+  // Called exactly once, on any thread, when the payload is no longer read: it was sent, or the link failed
+  // or closed. Must be short. May be empty.
   std::function<void()> on_sent;
 };
 
@@ -62,13 +63,14 @@ class LinkHandler {
   // on_failed follows with that failure.
   [[nodiscard]] virtual std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
                                                         std::span<const std::byte> payload) = 0;
-  // Called at most once, as the last call. After the peer's BYE on_closed is called instead.
+  // Called at most once, and then no other function is called. After the peer's BYE on_closed is called
+  // instead.
   virtual void on_failed(Link& link, const Failure& failure) = 0;
   virtual void on_closed(Link& link) = 0;  // the peer said BYE; frames that it sent before were delivered
 
-  // Whether all frames of this handler are small and on_frame is quick. Then a thread that drives only
-  // because it sends delivers them, too; other frames wait for a thread that has time. Any thread; always the
-  // same answer.
+  // Whether all frames of this handler are small and on_frame is quick. Then even a thread that drives only
+  // because it sends delivers these frames; other frames wait for a thread that has time. Any thread may ask,
+  // and always gets the same answer.
   [[nodiscard]] virtual bool is_quick() const { return false; }
 };
 
@@ -120,8 +122,8 @@ class Link {
   [[nodiscard]] virtual const LinkOptions& options() const = 0;
   [[nodiscard]] virtual std::string endpoint() const = 0;  // the peer connects to it, see endpoint.h
 
-  // Lets arriving frames lie unnoticed for so long; they may still be noticed at once. Before the first call
-  // they are. On the thread that drives.
+  // Allows arriving frames to lie unnoticed for as long as the Patience says. Before the first call all
+  // frames are noticed at once. On the thread that drives.
   virtual void let_wait(Patience /*patience*/) {}
 };
 
@@ -132,7 +134,7 @@ struct CurveKeys {
   std::vector<std::string> allowed;  // public keys of the peers; one's own if all share one pair
 };
 
-// The ports of a machine that listeners may use, from first to last, both included.
+// The ports of a machine that listeners may use. The range includes `first` and `last`.
 struct PortRange {
   std::uint16_t first = 0;
   std::uint16_t last = 0;
@@ -148,10 +150,11 @@ struct TransportOptions {
   // the key in the endpoint, and only if that key is allowed. Without keys a connector must say the
   // endpoint's token, unencrypted.
   std::optional<CurveKeys> keys;
-  // Allows links without keys beyond loopback: a listener may bind there, and a connector may connect there.
+  // Allows links without keys beyond loopback: a listener may bind to any address, and a connector may
+  // connect to any address.
   bool insecure = false;
-  // Whether frames without a payload travel through shared memory. It takes two transports of one host that
-  // both have this set.
+  // Whether frames without a payload travel through shared memory. They do if both transports are on one host
+  // and both have this option.
   bool shares_memory = false;
   // Both ends of an open link send a BEAT every peer_timeout_s / 8. A peer is lost if nothing has arrived
   // from it for half of peer_timeout_s: it is stopped, or the network to it is cut. A peer is also lost after
@@ -162,9 +165,9 @@ struct TransportOptions {
 };
 
 // While a PassiveScope lives, its thread drives no transport: post_and_drive() is post(). It is for callbacks
-// on threads that must not be held up or must not run handlers: those of streams and of ZeroMQ. On a stream's
-// thread a handler might call the device, which a function of Stream::call must not, or wait for that very
-// stream.
+// on threads of streams and of ZeroMQ, which must not be held up and must not run handlers. On a stream's
+// thread a handler might call the device, although functions given to Stream::call must not do so, or it
+// might wait for that same stream.
 class PassiveScope {
  public:
   PassiveScope() : was_passive_(std::exchange(is_passive_, true)) {}
@@ -199,11 +202,12 @@ class Transport {
 
   // Runs the function on the thread that drives, after all earlier posts. Dropped after shutdown.
   virtual void post(std::function<void()> function) = 0;
-  // Does post(), and then drives until no posted function is left, if no thread drives and this thread may.
-  // So frames that `function` sends leave within this call. Never waits: if another thread drives, that
-  // thread runs the function. The caller holds no mutex that a handler takes.
+  // Does post(). Then, if no thread drives and this thread may, drives until no posted function is left. So
+  // frames that `function` sends are on their way when this call returns. Never waits: if another thread
+  // drives, that thread runs the function. The caller holds no mutex that a handler takes.
   virtual void post_and_drive(std::function<void()> function) = 0;
-  // Does post() without waking a thread. This thread will soon call drive_posted(), drive otherwise, or wait.
+  // Does post() without waking a thread. This thread will soon call drive_posted(), drive in another way, or
+  // wait.
   virtual void post_for_later(std::function<void()> function) = 0;
   // Runs the posted functions as post_and_drive() does.
   virtual void drive_posted() = 0;
@@ -231,9 +235,9 @@ class Transport {
 // Throws UserError naming what was tried when it cannot be loaded or is older than 4.3.
 [[nodiscard]] std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
                                                             const std::string& libzmq_path = "");
-// A new pair of Z85 keys, public and secret; libzmq as above.
+// A new pair of Z85 keys: public, then secret. libzmq_path: as for make_zmq_transport().
 [[nodiscard]] std::pair<std::string, std::string> make_curve_keys(const std::string& libzmq_path = "");
-// A transport to other transports of the same process. Its endpoints look like "inproc://7".
+// A transport that connects to other transports of the same process. Its endpoints look like "inproc://7".
 [[nodiscard]] std::unique_ptr<Transport> make_inproc_transport(const TransportOptions& options);
 
 }  // namespace pipedream

@@ -1,4 +1,4 @@
-// The life of a transport and its links, and the transport thread. Threads as in transport_core.h.
+// Implements the life of a transport and its links, and the transport thread. Threads as in transport_core.h.
 #include "transport/transport_core.h"
 
 #include <pthread.h>
@@ -216,8 +216,8 @@ void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
   DrivingScope::enter(*this);
 }
 
-// Hands in the names of readable descriptors and tries to drive. False: another thread drives; it delivers
-// those, and wakes this thread when needed.
+// Queues the names of readable descriptors and tries to drive. False: another thread drives. That thread
+// reads those descriptors, and wakes this thread when needed.
 bool TransportCore::wake_thread(std::span<const std::uint64_t> names) {
   const std::lock_guard lock(mutex_);
   told_.insert(told_.end(), names.begin(), names.end());

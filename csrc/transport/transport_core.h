@@ -8,8 +8,8 @@
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
 //
 // The thread that drives has set driven_, under the mutex. No thread waits to drive. A thread that has work
-// for the driving one leaves it under the same mutex, and the driving thread looks there once more as it
-// stops driving. So nothing is lost:
+// for the driving thread queues it under the same mutex, and the driving thread looks at the queue once more
+// when it stops driving. So nothing is lost:
 //
 //   a task      is queued. If no thread drives, a sleeper is woken, the waiter before the transport thread
 //   traffic     is reported once, to one sleeper (watch.h). It drives, or queues the report for the thread
@@ -21,11 +21,11 @@
 //   a deadline  is the transport thread's. A thread that makes a new one or ends a link calls need_thread().
 //               Then no other thread begins to drive until the transport thread has had its turn
 //
-// driving.cc has the turns of posters and waiters, transport_core.cc the transport thread's turn and the life
-// of the links.
+// driving.cc implements the poster and the waiter; transport_core.cc implements the transport thread and the
+// life of the links.
 //
 // Ownership: a transport owns its thread and its links. Bound: the channels' credits bound the queue. Tasks
-// are stored in the queue itself, which never shrinks; so in the steady state nothing is allocated.
+// are stored in the queue itself, and the queue never shrinks, so nothing is allocated in the steady state.
 #pragma once
 
 #include <atomic>
@@ -83,13 +83,13 @@ class TransportCore : public Transport {
   void want_all(bool wants) final;
   void shutdown(double linger_s) final;
 
-  // Ends without BYE, like a killed process. For tests.
+  // Ends the transport without BYE, like a killed process. For tests.
   void abandon();
   // Runs the posted functions when start() was not called, so that tests need no thread. For tests.
   void drive_without_thread();
 
-  // Runs `function` on the thread that drives. If the transport has ended, destroys it on this thread. It may
-  // be move-only. Any thread.
+  // Runs `function` on the thread that drives. If the transport has ended, destroys the function on this
+  // thread. The function may be move-only. Any thread.
   template <class Function>
   void enqueue(Function function) {
     // A refused task is destroyed here, outside the lock, because its destructor may run the user's on_sent.
@@ -106,7 +106,8 @@ class TransportCore : public Transport {
   // Makes the transport thread take a turn soon, for work that only it does or has time for. Called on the
   // thread that drives.
   void need_thread() { needs_thread_.store(true); }
-  // These also call need_thread(): the link now waits for HELLO until a deadline, or a link has ended.
+  // Called when a link begins to wait for its HELLO, and when a link has ended. Both functions also call
+  // need_thread().
   void await_hello(LinkCore& link);
   void note_ended();
   // From now on note_ready(name) is called when fd becomes readable; see watch.h. Called on the thread that
@@ -133,10 +134,10 @@ class TransportCore : public Transport {
 
   // The functions below run on the thread that drives. note_ready: the descriptor with this name is readable.
   virtual void note_ready(std::uint64_t name) = 0;
-  // Gives each link that may have traffic one bounded turn.
+  // Reads from each link that may have traffic, up to a bounded number of frames.
   virtual void deliver(Driver driver) = 0;
   [[nodiscard]] virtual bool has_traffic() const = 0;  // that deliver() left, or that came since
-  // The last call, on the transport thread, after every link has ended.
+  // Called last, on the transport thread, after every link has ended.
   virtual void teardown() = 0;
 
  private:

@@ -1,13 +1,13 @@
-// A thread that drives a transport sleeps on its Watch. Its own wake() ends the sleep, and so do descriptors,
-// which several watches share. Owned by the transport.
+// A thread that drives a transport sleeps on its Watch. wake() of this Watch ends the sleep, and so does a
+// readable descriptor. Several watches share the descriptors. Owned by the transport.
 //
 // A descriptor that becomes readable wakes one thread, not all of them (EPOLLEXCLUSIVE): among the watches on
 // which a thread sleeps, the one to which the descriptor was added first. While no thread sleeps, the next
 // sleep on each watch reports it. It is reported once (EPOLLET), perhaps to the woken thread alone. So that
 // thread must read all there is, or remember that it has not.
 //
-// Threads: any thread may call wake(); one at a time add() and remove(); one at a time sleep(), concurrently
-// with those.
+// Threads: any thread may call wake(). add() and remove() may be called by one thread at a time. sleep() may
+// be called by one thread at a time, while other threads call the other functions.
 #pragma once
 
 #include <array>
@@ -48,7 +48,7 @@ class Watch {
   // The most names that sleep() returns at a time.
   static constexpr std::size_t kNumNamesMax = 64;
 
-  // name: sleep() returns it when fd is readable; not 0.
+  // name: the value that sleep() returns when fd is readable; not 0.
   void add(int fd, std::uint64_t name);
   void remove(int fd);  // before it is closed
 

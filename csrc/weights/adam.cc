@@ -1,5 +1,5 @@
-// Adam over host memory. Turns options into factors, and tensors into ranges for the kernels. See adam.h for
-// the arithmetic, element_math.h for its code and host_kernels.h for the loops.
+// Implements Adam over host memory: turns options into factors, and tensors into ranges for the kernels. See
+// adam.h for the arithmetic, element_math.h for its code and host_kernels.h for the loops.
 #include "weights/adam.h"
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Out-of-place Adam and AdamW: reads version v, writes version v+1 into another slot, in one pass over
-// memory. Same arithmetic as torch.optim.Adam and AdamW (Kingma and Ba, ICLR'15; Loshchilov and Hutter,
-// ICLR'19; amsgrad: Reddi et al., ICLR'18), t counting steps from 1:
+// Implements out-of-place Adam and AdamW: a step reads version v and writes version v+1 into another slot, in
+// one pass over memory. The arithmetic is that of torch.optim.Adam and AdamW (Kingma and Ba, ICLR'15;
+// Loshchilov and Hutter, ICLR'19; amsgrad: Reddi et al., ICLR'18), t counting steps from 1:
 //   g = gradient_scale * gradient (+ weight_decay * w, unless decoupled)
 //   w = (1 - lr * weight_decay) * w, where decoupled
 //   m = m + (1 - beta1) * (g - m)
@@ -35,8 +35,8 @@ struct AdamOptions {
   double momentum_product = 0;  // p(t) of this step
 };
 
-// One parameter of a step, as SgdTensor (sgd.h). The moments are zero before the first step. They are float32
-// if the dtype is bfloat16.
+// One parameter of a step, with pointers as in SgdTensor (sgd.h). The moments are zero before the first step.
+// They are float32 if the dtype is bfloat16.
 struct AdamTensor {
   std::int64_t num_elements = 0;
   const void* weight_in = nullptr;

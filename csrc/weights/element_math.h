@@ -1,10 +1,10 @@
-// The arithmetic of one element of the native optimizers. Host and device compile this same text. All
+// Defines what the native optimizers compute for one element. Host and device compile this same text. All
 // functions have internal linkage, for the reason in base/element.h. Pure; any thread. C++17, because nvcc
 // compiles it too.
 //
-// A Flags argument has the members of SgdFlags or AdamFlags. On the host they are constants of its type, so
-// that each combination is one loop without branches. On a device they are values, because uniform branches
-// cost nothing beside the memory traffic.
+// A Flags argument has the members of SgdFlags or AdamFlags. On the host these members are compile-time
+// constants, so that each combination of options is one loop without branches. On a device they are run-time
+// values, because branches that all threads take alike cost nothing beside the memory traffic.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,8 @@
 
 namespace pipedream {
 
-// Whether weights with these elements need a master copy in float32, because their rounding would lose steps.
+// Whether weights with these elements need a master copy in float32, because rounding to such elements would
+// lose small steps.
 template <class Element>
 inline constexpr bool kHasMaster = !std::is_same_v<Element, NumberOf<Element>>;
 
@@ -53,7 +54,8 @@ struct SgdFactors {
   T minus_lr;
 };
 
-// The new weight; *momentum_buffer is replaced by the new momentum, and not touched without momentum.
+// Returns the new weight and writes the new momentum to *momentum_buffer. Without momentum, *momentum_buffer
+// is not touched.
 template <class Flags, class T>
 PD_ELEMENT T sgd_element(Flags flags, const SgdFactors<T>& factors, T weight, T gradient_in,
                          T* momentum_buffer) {
@@ -90,7 +92,8 @@ struct AdamFactors {
   T minus_gradient_step_size;  // NAdam's alone
 };
 
-// The new weight; the moments are replaced by the new ones. max_exp_avg_sq is not touched without amsgrad.
+// Returns the new weight and overwrites the moments with the new moments. Without amsgrad, max_exp_avg_sq is
+// not touched.
 template <class Flags, class T>
 PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_in, T gradient_in, T* exp_avg,
                           T* exp_avg_sq, T* max_exp_avg_sq) {
@@ -106,7 +109,7 @@ PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_i
   *exp_avg_sq = second;
   T largest = second;
   if (flags.amsgrad) {
-    // torch.maximum does the same: a NaN on either side stays.
+    // The result is NaN if either side is NaN, as with torch.maximum.
     const T before = *max_exp_avg_sq;
     const bool is_new = (second > before) | (second != second);  // no branch: it would stop the vectoriser
     largest = is_new ? second : before;

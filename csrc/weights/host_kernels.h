@@ -1,5 +1,5 @@
-// The inner loops of the native optimizers over host memory, one set per instruction set, and the choice
-// between them. Internal to csrc/weights; pure, any thread.
+// Declares the inner loops of the native optimizers over host memory, with one set for each instruction set,
+// and chooses between the sets. Internal to csrc/weights; pure, any thread.
 //
 // All sets give the same bits: no multiply-add is contracted, and sums have a fixed number of lanes. So a run
 // gives the same numbers on every mix of processors.
@@ -35,8 +35,8 @@ struct AdamRange {
   NumberOf<Element>* master = nullptr;
 };
 
-// streaming: writes weight_out past the caches, which saves reading its cache lines first. Use it only if the
-// step's memory exceeds the caches. Nobody may read weight_out before the call returns.
+// streaming: whether to write weight_out past the caches, which saves reading its cache lines first. Use it
+// only if the step's memory is larger than the caches. Nobody may read weight_out before the call returns.
 template <class Element>
 struct HostKernels {
   void (*sgd)(SgdFlags flags, const SgdFactors<NumberOf<Element>>& factors, const SgdRange<Element>& range,

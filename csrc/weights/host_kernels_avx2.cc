@@ -1,4 +1,4 @@
-// The host kernels with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
+// Compiles the host kernels with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
 //
 // CMakeLists.txt adds -mavx2 if the compiler knows it. This file may include nothing but host_kernels_impl.h.
 #if defined(__AVX2__)

@@ -1,4 +1,5 @@
-// The host kernels with the instructions that every processor of the architecture has. Pure; any thread.
+// Compiles the host kernels with the instructions that every processor of the architecture has. Pure; any
+// thread.
 #include "weights/host_kernels_impl.h"
 
 namespace pipedream {

@@ -1,6 +1,6 @@
-// The text of the host kernels. One source per instruction set includes it, and is compiled with its own
-// flags (see CMakeLists.txt). So everything here has internal linkage, and only headers without shared inline
-// functions may be included, for the reason in base/element.h. Pure; any thread.
+// Contains the code of the host kernels. For each instruction set one source file includes it, and is
+// compiled with its own flags (see CMakeLists.txt). So everything here has internal linkage, and only headers
+// without shared inline functions may be included, for the reason in base/element.h. Pure; any thread.
 //
 // Every option that would be a branch per element is a constant of the flags' type, so each combination is
 // one loop that the compiler vectorises.
@@ -17,7 +17,8 @@
 
 #include "weights/host_kernels.h"
 
-// The next loop reads and writes element i only at step i, also where two pointers are equal.
+// Tells the compiler that the next loop reads and writes element i only at step i, even if two pointers are
+// equal.
 #if defined(__clang__)
 #define PD_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -47,7 +48,7 @@ constexpr std::int64_t kCacheLineBytes = 64;
 template <class T>
 constexpr std::int64_t kLineElements = kCacheLineBytes / sizeof(T);
 
-// Copies a cache line of values past the caches; `to` is aligned. Ordered by fence_streams() only.
+// Copies a cache line of values past the caches; `to` is aligned. Only fence_streams() orders these writes.
 template <class T>
 void stream_line(const T* from, T* to) {
 #if defined(__AVX2__)
@@ -80,9 +81,9 @@ std::int64_t elements_to_line(const T* address) {
 }
 
 // Calls compute(first, count, target), which writes the new weights of `count` elements from `first` on to
-// target. That is weight_out itself or, with streaming, a buffer of one cache line, which is then streamed
-// there. Larger buffers were slower by half: the memory reads and writes at once only if both take turns
-// often.
+// target. target is weight_out itself or, with streaming, a buffer of one cache line, which is then streamed
+// to weight_out. Larger buffers were slower by half, because memory reads and writes overlap only if they
+// alternate often.
 template <class T, class Compute>
 void for_each_piece(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
   if (!streaming) return compute(0, num_elements, weight_out);

@@ -1,5 +1,5 @@
-// SGD over host memory. Turns options into factors, and tensors into ranges for the kernels. See sgd.h for
-// the arithmetic, element_math.h for its code and host_kernels.h for the loops.
+// Implements SGD over host memory: turns options into factors, and tensors into ranges for the kernels. See
+// sgd.h for the arithmetic, element_math.h for its code and host_kernels.h for the loops.
 #include "weights/sgd.h"
 
 #include <cstddef>

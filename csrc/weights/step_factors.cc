@@ -1,4 +1,4 @@
-// The check of a number that all options share. See step_factors.h.
+// Implements the check that all numeric options share. See step_factors.h.
 #include "weights/step_factors.h"
 
 #include <string>

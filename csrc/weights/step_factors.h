@@ -13,10 +13,11 @@
 
 namespace pipedream {
 
-// Throws UserError naming the option unless the value is finite and, if it has to be, not negative.
+// Throws a UserError that names the option if the value is not finite, or negative although may_be_negative
+// is false.
 void check_number(const char* name, double value, bool may_be_negative);
 
-// Abort unless every pointer that the options need is there.
+// These functions abort unless the tensors have every pointer that the options need.
 void check_sgd_tensors(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors);
 void check_adam_tensors(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                         std::int64_t step);

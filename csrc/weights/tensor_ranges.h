@@ -1,5 +1,6 @@
-// Cuts a step over many tensors into tasks for the thread team, as if they were one row of elements: a task
-// may have several small tensors, or a part of a large one. Internal to csrc/weights; pure, any thread.
+// Cuts a step over many tensors into tasks for the thread team, as if all tensors were one row of elements. A
+// task may have several small tensors, or a part of a large tensor. Internal to csrc/weights; pure, any
+// thread.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +16,14 @@
 
 namespace pipedream {
 
-// Elements of one task: 5 to 20 us of work on one core. That is long beside the time to claim a task, and
-// short beside a step.
+// The number of elements of one task, which take 5 to 20 us on one core. That is much longer than claiming a
+// task, and much shorter than a step.
 inline constexpr std::int64_t kTaskElements = 1 << 15;
-// Smaller steps, of less than some 40 us on one core, run on one thread: waking another costs as much as it
-// saves.
+// Steps with fewer elements take less than about 40 us on one core. They run on one thread, because waking
+// another thread costs as much as it saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
-// Calls body(tensor, first, count) for the part that each tensor has in the row's elements [begin, end).
+// Calls body(tensor, first, count) for each tensor's part of the row's elements [begin, end).
 template <class Tensor, class Body>
 void for_each_part(std::span<const Tensor> tensors, std::int64_t begin, std::int64_t end, const Body& body) {
   std::int64_t tensor_begin = 0;
@@ -89,8 +90,8 @@ void check_tensor(DType dtype, const Tensor& tensor) {
                          << " bytes");
 }
 
-// Whether a step that touches so many bytes should write its weights past the caches: they are more than the
-// last-level cache holds.
+// Whether a step that touches num_bytes should write its weights past the caches. It should if the last-level
+// cache is smaller than that.
 [[nodiscard]] bool worth_streaming(std::size_t num_bytes);
 
 }  // namespace pipedream

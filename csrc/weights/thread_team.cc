@@ -12,8 +12,8 @@ namespace pipedream {
 
 namespace {
 
-// Owns the team of the process. A child of fork() never destroys it: to destroy its condition variables would
-// wait for threads that the child does not have.
+// Owns the team of the process. A child of fork() never destroys the team. Its condition variables would wait
+// for threads that the child does not have.
 struct TeamOfProcess {
   std::unique_ptr<ThreadTeam> team = std::make_unique<ThreadTeam>();
   ~TeamOfProcess() {
@@ -97,7 +97,7 @@ void ThreadTeam::run_on_helpers() {
   }
   job_offered_.notify_all();
   claim_tasks(0);
-  // Helpers that have not joined by now are not waited for.
+  // The caller does not wait for helpers that have not joined by now.
   std::unique_lock lock(mutex_);
   num_offered_ = 0;
   helpers_left_.wait(lock, [this] { return num_inside_ == 0; });
@@ -132,7 +132,7 @@ void ThreadTeam::help(int share_index) {
   }
 }
 
-// Claims the tasks of the thread's own share first, and then those left in the other shares.
+// Claims the tasks of the thread's own share first, and then the remaining tasks of the other shares.
 void ThreadTeam::claim_tasks(int first_share) {
   const int num_shares = job_.num_shares;
   for (int turn = 0; turn < num_shares; ++turn) claim_share((first_share + turn) % num_shares);

@@ -1,13 +1,13 @@
-// A few threads that share the tasks of one loop with the calling thread, for kernels over large memory. One
-// team per process, started when first needed and joined at exit.
+// A ThreadTeam is a few threads that share the tasks of one loop with the calling thread, for kernels over
+// large memory. A process has one team, which is started when first needed and joined at exit.
 //
-// A second team harms a process whose OpenMP pool spins between its regions, as torch's does. Both compete
-// for the same cores, and even much later a region was seen to take 8 ms instead of 0.1. So share_openmp()
-// makes the team run on that pool and start no threads.
+// A second team harms a process whose OpenMP pool spins between its regions, as torch's does. Team and pool
+// compete for the same cores; even much later an OpenMP region was seen to take 8 ms instead of 0.1 ms. So
+// share_openmp() makes the team run on that pool and start no threads.
 //
 // A call allocates nothing. Each thread has the same share of the tasks at every call, so that its core's
-// caches stay warm. A thread that is done takes tasks from the others' shares, so a late thread delays the
-// end by at most one task. While one thread uses the team, another caller runs its tasks alone.
+// caches stay warm. A thread that has done its share takes tasks from other shares, so a late thread delays
+// the end by at most one task. While one thread uses the team, any other caller runs its tasks alone.
 #pragma once
 
 #include <array>
@@ -36,8 +36,8 @@ class ThreadTeam {
 
   static ThreadTeam& of_process();
 
-  // Makes run() use the OpenMP pool with which this loaded library was linked. False, without any change,
-  // when it was linked with none. Any thread.
+  // Makes run() use the OpenMP pool with which this loaded library was linked. If it was linked with no such
+  // pool, returns false and changes nothing. Any thread.
   bool share_openmp(const std::string& library_path);
 
   // Calls body(task_index) once for every index in [0, num_tasks), on num_threads threads at most, the
@@ -88,7 +88,7 @@ class ThreadTeam {
   std::atomic<bool> is_helped_{false};  // home_ is known
   std::atomic<OpenMpParallel> openmp_parallel_{nullptr};
   std::atomic<OpenMpThreadIndex> openmp_thread_index_{nullptr};
-  // Written by the caller of run() before a thread joins its job, read by those that have.
+  // The caller of run() writes the job before any thread joins it. Threads read it after they have joined.
   Job job_;
   std::array<Share, kTeamThreadsMax> shares_;
 

@@ -1,5 +1,5 @@
-// The record of the weight version in each slot, and of the readers of each version. It holds no tensors.
-// Owned by the stage's compute thread; not thread-safe.
+// Records the weight version in each slot and the number of readers of each version. Holds no tensors. Owned
+// by the stage's compute thread; not thread-safe.
 //
 // Raw-pointer writes bump no autograd version counter, so these reference counts are what keeps a slot from
 // being overwritten while a backward still needs it.
@@ -15,8 +15,8 @@ namespace pipedream {
 
 class VersionSlots {
  public:
-  // num_slots: the number of versions kept. At the start slots 0, 1, ... hold the newest version and, as far
-  // as there are slots, the versions before it down to the oldest.
+  // num_slots: the number of versions kept. At the start slots 0, 1, ... hold the newest version and the
+  // versions before it, down to the oldest one or until no slot is left.
   explicit VersionSlots(std::int64_t num_slots, WeightVersion newest = {},
                         std::optional<WeightVersion> oldest = std::nullopt);
 
@@ -24,17 +24,17 @@ class VersionSlots {
   [[nodiscard]] std::int64_t num_slots() const;
   [[nodiscard]] std::int64_t num_live() const;  // versions that are newest or still read
 
-  // A forward starts to read the version and keeps it until its backward is done. Aborts when the
-  // version is not held.
+  // Counts a new reader: a forward, which keeps the version until its backward is done. Aborts when no slot
+  // holds the version.
   SlotIndex acquire(WeightVersion version);
   void release(WeightVersion version);
   [[nodiscard]] SlotIndex slot_of(WeightVersion version) const;
   [[nodiscard]] bool is_held(WeightVersion version) const;
   [[nodiscard]] std::int64_t num_readers(WeightVersion version) const;
 
-  // The slot for version newest()+1: among the slots without readers the one with the oldest version, which
-  // stays held until publish(). It is the newest's own slot (in place) only when there is a single slot.
-  // Aborts when no slot is free: the program is wrong.
+  // The slot for version newest()+1: the slot without readers that has the oldest version. That version stays
+  // readable until publish(). Only if there is a single slot, this is the slot of the newest version, which
+  // is then updated in place. Aborts when no slot is free: the program is wrong.
   [[nodiscard]] SlotIndex begin_update() const;
   // The write is complete: newest() becomes newest()+1, held in the slot.
   void publish(SlotIndex slot);
@@ -46,7 +46,7 @@ class VersionSlots {
     std::int64_t num_readers = 0;
   };
 
-  // Whether the slot has no readers; the optimizer reads the newest version.
+  // Whether the slot has no readers. The newest version counts as read, by the optimizer.
   [[nodiscard]] bool is_writable(const Slot& slot) const;
   [[nodiscard]] Slot& slot_at(SlotIndex slot_index);
 

@@ -1,4 +1,4 @@
-// Offsets of a version's parameters, in the order given. See weight_layout.h.
+// Computes the offsets of a version's parameters, in the given order. See weight_layout.h.
 #include "weights/weight_layout.h"
 
 #include <limits>

@@ -1,4 +1,4 @@
-// The place of each unique parameter inside a version's flat slot. Plain values; any thread.
+// Describes the place of each unique parameter inside a version's flat slot. Plain values; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
-// The codecs for CUDA. They are memory bound, so the kernels are plain grid-stride loops. They write whole
-// words, because `encoded` may be in pinned host memory. See codec_math.h for the arithmetic. The compiler
-// does not contract multiply-adds, so the bits are those of the host.
+// Implements the codecs for CUDA. They are memory bound, so the kernels are plain grid-stride loops. They
+// write whole words, because `encoded` may be in pinned host memory. See codec_math.h for the arithmetic. The
+// compiler does not contract multiply-adds, so the bits are those of the host.
 //
-// topk takes these launches, in stream order. A bucket has the keys that begin with the same digits.
+// topk needs these launches, in stream order. A bucket holds all keys that begin with the same digits.
 //   1 count   one launch per digit: counts, within the bucket chosen so far, the keys by their next digit.
 //             The first launch also adds the values to the residual. Does nothing once a whole bucket is
 //             chosen
@@ -10,8 +10,8 @@
 //   3 gather  each part writes its chosen elements, in order. The residual drops the values that are sent,
 //             and those that are not finite
 //
-// Each block computes for itself the results of the launch before that it needs: the bucket after a digit, or
-// the sums of the parts before its own. That saves launches of a single block in between.
+// Each block itself computes the results that it needs from the previous launch: the bucket after a digit, or
+// the sums of the parts before its own part. That saves launches of a single block in between.
 #include <cuda_runtime_api.h>
 
 #include "codec/cuda/cuda_codec_kernels.h"
@@ -24,9 +24,10 @@ constexpr unsigned kBlockThreads = 256;
 constexpr unsigned kWarpThreads = 32;
 constexpr unsigned kBlockWarps = kBlockThreads / kWarpThreads;
 constexpr unsigned kAllLanes = 0xffffffffU;
-// Several waves on the largest device, so that the last one does not leave it half idle.
+// The most blocks of a launch. These are several waves on the largest device, so that the last wave does not
+// leave it half idle.
 constexpr std::size_t kNumBlocksMax = 4096;
-// Few blocks, because each adds its own histogram to the common one.
+// There are few blocks, because each block adds its own histogram to the common histogram.
 constexpr std::size_t kNumCountBlocksMax = 512;
 constexpr unsigned kThreadBuckets = kTopKBuckets / kBlockThreads;  // per thread, in narrow()
 constexpr unsigned kGroupThreads = 16;
@@ -63,8 +64,8 @@ struct ToFloat16 {
   static __device__ float decode(std::uint16_t bits) { return from_float16(bits); }
 };
 
-// Each thread writes two elements as one word. The first thread also writes the last element of an odd
-// number.
+// Each thread writes two elements as one word. If the number of elements is odd, the first thread also writes
+// the last element.
 template <class Format, class T>
 __global__ void __launch_bounds__(kBlockThreads)
     encode_half_kernel(std::size_t num_elements, const T* values, std::uint16_t* encoded) {
@@ -212,7 +213,7 @@ __device__ TopKBucket narrow(unsigned num_digits, int shift, TopKScratch* scratc
 }
 
 // Counts the keys by one digit: the bits from `shift` up to shift_before. digit: its number, counted from 0.
-// Its counts must be 0 before.
+// The digit's counts must be 0 before.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     topk_count_kernel(TopKEncode<T> work, unsigned digit, int shift_before, int shift, TopKScratch* scratch) {
@@ -303,8 +304,8 @@ __device__ PartSums sums_before_part(const TopKScratch* scratch) {
   return {num_above, num_equal};
 }
 
-// The number of the block's threads before this one that say yes. Adds the block's number to *total.
-// warp_sums has kBlockWarps places; a barrier must come before it is used again.
+// The number of threads in the block before this one with `yes`. Adds the number for the whole block to
+// *total. warp_sums has kBlockWarps places; a barrier must come before it is used again.
 __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums, std::uint32_t* total) {
   const unsigned lane = threadIdx.x % kWarpThreads;
   const unsigned warp = threadIdx.x / kWarpThreads;
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   const Bits threshold = static_cast<Bits>(scratch->buckets[num_digits].key);
   const std::uint32_t num_equal_max = scratch->buckets[num_digits].num_equal_max;
   auto [num_above, num_equal] = sums_before_part(scratch);
-  // For the next encoding: nobody reads them any more.
+  // Sets the counts to 0 for the next encoding, because nobody reads them any more.
   for (std::size_t i = first_index(); i < num_digits * kTopKBuckets; i += index_stride())
     scratch->counts[i / kTopKBuckets][i % kTopKBuckets] = 0;
   const Part part = part_of_block(work.num_elements);
@@ -354,7 +355,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     } else if (!is_finite_key<Number>(key)) {
       work.residual[i] = Number(0);
     }
-    // Between two uses of either sums lies the barrier in the count of the other.
+    // The two arrays of sums are used in turn, so the barrier in the count with one array separates two uses
+    // of the other array.
   }
 }
 

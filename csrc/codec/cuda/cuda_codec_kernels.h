@@ -1,6 +1,6 @@
-// Launches of the codecs' kernels. nvcc compiles the .cu file with them; cuda_stream_codec.cc calls them.
-// Internal to csrc/codec/cuda. C++17; results are cudaError_t as int. Any thread on which the device is
-// current.
+// Declares functions that launch the codecs' kernels. nvcc compiles them in the .cu file;
+// cuda_stream_codec.cc calls them. Internal to csrc/codec/cuda. C++17; results are cudaError_t as int. Any
+// thread on which the device is current.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@ namespace pipedream {
 // topk cuts a tensor into at most so many parts, in order. Each part counts and gathers its own elements.
 constexpr std::size_t kTopKPartsMax = 1024;
 
-// The bucket of keys from which topk still has to choose after some digits: those with the digits of `key`.
+// The bucket of keys among which topk still has to choose after some digits: all keys whose digits so far are
+// those of `key`.
 struct TopKBucket {
   std::uint64_t key;            // all keys above the bucket are chosen
   std::uint32_t num_equal_max;  // so many keys of the bucket are chosen, too
@@ -34,8 +35,8 @@ struct TopKScratch {
 // Loads all kernels; see cuda_launch.h.
 int load_codec_kernels();
 
-// These do the same as the host's functions. They are defined for T = float and double; those of int8 and
-// topk also for BFloat16 and Float16. num_elements must not be 0.
+// These functions do the same as the host's functions. They are defined for T = float and double; those of
+// int8 and topk also for BFloat16 and Float16. num_elements must not be 0.
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                            std::uintptr_t stream);

@@ -1,4 +1,4 @@
-// The codecs on the caller's CUDA stream. Used by one thread at a time.
+// Runs the codecs on the caller's CUDA stream. Used by one thread at a time.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The CUDA backend of stream_codec.h. Internal to csrc/codec. Throws UserError in a build without CUDA.
+// Declares the CUDA backend of stream_codec.h. Internal to csrc/codec. Throws UserError in a build without
+// CUDA.
 #pragma once
 
 #include <cstddef>

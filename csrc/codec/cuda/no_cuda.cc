@@ -1,4 +1,4 @@
-// The CUDA part of stream_codec.h in a build without CUDA. Its error says how to get CUDA.
+// Replaces the CUDA part of stream_codec.h in a build without CUDA, by an error that says how to get CUDA.
 #include "base/failure.h"
 #include "codec/cuda/cuda_stream_codec.h"
 

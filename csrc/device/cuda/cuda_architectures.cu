@@ -1,4 +1,5 @@
-// nvcc defines the list of architectures that it compiles for: 750 is capability 7.5. See the header.
+// Reads the list of architectures that nvcc compiles for and defines in a macro: 750 is capability 7.5. See
+// the header.
 #include "device/cuda/cuda_architectures.h"
 
 #include <cuda_runtime_api.h>

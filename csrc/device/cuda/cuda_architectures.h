@@ -1,4 +1,4 @@
-// The GPU architectures for which this build has kernels. C++17, because nvcc compiles it. Any thread.
+// Tells for which GPU architectures this build has kernels. C++17, because nvcc compiles it. Any thread.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// Helpers that all code on the CUDA runtime shares, here and in later folders: every return is checked, and
-// every use of the runtime is inside a DeviceScope.
+// Helpers for all code that calls the CUDA runtime. Such code checks every return value, and calls the
+// runtime only inside a DeviceScope.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,8 +14,9 @@ namespace pipedream {
 // Throws DeviceError.
 void throw_if_failed(cudaError_t status, const char* call, int device_index);
 
-// For destructors: logs and never throws. After an error of the context every call fails alike, so an error
-// is logged once. Nothing is logged at process exit or in a child of fork(), where the driver is gone.
+// For destructors: logs a failed call and never throws. After an error of the context every call fails with
+// the same error, so an error is logged once. Nothing is logged at process exit or in a child of fork(),
+// where the driver is gone.
 void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept;
 
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
@@ -26,8 +27,8 @@ void log_if_failed(cudaError_t status, const char* call, int device_index) noexc
 // mode, which torch uses.
 //
 // At its end the earlier device is current again, unless that would make a context on it. From CUDA 12 on
-// cudaSetDevice makes one of about 0.5 GB, and a thread that never chose a device has device 0. Such a
-// thread, like each of ours, keeps this device.
+// cudaSetDevice() makes a context, which takes about 0.5 GB, and a thread that never chose a device counts as
+// on device 0. On such a thread, as on each thread of the core, the scope's device stays current.
 class DeviceScope {
  public:
   explicit DeviceScope(int device_index);                  // throws DeviceError

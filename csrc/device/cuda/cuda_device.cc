@@ -1,4 +1,5 @@
-// The CUDA backend, on the CUDA runtime API alone: no kernels here, so the host compiler builds it.
+// Implements the CUDA backend on the CUDA runtime API alone. There are no kernels here, so the host compiler
+// builds it.
 //
 // The caller's framework sees no change of the current device, and its captures go on (cuda_calls.h). Streams
 // are non-blocking, so nothing here waits for the legacy default stream unless the caller wraps that. The
@@ -25,7 +26,7 @@
 namespace pipedream {
 namespace {
 
-// Keeps the driver's events that are free, because every work item needs one. Any thread.
+// Keeps free CUDA events for reuse, because every work item needs an event. Any thread.
 class FreeEvents {
  public:
   explicit FreeEvents(int device_index) : device_index_(device_index) {}
@@ -47,7 +48,7 @@ class FreeEvents {
     }
     const DeviceScope scope(device_index_);
     cudaEvent_t event = nullptr;
-    // Blocking: a waiting thread sleeps instead of taking a core from the one that computes.
+    // With blocking synchronization a waiting thread sleeps, and takes no core from a thread that computes.
     PD_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), device_index_);
     return event;
   }
@@ -68,8 +69,8 @@ class CudaEvent final : public Event {
       : device_index_(device_index), events_(std::move(events)), event_(events_->take()) {}
   ~CudaEvent() override { events_->give_back(event_); }
 
-  // Notes that the event is recorded. Before that, the driver's event may still have its former user's
-  // record.
+  // Notes that the event is recorded. Before that, the CUDA event may still have a record of its previous
+  // user.
   void note_record() { is_recorded_.store(true, std::memory_order_release); }
   [[nodiscard]] bool is_recorded() const { return is_recorded_.load(std::memory_order_acquire); }
 
@@ -105,9 +106,9 @@ OurEvent& on_cuda(AnyEvent& event) {
   return *cuda_event;
 }
 
-// The host functions that are enqueued on a stream. After an error of the context the driver starts none of
-// them, and does not wait for one that runs. end() waits for that one, because the caller may free what the
-// function uses once synchronize() has thrown.
+// The host functions that are enqueued on a stream. After an error of the context the driver starts no more
+// functions, and does not wait for a function that runs. end() waits for that function, because the caller
+// may free the memory that it uses once synchronize() has thrown.
 class HostCalls : public std::enable_shared_from_this<HostCalls> {
  public:
   // The driver has the pointer until it calls run(), which frees the Call.
@@ -138,7 +139,7 @@ class HostCalls : public std::enable_shared_from_this<HostCalls> {
     changed_.wait(lock, [this] { return !is_running_; });
     if (pending_.empty()) return;
     // The driver may still have the addresses of pending calls, and does not say when it drops them. So these
-    // are kept for ever.
+    // calls are never freed.
     static auto* const dropped = new std::vector<std::shared_ptr<HostCalls>>;
     static std::mutex dropped_mutex;
     const std::lock_guard dropping(dropped_mutex);
@@ -251,7 +252,7 @@ class CudaStream final : public Stream {
   }
 
  private:
-  // Waits for the stream. Whatever it returns, no function of call() runs any more.
+  // Waits for the stream. When it returns, even with an error, no function of call() runs any more.
   cudaError_t finish() noexcept {
     const DeviceScope scope(device_index_, std::nothrow);
     const cudaError_t status = cudaStreamSynchronize(stream_);
@@ -334,7 +335,7 @@ class CudaHostRegistration final : public HostRegistration {
   std::byte* const data_;
 };
 
-// Pinned memory for staging: mapped and touched as HostMemory, then pinned.
+// Pinned memory for staging. It is mapped and touched like HostMemory, and then pinned.
 class CudaStagingMemory final : public Memory {
  public:
   CudaStagingMemory(int device_index, std::size_t num_bytes)
@@ -412,8 +413,8 @@ class CudaDevice final : public Device {
 
  private:
   // The device has CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by default. Two streams for each of the 3 uses leave
-  // one queue for the framework's compute stream and one for its default stream. With two, each direction of
-  // a straight pipeline has its own.
+  // one queue for the framework's compute stream and one for its default stream. With two streams, each
+  // direction of a straight pipeline has its own stream.
   static constexpr std::size_t kNumStreamsPerUse = 2;
   using CopyStreams = std::array<std::shared_ptr<const NativeStream>, kNumStreamsPerUse>;
 

@@ -1,4 +1,4 @@
-// Device memory that processes of one host share by CUDA IPC. Only cuda_device.cc uses it. Any thread.
+// Shares device memory between processes of one host by CUDA IPC. Only cuda_device.cc uses it. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace pipedream {
 
-// Implements Device::export_memory(), and is described there. memory: made by cudaMalloc, with a multiple of
-// kCudaIpcGranuleBytes.
+// Implements Device::export_memory(), whose comment describes it. memory: made by cudaMalloc; its size is a
+// multiple of kCudaIpcGranuleBytes.
 [[nodiscard]] std::unique_ptr<ExportedMemory> export_cuda_memory(int device_index,
                                                                  std::unique_ptr<Memory> memory,
                                                                  std::size_t num_bytes, std::string* why);

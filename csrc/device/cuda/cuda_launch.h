@@ -1,5 +1,5 @@
-// Loads and launches kernels by a macro and a function. So the tests can compile a source with kernels as
-// plain C++, with their own stand-in for the CUDA runtime.
+// Loads and launches kernels by a function and a macro. So the tests can compile a file with kernels as plain
+// C++, with a CUDA runtime of their own.
 #pragma once
 
 #include <cuda_runtime_api.h>

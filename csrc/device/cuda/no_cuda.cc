@@ -1,4 +1,4 @@
-// The CUDA part of device.h in a build without CUDA. Its error says how to get CUDA.
+// Replaces the CUDA part of device.h in a build without CUDA, by an error that says how to get CUDA.
 #include "base/failure.h"
 #include "device/device.h"
 

@@ -1,5 +1,5 @@
-// The host memory that this process's control groups still allow: versions 1 and 2, nested groups, inside a
-// container or not. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Stateless; any thread.
+// Tells how much more host memory this process's control groups allow. It knows versions 1 and 2, nested
+// groups, and containers. Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. Stateless; any thread.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,9 @@
 
 namespace pipedream {
 
-// The smallest (limit - use) of this process's group and the groups around it, as far as the process can see
-// them. File cache that the kernel drops first (inactive_file) does not count as use. The largest size if no
-// group has a limit. root: a prefix of /proc and the mount points, for tests.
+// The smallest value of limit - use among this process's group and the groups around it, as far as the
+// process can see them. File cache that the kernel drops first (inactive_file) does not count as use. The
+// largest size if no group has a limit. root: a prefix of /proc and the mount points, for tests.
 [[nodiscard]] std::size_t control_group_available_bytes(const std::string& root = "");
 
 }  // namespace pipedream

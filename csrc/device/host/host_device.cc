@@ -1,4 +1,5 @@
-// The host backend. It has no state: streams own their threads, and memory owns its mapping. Any thread.
+// Implements the host backend. A host device has no state: streams own their threads, and memory owns its
+// mapping. Any thread.
 #include "base/check.h"
 #include "device/device.h"
 #include "device/host/host_memory.h"

@@ -1,5 +1,5 @@
-// Anonymous host memory: mapped, huge pages advised, every page touched before the constructor returns.
-// Shared by both backends (CUDA pins it). Owned by whoever holds it; any thread.
+// Allocates anonymous host memory. The constructor maps it, advises huge pages and touches every page. Both
+// backends use this class; CUDA then pins the memory. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ class HostMemory final : public Memory {
 [[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
                                           const std::string& why);
 
-// Bytes that can be allocated without swapping: the smaller of MemAvailable and the rest that control groups
-// leave.
+// The number of bytes that can be allocated without swapping: MemAvailable, or the rest that control groups
+// allow if that is less.
 [[nodiscard]] std::size_t host_memory_available_bytes();
 
 }  // namespace pipedream

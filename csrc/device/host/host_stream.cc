@@ -1,4 +1,4 @@
-// Streams of the host backend, each with a thread. See the header.
+// Implements the streams of the host backend, each with a thread. See the header.
 #include "device/host/host_stream.h"
 
 #include <pthread.h>
@@ -116,7 +116,8 @@ void HostStream::run_operations() {
                    [](const Call& function) { function(); },
                },
                *operation);
-    // The operation's own objects (a lease, a buffer) go before anyone can see that it is done.
+    // The objects that the operation owns, such as a lease or a buffer, are destroyed before anyone can see
+    // that it is done.
     operation.reset();
     num_done_.fetch_add(1, std::memory_order_release);
   }

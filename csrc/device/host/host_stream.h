@@ -1,4 +1,4 @@
-// Streams and events of the host backend.
+// Defines the streams and events of the host backend.
 //
 //   enqueuing threads --BoundedQueue--> stream thread: runs one operation after the other
 //
@@ -90,7 +90,7 @@ class HostStream final : public Stream {
   std::thread thread_;  // last: it uses the members above
 };
 
-// The calling thread as a stream: everything is done when the call returns. Owns nothing.
+// Treats the calling thread as a stream: the work is done when the call returns. Owns nothing.
 class CallerStream final : public Stream {
  public:
   void copy(void* to, const void* from, std::size_t num_bytes) override;

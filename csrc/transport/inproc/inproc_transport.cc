@@ -1,9 +1,9 @@
-// Links between transports of one process. A frame itself is moved to the receiver's task queue, without a
-// copy or an allocation. Endpoints are numbers in a registry of the process.
+// Connects transports of one process. A frame itself is moved to the receiver's task queue, without a copy or
+// an allocation. Endpoints are numbers in a registry of the process.
 //
 // The receiver reads the sender's memory, and on_sent runs on the thread that drives the receiver. So a
-// transport that ends waits until the others have released its payloads. Before that it releases theirs, so
-// that two transports that end at once do not wait for each other.
+// transport that ends waits until the other transports have released its payloads. Before it waits it
+// releases their payloads, so that two transports that end at once do not wait for each other.
 //
 // Keys are ignored, because a process need not hide from itself. Beats work as in every transport.
 //
@@ -71,9 +71,9 @@ class InprocRegistry {
   static InprocRegistry& instance();
 
   std::uint64_t listen(InprocLink& link);
-  // False when no link listens there, or no longer.
+  // False when no link listens under this number, or when it has stopped listening.
   [[nodiscard]] bool connect(InprocLink& link, std::uint64_t number);
-  // Drops the frame when `from` has no peer, or no longer.
+  // Drops the frame when `from` has no peer or has lost it.
   void deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame);
   void leave(InprocLink& link);
 

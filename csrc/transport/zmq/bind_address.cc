@@ -20,7 +20,7 @@ std::string without_brackets(const std::string& host) {
   return has_brackets ? host.substr(1, host.size() - 2) : host;
 }
 
-// Accepts short forms such as "0" and "127.1", too, because libzmq's resolver does.
+// Also accepts short forms such as "0" and "127.1", because libzmq's resolver does.
 std::optional<std::uint32_t> as_ipv4(const std::string& host) {
   in_addr address{};
   if (::inet_aton(host.c_str(), &address) == 0) return std::nullopt;
@@ -39,8 +39,8 @@ bool is_wildcard(const std::string& host) {
   return ipv6 && IN6_IS_ADDR_UNSPECIFIED(&*ipv6);
 }
 
-// Accepts "tcp://127.0.0.1:40001" and "tcp://[::1]:40001", and nothing looser: inet_aton ignores text after a
-// space.
+// Accepts "tcp://127.0.0.1:40001", "tcp://[::1]:40001" and other exact addresses only. inet_aton would also
+// accept text after a space.
 bool is_loopback_endpoint(const std::string& address) {
   const std::size_t colon = address.rfind(':');
   if (!address.starts_with(kTcp) || colon < kTcp.size() || colon + 1 == address.size()) return false;

@@ -21,7 +21,8 @@ static_assert(kCurveKeyChars / kCharsPerWord == kCurveKeyBytes / kBytesPerWord);
 constexpr const char* kKeysRemedy = "; `pipedream keys` makes a pair";
 constexpr const char* kSameForAll = ": start all workers with keys, or none";
 
-// Big endian; empty for a character that is not Z85, or more than 32 bits.
+// Decodes the Z85 characters of one word, big endian. Empty if a character is not Z85, or the value has more
+// than 32 bits.
 std::optional<std::uint32_t> decode_word(std::string_view chars) {
   std::uint64_t word = 0;
   for (const char character : chars) {

@@ -3,7 +3,7 @@
 //
 // Both ends prove who they are. A connector knows the listener's key from its endpoint, and libzmq talks to
 // no one else. A listener learns the connector's key in the handshake, and the ZAP handler (zap_handler.h)
-// lets in the allowed ones. Secret keys never appear in a message.
+// lets in connectors with an allowed key. Secret keys never appear in a message.
 #pragma once
 
 #include <array>
@@ -20,7 +20,8 @@ namespace pipedream {
 
 inline constexpr std::size_t kCurveKeyBytes = 32;
 inline constexpr std::size_t kCurveKeyChars = 40;  // as Z85 text
-// Bytes that encryption adds to a part: its name, nonce, authenticator and flags.
+// The number of bytes that encryption adds to a message part: the command's name, the nonce, the
+// authenticator and the flags.
 inline constexpr std::size_t kCurveBytesPerPart = 33;
 // No command of the handshake is longer.
 inline constexpr std::size_t kCurveHandshakeBytesMax = 1024;

@@ -57,7 +57,7 @@ void check_version(const LibZmq& zmq) {
   int minor = 0;
   int patch = 0;
   zmq.version(&major, &minor, &patch);
-  // 4.3 has monitors that tell how a handshake failed.
+  // From 4.3 on, monitors tell how a handshake failed.
   if (major == 4 && minor >= 3) return;
   throw UserError("libzmq '" + zmq.path + "' is version " + std::to_string(major) + "." +
                   std::to_string(minor) + "." + std::to_string(patch) + kRemedy);

@@ -100,8 +100,8 @@ struct LibZmq {
   int (*msg_more)(const ZmqMessage* message) = nullptr;
   const char* (*msg_gets)(const ZmqMessage* message, const char* property) = nullptr;
 
-  // The result of a call that is repeated when a signal interrupts it. A driving thread may be one on which
-  // signals are handled.
+  // Calls a function of libzmq again as long as signals interrupt it, and returns the result. Signals may be
+  // handled on the driving thread.
   template <class Call>
   [[nodiscard]] int uninterrupted(Call call) const {
     for (;;) {

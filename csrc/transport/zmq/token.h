@@ -3,7 +3,8 @@
 // processes that can read the run's rendezvous store get past the handshake.
 //
 // The token travels unencrypted, and the listener proves nothing. So it keeps out strangers and mistakes,
-// such as a connector of another run, but no one who reads the network or the store. Keys do that (curve.h).
+// such as a connector of another run. It does not keep out someone who reads the network or the store; keys
+// do (curve.h).
 //
 // Any thread; plain values.
 #pragma once

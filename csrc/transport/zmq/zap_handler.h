@@ -2,8 +2,8 @@
 // without keys it lets in connectors that say the link's token. Each listening link is a ZAP domain and lets
 // one connection through its handshake, so a second connector is refused at once.
 //
-// Two simpler ways fail. zmq_unbind after the first connection also ends that connection. PAIR by itself
-// keeps a second connection open, silently, for ever.
+// Two simpler ways fail. zmq_unbind() after the first connection also ends that connection. A PAIR socket
+// alone would silently keep a second connection open for ever.
 //
 // Runs on the thread that drives, except the constructor and the domains.
 #pragma once
@@ -21,12 +21,14 @@
 
 namespace pipedream {
 
-// The listening links by domain. A connection may ask to enter before its link has started. Any thread.
+// The table of listening links by domain. A connection may ask to enter before its link has started. Any
+// thread.
 class ZapDomains {
  public:
   // token: empty where there are keys. on_enter: called by the handler when a connection is let in.
   void add(const std::string& domain, std::string token, std::function<void()> on_enter);
-  // Called on the handler's thread, or when there is none, so that on_enter is not running. Idempotent.
+  // Call it on the handler's thread, or when there is no such thread: then on_enter is not running.
+  // Idempotent.
   void remove(const std::string& domain);
 
   [[nodiscard]] bool knows(const std::string& domain, std::string_view token) const;
@@ -47,8 +49,8 @@ class ZapDomains {
 
 class ZapHandler {
  public:
-  // The status sent to a refused connector. Its monitor gets it as the value of kEventHandshakeFailedAuth.
-  // ZAP has a fixed set of codes.
+  // The status sent to a refused connector. The connector's monitor gets it as the value of
+  // kEventHandshakeFailedAuth. ZAP has a fixed set of codes.
   static constexpr int kIsStranger = 400;  // its key is not allowed, or it does not know the token
   static constexpr int kHasItsPeer = 500;
 

@@ -66,8 +66,8 @@ bool is_ipv6(const std::string& address) { return address.find('[') != std::stri
 
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 1e3, 1.0, 6'553'500.0)); }
 
-// Whether the frame wakes a receiver that lets frames wait. True for all frames but a training's steady
-// traffic.
+// Whether the frame wakes a receiver that lets frames wait. False only for tensors and credits, the steady
+// traffic of a training.
 bool is_urgent(FrameKind kind) { return kind != FrameKind::kTensor && kind != FrameKind::kCredit; }
 
 // Called on libzmq's I/O thread, or on the thread that drives if the message was never sent.
@@ -102,14 +102,15 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kRcvHwm, 0);
   set_option(zmq::kReconnectIvl, -1);
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
-  // For a connector this is later than its own deadline for HELLO, which gives the better message.
+  // At a connector this timeout comes later than the deadline for HELLO, whose error message is better.
   set_option(zmq::kHandshakeIvl,
              milliseconds(role == Role::kConnector ? 2 * peer_timeout_s : peer_timeout_s));
   set_part_bytes_max();
   open_monitor();
 }
 
-// libzmq ends the connection at a longer part, before it allocates memory for it.
+// Sets the largest size of a message part. libzmq ends the connection when a part is longer, before it
+// allocates memory for the part.
 void ZmqLink::set_part_bytes_max() {
   std::size_t num_bytes = std::max<std::size_t>(options().payload_bytes_max, kFrameHeaderBytes);
   if (shared_.options.keys) num_bytes = std::max(num_bytes + kCurveBytesPerPart, kCurveHandshakeBytesMax);
@@ -159,7 +160,7 @@ void ZmqLink::bind() {
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
-  // Early enough: no one else knows the endpoint yet.
+  // This is early enough, because no one else knows the endpoint yet.
   shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
 }
 
@@ -226,7 +227,8 @@ void ZmqLink::disconnect() {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
   }
   if (monitor_ != nullptr) {
-    // Fails only when there is no monitor, as after half of the constructor.
+    // This fails only when there is no monitor, for instance because the constructor threw before it made
+    // one.
     [[maybe_unused]] const int stopped = zmq_.socket_monitor(socket_, nullptr, 0);
     PD_CHECK(zmq_.close(monitor_) == 0, zmq_.last_error());
     monitor_ = nullptr;
@@ -273,7 +275,8 @@ void ZmqLink::note_ready(std::uint64_t name) {
   link->mark();
 }
 
-// Reads events first: all that was received before a connection ended is then in the socket.
+// Reads the monitor's events first. If they report that a connection has ended, everything received before is
+// already in the socket.
 bool ZmqLink::deliver(Driver driver) {
   if (socket_ != nullptr) {
     const bool is_quick_turn = is_quick() && !has_events_ && !connection_ended_;
@@ -375,7 +378,8 @@ void ZmqLink::handle_connector_event(int event, int value) {
   }
 }
 
-// The reason as far as this side can know it: a listener with another key only ends the connection.
+// The reason as far as this side can know it. A listener with another key ends the connection without a
+// reason.
 std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
@@ -414,7 +418,7 @@ bool ZmqLink::receive_some() {
       receive_one(header);
       continue;
     }
-    // After this everything that came before the end is delivered.
+    // This delivers the last frames that came before the connection's end.
     drain_rings();
     if (peer_fd_ != kAnyFd && ended_fds_.contains(peer_fd_)) connection_ended_ = true;
     if (connection_ended_) lost(how_it_ended_);
@@ -437,8 +441,8 @@ bool ZmqLink::receive_from_rings() {
   return true;
 }
 
-// Delivers the frames that were in the ring before the connection brought something or ended: at most one per
-// cell.
+// Delivers the frames that are in the ring now, at most one per cell. Called when the connection has brought
+// a message or has ended.
 void ZmqLink::drain_rings() {
   for (std::size_t count = 0; count < FrameRings::kNumCells && receive_from_rings(); ++count) {
   }

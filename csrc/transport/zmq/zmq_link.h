@@ -1,6 +1,6 @@
-// One link over ZeroMQ and TCP: a PAIR socket and its monitor. Once the link is added, only the thread that
-// drives uses the sockets. libzmq needs a fence between two threads that use a socket; the mutex under which
-// threads take turns is one.
+// Implements one link over ZeroMQ and TCP by a PAIR socket and its monitor. Once the link is added, only the
+// thread that drives uses the sockets. libzmq needs a fence between two threads that use a socket; the mutex
+// under which threads begin and stop driving is such a fence.
 //
 //   send      caller -> task queue -> who drives: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
@@ -12,8 +12,8 @@
 // loss.
 //
 // A socket's descriptor (ZMQ_FD) reports activity once, and any use of the socket, even a send, may consume
-// the report. So a used link stays marked until it was found empty: by reading until libzmq says EAGAIN, or
-// by reading ZMQ_EVENTS.
+// the report. So a link that was used stays marked until it is found empty: reading returned EAGAIN, or
+// ZMQ_EVENTS showed no message.
 //
 // The credits of the channels bound the queues. High-water marks are off: they count messages, and a full
 // socket would block the thread that drives.
@@ -123,8 +123,8 @@ class ZmqLink final : public LinkCore {
   [[nodiscard]] bool deliver_rings();
 
  private:
-  // No connection. Connections are named by file descriptor, because a listener may see strangers'
-  // connections end.
+  // Stands for no particular connection. Connections are named by file descriptor, because a listener may
+  // also see strangers' connections end.
   static constexpr int kAnyFd = -1;
 
   void watch_traffic() override;

@@ -1,5 +1,5 @@
-// Links over ZeroMQ (zmq_link.h): one context with one I/O thread per transport, one board for the rings of
-// all its links.
+// Implements a transport whose links use ZeroMQ (zmq_link.h). Each transport has one context with one I/O
+// thread, and one board for the rings of all its links.
 #include <cerrno>
 #include <memory>
 #include <optional>

@@ -1,7 +1,7 @@
-// The optimizer kernels for CUDA: grid-stride loops, over packs of 16 bytes if the pointers are aligned. The
-// kernels are memory bound, so options are uniform branches instead of template parameters. See
-// element_math.h for the arithmetic. The compiler does not contract multiply-adds, so the bits are those of
-// the host.
+// Defines the optimizer kernels for CUDA: grid-stride loops, over packs of 16 bytes if the pointers are
+// aligned. The kernels are memory bound, so options are plain branches, the same for all threads, and not
+// template parameters. See element_math.h for the arithmetic. The compiler does not contract multiply-adds,
+// so the bits are those of the host.
 //
 //   grid.x  blocks that share a tensor's elements
 //   grid.y  tensors of the launch; blocks beyond a small tensor's end return at once
@@ -14,10 +14,11 @@ namespace pipedream {
 namespace {
 
 constexpr int kBlockThreads = 256;
-// Per tensor: several waves on the largest device, so that the last one does not leave it half idle.
+// The most blocks per tensor. These are several waves on the largest device, so that the last wave does not
+// leave it half idle.
 constexpr std::int64_t kNumBlocksMax = 4096;
 
-// The number of elements in a pack: so many numbers of the arithmetic's type fill 16 bytes.
+// The number of elements in a pack: as many as there are numbers of the arithmetic's type in 16 bytes.
 template <class Element>
 constexpr int kPackElements = 16 / static_cast<int>(sizeof(NumberOf<Element>));
 
@@ -42,7 +43,7 @@ __device__ bool all_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// A pack of weights of version v; weight_before() has a single one.
+// Loads a pack of weights of version v; weight_before() loads a single weight.
 template <class Element>
 using WeightPack = Pack<NumberOf<Element>, kPackElements<Element>>;
 
@@ -55,7 +56,7 @@ __device__ WeightPack<Element> load_weights(const Tensor<Element>& tensor, std::
   }
 }
 
-// Stores a pack of weights of version v + 1; keep_weight() stores a single one.
+// Stores a pack of weights of version v + 1; keep_weight() stores a single weight.
 template <class Element, template <class> class Tensor>
 __device__ void store_weights(const Tensor<Element>& tensor, std::int64_t pack_index,
                               const WeightPack<Element>& weight) {

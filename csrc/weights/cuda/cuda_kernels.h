@@ -1,6 +1,6 @@
-// Launches of the optimizer kernels. nvcc compiles the .cu file with them; cuda_optimizers.cc calls them.
-// Internal to csrc/weights/cuda. C++17; results are cudaError_t as int. Any thread on which the device is
-// current.
+// Declares functions that launch the optimizer kernels. nvcc compiles them in the .cu file;
+// cuda_optimizers.cc calls them. Internal to csrc/weights/cuda. C++17; results are cudaError_t as int. Any
+// thread on which the device is current.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace pipedream {
 
-// Tensors per launch: as many as fit in a kernel's argument, 4 KiB on every device.
+// The most tensors per launch: as many as fit in a kernel's arguments, which may have 4 KiB on every device.
 inline constexpr int kTensorsPerLaunch = 48;
 
 template <class Element>

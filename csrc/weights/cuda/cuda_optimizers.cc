@@ -1,5 +1,5 @@
-// The CUDA part of sgd.h and adam.h: checks, batches of tensors, launches. Any thread; the stream's device is
-// current.
+// Implements the CUDA part of sgd.h and adam.h: checks tensors, batches them and launches kernels. Any
+// thread; the stream's device is current.
 #include <cuda_runtime_api.h>
 
 #include <string>

@@ -1,4 +1,4 @@
-// The CUDA part of sgd.h and adam.h in a build without CUDA. Its errors say how to get CUDA.
+// Replaces the CUDA part of sgd.h and adam.h in a build without CUDA, by errors that say how to get CUDA.
 #include <string>
 
 #include "base/failure.h"
