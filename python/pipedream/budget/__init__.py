@@ -1,2 +1,2 @@
-"""A worker's memory: the prediction of what it needs, the rehearsal that measures it, and ways to save
-some."""
+"""This package plans a worker's memory: it predicts the bytes that a worker needs, measures them in a
+rehearsal, and has ways to save some."""

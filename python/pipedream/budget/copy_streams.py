@@ -1,8 +1,8 @@
-"""Copies between device and host memory, which run while the device computes.
+"""Copies tensors between device and host memory while the device computes.
 
-CUDA copies run on streams of their own, one per direction. Events order them, and the CPU waits for none.
-Without a GPU the same copies are done at once. That gains nothing, but lets tests on the host run this code.
-Owned by the worker's compute thread.
+CUDA copies run on two separate streams, one per direction. Events order the copies, and the CPU does not wait
+for them. Without a GPU the same copies are done at once. That saves no time, but lets tests on the host run
+this code. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["CopyStreams", "make_copy_streams"]
 
 
 class CopyStreams(Protocol):
-    """Copies beside the compute stream. out() and into() return an event, which comes when the copy is done.
-    None: the copy is done already."""
+    """Copies that run at the same time as the compute stream. out() and into() return an event that is
+    recorded when the copy is done. None: the copy is done already."""
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
         """Copies from device to host. The copy waits for all work that the compute stream has been given so
@@ -50,7 +50,7 @@ class _HostCopies:
 
 
 class _CudaCopies:
-    """One stream per direction, because both directions of the bus can work at once."""
+    """Copies on one stream per direction, because both directions of the bus can work at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class _CudaCopies:
         self._into.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
-        # Work that the compute stream has been given makes the source, or still reads the target's old
+        # Work that is queued on the compute stream writes the source, or still reads the target's old
         # content.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:

@@ -1,6 +1,6 @@
-"""Rehearsal of an evaluation: each worker runs its own stages once, in eval mode, on the first validation
-minibatch. That shows which tensors cross the cuts in eval mode, how much memory an evaluation takes, and
-whether the loss and the metrics accept the outputs.
+"""Rehearses an evaluation: each worker runs its own stages once, in eval mode, on the first validation
+minibatch. The rehearsal shows which tensors cross the cuts in eval mode, how much memory an evaluation takes,
+and whether the loss and the metrics accept the outputs.
 
 Values go from stage to stage as in the rehearsal of the training (rehearsal.py). Afterwards modules,
 generators and the state of loss and metrics are as they were. On the worker's compute thread.
@@ -33,12 +33,14 @@ __all__ = ["RehearsedEvaluation", "rehearse_evaluation"]
 
 @dataclass(frozen=True)
 class RehearsedEvaluation:
-    """The knowledge that this worker has of its evaluations before it trains."""
+    """The facts about evaluations that a worker learns before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     """Boundaries at both sides of this worker's stages, by the stage upstream of the cut."""
     peak_bytes: int = 0
-    """Bytes that torch makes in one forward, and bytes of the copies of buffers on which the forward runs."""
+    """Peak bytes of torch's tensors in one forward, and bytes of the copies of buffers on which the forward
+    runs.
+    """
 
 
 def rehearse_evaluation(
@@ -53,8 +55,9 @@ def rehearse_evaluation(
     autocast: torch.dtype | None,
     describe: Callable[[int], str],
 ) -> RehearsedEvaluation:
-    """Runs the worker's stages on the first validation minibatch. stages: those of the eval-mode forward, on
-    the device. inputs, targets: None at a worker that has neither the first nor the last stage."""
+    """Runs the worker's stages on the first validation minibatch. stages: the worker's stages of the
+    eval-mode forward, on the device. inputs, targets: None at a worker that has neither the first nor the
+    last stage."""
     boundaries: dict[int, Boundary] = {}
     peak_bytes = 0
     for stage in stages:
@@ -95,7 +98,7 @@ def _run(
     loss_fn, metrics = (None, {}) if spared is None else spared
     calls = StageCalls(stage, loss_fn, device, autocast)
     meter = make_meter(device)
-    # A compiled forward would see the dispatch mode, and compile again.
+    # A compiled forward would compile again under the meter's dispatch mode, so it runs without the meter.
     is_metered = not any(map(is_compiled, stage.modules()))
     with meter if is_metered else contextlib.nullcontext():
         meter.reset_peak()

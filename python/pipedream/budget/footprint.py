@@ -1,8 +1,10 @@
-"""The memory that a stage's work needs beside the pool: measured in a rehearsal, and again while training.
+"""Measures the memory that a stage needs in addition to the pool, first in a rehearsal and again while
+training.
 
-On CUDA the allocator counts. On the host torch keeps no count. There a dispatch mode notes every tensor that
-an operator makes, and when the tensor's memory is freed. That costs some us per operator, so the mode is on
-during the first minibatches only. It does not see memory that an operator both allocates and frees.
+On CUDA torch's allocator counts bytes. On the host torch has no such count. There a dispatch mode notes every
+tensor that an operator makes, and when the tensor's memory is freed. That costs some us per operator, so the
+mode is on during the first minibatches only. It does not see memory that an operator allocates and frees
+itself.
 """
 
 from __future__ import annotations
@@ -44,30 +46,30 @@ class Footprint:
     stash_bytes: int
     """Bytes that the forward of a microbatch makes and that stay until its backward."""
     transient_bytes: int
-    """The most bytes beyond the other terms while a forward or a backward runs."""
+    """Peak bytes, in addition to the other terms, while a forward or a backward runs."""
     gradient_bytes: int
     """Bytes of the parameters' gradients."""
     is_measured: bool
-    """False: the stage could not be measured (it is compiled, or its rehearsal failed)."""
+    """Whether the stage was measured. It cannot be measured if it is compiled or its rehearsal failed."""
     output_bytes: int = 0
     """Bytes of one microbatch's outputs; 0 at the last stage."""
     target_bytes: int = 0
     """The part of input_bytes that targets take."""
     offloadable_bytes: int = 0
-    """The part of stash_bytes that offloading moves to the host; 0 also if nobody asked."""
+    """Bytes of stash_bytes that offloading would move to the host; also 0 if they were not measured."""
     factor_rows: Mapping[str, int] = field(default_factory=dict)
-    """Rows of the factors in one microbatch, by the name of the weight. It has the weights whose gradient is
-    the product of two factors (model/factored.py). Empty also if nobody asked."""
+    """Number of rows of the factors in one microbatch, by the name of the weight. Contains the weights whose
+    gradient is the product of two factors (model/factored.py). Also empty if the rows were not counted."""
     foreign_draws: tuple[str, ...] = ()
     """Generators other than torch's from which the forward draws."""
     draws: SeenDraws = field(default_factory=SeenDraws)
     """Draws from torch's generators."""
     is_repeatable: bool = True
-    """Whether a recompute gives the same output as the forward; True also if nobody asked."""
+    """Whether a recompute gives the same output as the forward; also True if this was not tested."""
 
     def or_as(self, other: Footprint) -> Footprint:
-        """Returns the footprint of a stage whose minibatches may also be like the other's: the larger of each
-        figure."""
+        """Returns the footprint of a stage whose minibatches may be like those of either footprint. Each
+        figure is the larger of the two."""
         rows = (*self.factor_rows.items(), *other.factor_rows.items())
         offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
         stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))
@@ -96,15 +98,15 @@ class MemoryMeter(Protocol):
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
     def note(self, tensor: Tensor) -> None:
-        """Notes a tensor that was made elsewhere; it counts from now on."""
+        """Counts a tensor that was made outside the meter, from now on."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> None: ...
 
 
 def make_meter(device: torch.device) -> MemoryMeter:
-    """Makes the meter of a device. "meta" is a device, too: its tensors have no memory, and the meter counts
-    how much they would take."""
+    """Makes the meter of a device. The device may be "meta": its tensors have no memory, and the meter counts
+    the bytes that they would take."""
     return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
@@ -144,7 +146,8 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
-        # Storages by the address of their C++ object. The weak reference removes the entry with the storage.
+        # Storages by the address of their C++ object. The weak reference removes the entry when the storage
+        # is freed.
         self._known: dict[int, Any] = {}
 
     def reset_peak(self) -> None:
@@ -188,15 +191,17 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-# Its base class marks it as not to be compiled.
+# The base class marks the method as not to be compiled.
 _HostMeter.__torch_dispatch__ = unmarked_until_compiling(_HostMeter.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 class WorkMeter:
-    """Reads a meter around work items and keeps the peaks per term."""
+    """Reads a meter around work items (forward, recompute, backward) and keeps the peak of each term."""
 
     def __init__(self, meter: MemoryMeter, gradient_bytes: Callable[[], int]) -> None:
-        """gradient_bytes: returns the bytes of the parameters' gradients that exist at the moment."""
+        """gradient_bytes: function that returns the bytes of the parameters' gradients that exist at the
+        moment.
+        """
         self._meter = meter
         self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
@@ -218,27 +223,28 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        # The peak: copies of gradients may be sent and freed during the backward.
+        # The peak of gradients counts, because copies of gradients may be sent and freed during the backward.
         with self._measured(lambda: self.gradient_peak_bytes):
             yield
             self._note_gradients()
             self._note_kept()  # also gradients on their way upstream
 
     def note_gradients(self, copied: Tensor | None = None) -> None:
-        """Notes the bytes of gradients before some of them may be freed, in a backward or between two work
-        items. copied: copies of gradients that were made outside of the meter; gradient_bytes counts them."""
+        """Notes the present bytes of gradients. Call it before some of them are freed, in a backward or
+        between two work items. copied: copies of gradients that were made outside of the meter;
+        gradient_bytes counts them."""
         if copied is not None:
             self._meter.note(copied)
         self._note_gradients()
 
     @property
     def transient_peak_bytes(self) -> int:
-        """The peak beyond the most bytes that were ever kept, not beyond those kept at that moment. A smaller
-        microbatch may keep less and need as much beside it, but only the sum of the terms matters."""
+        """Peak bytes minus the peak of the kept bytes. The bytes kept at the moment of the peak may have been
+        fewer, but only the sum of the two terms matters."""
         return max(self._peak_bytes - self.stash_peak_bytes, 0)
 
     def kept_bytes(self) -> int:
-        """Bytes of everything that is there now but the parameters' gradients."""
+        """Bytes of all live tensors except the parameters' gradients."""
         return self._meter.live_bytes - self._gradient_bytes()
 
     def _note_gradients(self) -> None:
@@ -270,7 +276,7 @@ class StepMeter:
             before = meter.live_bytes
             meter.reset_peak()
             yield
-            # The step may free gradients, so that fewer bytes are live after it than before.
+            # The step may free gradients, so fewer bytes may be live after the step than before it.
             kept = max(before, meter.live_bytes)
             self.peak_bytes = max(self.peak_bytes, meter.peak_bytes - kept)
 

@@ -1,7 +1,7 @@
-"""A worker's memory as one sum of named terms, predicted before the first minibatch (docs/inside-memory.md).
+"""Predicts a worker's memory, as one sum of named terms, before the first minibatch (docs/inside-memory.md).
 
 The memory of the pool is planned to the byte. Torch's own memory is predicted from a rehearsal. If a worker
-would not fit into a given limit, it turns recompute and offloading on. Pure; any thread.
+would exceed a given limit, choose_savings() turns recompute and offloading on. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ __all__ = [
     "num_in_flight_upstream",
 ]
 
-# Terms of the pool; received tensors and staging are named after their channels.
+# Names of terms of the pool. The terms for received tensors and for staging have the names of their channels.
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
 MASTERS = "float32 masters"  # the masters of bfloat16 parameters
 AVERAGES = "averages of weights"  # of callbacks.EMA
-# Asynchronous shards: the newest version of a replica's own shard, and a copy of it for each other replica.
+# A term for asynchronous shards: the newest version of a replica's own shard, and a copy of it for each other
+# replica.
 SHARD = "own shard"
 SHARD_ANSWERS = "own shard for the others"
-# Terms of the pool that are always in host memory.
+# Names of the terms of the pool that are always in host memory.
 OFFLOADED_VERSIONS = "offloaded weight versions"
 OFFLOADED_ACTIVATIONS = "offloaded activations"
 # Terms of torch's own memory.
@@ -85,35 +86,35 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class PushedFactors:
-    """Bytes that a stage's gradients take at one replica if they are pushed as factors."""
+    """Sizes of a stage's gradients at one replica if they are pushed as factors."""
 
     weight_bytes: int = 0
     """Bytes of the weights, whose gradients no backward makes."""
     factor_bytes: int = 0
     """Bytes of a round's factors, at most."""
     step_bytes: int = 0
-    """Bytes of the gradients that an update has at once, and of the stacked factors from which it makes
-    one."""
+    """Bytes of the gradients that exist at once in an update, and of the stacked factors from which the
+    update computes a gradient."""
 
 
 @dataclass(frozen=True)
 class PushedGradients:
-    """Bytes that a replica's exchange with its stage's shards takes beside the gradients."""
+    """Sizes of what a replica needs, besides the gradients, to exchange them with its stage's shards."""
 
     copy_bytes: int = 0
-    """Bytes of the copies that one round makes of gradients which share a chunk, or are sparse. These are
+    """Bytes of copies of gradients in one round. Gradients that share a chunk, or are sparse, are copied and
     sent from the copies."""
     mean_bytes: int = 0
-    """Bytes of the means that an update has at once in memory of their own."""
+    """Bytes of the mean gradients that exist at once in an update, in separate memory."""
     num_rounds: int = 1
-    """Rounds whose gradients may be in memory at once: the one that is accumulated, and those that wait or
-    have not been sent."""
+    """Number of rounds whose gradients may be in memory at once: the round that is accumulated, and earlier
+    rounds whose gradients wait or have not been sent."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The figures from which one worker's terms are computed, in bytes. The mappings are by stage of the
-    worker."""
+    """The figures, in bytes, from which one worker's terms are computed. The keys of the mappings are the
+    worker's stages."""
 
     plan: Plan
     rank: int
@@ -123,7 +124,9 @@ class MemoryPlan:
     weight_bytes: Mapping[int, int]
     """Bytes of one version of the stage's own parameters."""
     tied_bytes: Mapping[int, Mapping[int, int]]
-    """Bytes of one version of the parameters that the stage shares with other stages, by owner."""
+    """Bytes of one version of the parameters that the stage shares with other stages, by the stage that owns
+    them.
+    """
     placed_state_bytes: Mapping[int, int]
     """Bytes of the optimizer's state that lies in the pool, without masters."""
     torch_state_bytes: Mapping[int, int]
@@ -140,15 +143,15 @@ class MemoryPlan:
     shard_bytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of one version of the replica's own shard, if shards are asynchronous."""
     evaluation_bytes: int = 0
-    """Bytes of a forward of validation data beside its channels."""
+    """Bytes of a forward of validation data, without its channels."""
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that the step of another replica's gradient makes and drops, if shards are asynchronous. The
-    compute thread's own step may run beside it."""
+    """Bytes that a step with another replica's gradient allocates and frees, if shards are asynchronous. The
+    compute thread's own step may run at the same time."""
     masters_bytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of the optimizer's masters that lie in the pool."""
     averages_bytes: Mapping[int, int] = field(default_factory=dict)
     copy_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Host memory into which a stage is copied for a checkpoint."""
+    """Bytes of host memory into which a stage is copied for a checkpoint."""
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -184,22 +187,25 @@ class MemoryPlan:
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def counted_bytes(self) -> int:
-        """Returns the bytes that a limit applies to: all terms on the host; on a GPU those in its memory."""
+        """Returns the bytes to which a limit applies: all terms on the host, or on a GPU the terms in the
+        GPU's memory.
+        """
         return sum(self.counted_terms().values())
 
     def counted_terms(self) -> Terms:
         return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
 
     def offloads_versions(self, stage: int) -> bool:
-        """Whether offloading of versions is asked for, and saves anything."""
+        """Whether the stage's weight versions are offloaded: this was asked for and saves memory."""
         versions = _core.num_versions_kept(self.schedule, stage)
-        # Replicas write their shards into each other's slots, which stay where they are.
+        # Replicas write their shards into each other's slots, so these slots must stay in place and cannot be
+        # offloaded.
         asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
         return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
 
     def offloads_activations(self, stage: int) -> bool:
-        """Whether offloading of activations is asked for, and there are any to move. A stage that recomputes
-        has none."""
+        """Whether the stage's activations are offloaded: this was asked for, and there are activations to
+        move. A stage that recomputes has none."""
         asked = self.offload.get(stage, Offload()).activations
         homes = num_activation_homes(self.schedule, stage)
         return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
@@ -211,7 +217,7 @@ class MemoryPlan:
         return replace(self, schedule=self.schedule.with_recompute(list(recompute)))
 
     def _torch_terms(self) -> Terms:
-        """Returns the terms that the stages' forwards and backwards need beside the pool."""
+        """Returns the terms that the stages' forwards and backwards need in addition to the pool."""
         stash = transient = gradients = 0
         for stage in self.plan.stages_of(self.rank):
             footprint = self.footprints[stage]
@@ -221,22 +227,22 @@ class MemoryPlan:
                 kept = _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
             elif self.offloads_activations(stage):
-                # Two microbatches' activations are on the device: those of the next backward, and those of
-                # one that comes or goes.
+                # The activations of two microbatches are on the device: the one whose backward is next, and
+                # one that is being copied to or from the host.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
                 stash += 2 * footprint.offloadable_bytes
             saves = self._recomputes(stage) or self.offloads_activations(stage)
             if saves and stage + 1 < self.plan.num_stages:
-                # Outputs that wait to be sent. If nothing is saved, the stash contains them.
+                # Outputs that wait to be sent. Without recompute and offloading the stash contains them.
                 stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
-            # A microbatch of the data is a view of its minibatch, so the whole minibatch stays.
+            # A microbatch of the data is a view of its minibatch, so the whole minibatch stays in memory.
             m, replicas = self.schedule.num_microbatches, self.plan.stages[stage].num_replicas
             num_of_data = min(in_flight, 1 - (-(in_flight - 1) * replicas // m)) * m
             if stage == 0:
                 stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:
                 stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
-            # Tied gradients on their way to the owner, as many as the channel may hold.
+            # Gradients of tied parameters on their way to the owner, as many as the channel may hold.
             stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
             factors = self.factors.get(stage, PushedFactors())
             pushes = self.pushes.get(stage, PushedGradients())
@@ -290,8 +296,8 @@ class MemoryPlan:
 
 
 def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Returns how many microbatches can be offloaded at once: all in flight, without the one whose backward
-    is next."""
+    """Returns how many microbatches can be offloaded at once: all in flight except the one whose backward is
+    next."""
     return _core.num_microbatches_in_flight(schedule, stage) - 1
 
 
@@ -317,7 +323,7 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     m = schedule.num_microbatches
     per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round * m
-    # Long after the start, one period is like any other.
+    # The bound is the same in every period long after the start, so one period is enough.
     per_body = minibatches_per_body(schedule) * m
     period = math.lcm(per_round, here, schedule.placement.num_replicas(0), per_body)
     is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
@@ -336,12 +342,12 @@ def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
 def choose_savings(
     memory: MemoryPlan, recompute: Sequence[bool] | None, limit_bytes: int | None
 ) -> MemoryPlan:
-    """Returns the plan with the savings that its worker needs to fit into the limit. It first turns recompute
-    on (unless `recompute` is given), then offloads weight versions, then activations. Each goes stage by
-    stage, where it saves most, until the worker fits.
+    """Returns the plan with the savings that its worker needs to fit into the limit. First recompute is
+    turned on (unless `recompute` is given), then weight versions are offloaded, then activations. Each of the
+    three is done stage by stage, first where it saves most, until the worker fits.
 
-    The worker's neighbours see no difference. Raises ValueError, which lists the terms, if the worker does
-    not fit even so.
+    The worker's neighbours need not know about it. Raises ValueError, which lists the terms, if the worker
+    does not fit even with all savings.
     """
     memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:
@@ -355,7 +361,7 @@ def choose_savings(
 
 
 _Step = Callable[[MemoryPlan], Iterator[MemoryPlan]]
-"""Yields a plan's variants that each save memory in one more way, at one stage."""
+"""A function that yields variants of a plan. Each variant saves memory in one more way at one stage."""
 
 
 def _save(memory: MemoryPlan, step: _Step, limit_bytes: int) -> MemoryPlan:
@@ -386,7 +392,7 @@ def _more_activations_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
 
 
 def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:
-    """Drops the recompute that is no longer needed, now that something is offloaded."""
+    """Turns recompute off again at stages where it is no longer needed, now that tensors are offloaded."""
     for stage in memory.plan.stages_of(memory.rank):
         without = _with_recompute_at(memory, stage, False)
         if without.counted_bytes() <= limit_bytes:
@@ -441,8 +447,8 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
 
 
 def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
-    """Returns the memory that a rank needs for a channel. On the host, tensors without an encoding are sent
-    and received where they lie. A GPU encodes in its own memory."""
+    """Returns the memory that a rank needs for a channel. On the host, tensors that are not encoded are sent
+    and received without a staging buffer. On a GPU, tensors are encoded in the GPU's memory."""
     if rank not in (channel.sender, channel.receiver):
         return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
@@ -461,8 +467,8 @@ def channel_terms(channel: RunChannel, rank: int, device_type: str) -> Terms:
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:
-    """Returns the bytes of the stages' parameters and buffers, each tensor once. Stand-ins for tensors of
-    other stages that a stage reads count, too."""
+    """Returns the bytes of the stages' parameters and buffers, each tensor once. If a stage reads tensors of
+    other stages, the stand-ins for these are counted as well."""
     tensors: list[Tensor] = []
     for stage in stages:
         tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]

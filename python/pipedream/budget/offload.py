@@ -1,4 +1,5 @@
-"""Offloading: stashed weight versions and activations wait in pinned host memory, and come back in time.
+"""Offloads stashed weight versions and activations: they wait in pinned host memory and are copied back
+before they are needed.
 
     stage 0 of 4, activations    on the device                       on the host
     FORWARD 0                    0: its backward is next
@@ -11,9 +12,9 @@ next. At most two microbatches and three versions are on the device (resident_ve
 A graph does not keep a version alive: the hooks for saved tensors replace a view of a weight slot by a note,
 which names the version and the view's place in it. Parameters tied across stages stay on the device.
 
-Device memory is freed only after the compute stream has been told to wait for the copy from it
-(copy_streams.py). The next user of the memory comes later in that stream, so no allocator has to check
-whether the copy is done.
+Device memory is freed only after the compute stream has been made to wait for the copy out of it
+(copy_streams.py). The next user of the memory is later in that stream, so no allocator has to check whether
+the copy is done.
 
 Offloading does not work for layers that use torch.func inside, because torch.func allows no such hooks. Nor
 does it work for a torch.autograd.Function that keeps views of a weight outside save_for_backward.
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 SMALL_BYTES = 64 << 10
-"""Smaller saved tensors stay on the device: to copy so few bytes costs more than it saves."""
+"""Saved tensors with fewer bytes stay on the device, because a copy would cost more than it saves."""
 
 _VARIABLE = "PIPEDREAM_OFFLOAD"
 _ALIGNMENT = 64  # bytes, of the tensors in a microbatch's host memory; torch aligns its own so, too
@@ -56,7 +57,7 @@ _ALIGNMENT = 64  # bytes, of the tensors in a microbatch's host memory; torch al
 
 @dataclass(frozen=True)
 class Offload:
-    """The parts of one stage that lie in host memory."""
+    """The parts of one stage that are offloaded to host memory."""
 
     versions: bool = False
     activations: bool = False
@@ -103,8 +104,8 @@ class _Kept:
 
     tensor: Tensor
     version: int
-    """Autograd's version counter when the tensor was saved. With hooks, autograd does not check the counter
-    itself."""
+    """The tensor's version counter when autograd saved the tensor. Offloading must check it, because autograd
+    does not check tensors saved by hooks."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Kept:
@@ -129,7 +130,7 @@ class _InVersion:
 
 
 class _Memory:
-    """One storage of a microbatch. It is on the device, at its home in host memory, or both."""
+    """One storage that a microbatch saves. It is on the device, at its home in host memory, or at both."""
 
     def __init__(self, source: Tensor, home: Tensor) -> None:
         self._source: Tensor | None = source
@@ -142,7 +143,7 @@ class _Memory:
         """The bytes on the device; None while they are only at home."""
 
     def close(self) -> None:
-        """Notes at the end of the forward whether a layer has changed the content since it was saved."""
+        """Notes at the end of the forward whether a layer has changed the content after it was saved."""
         assert self._source is not None
         self._is_modified = self._source._version != self._version
         self._source = None
@@ -187,13 +188,15 @@ class SavedTensors:
         self._kept_memory = {memory_of(tensor) for tensor in kept}
         self._used_bytes = 0
         self._memories: dict[tuple[int, int], _Memory] = {}
-        # Weak, so that memory is freed when the graph drops it. It then need not come back.
+        # Weak references, so that memory is freed when the graph drops it. It is then not copied back.
         self._away: list[weakref.ref[_Memory]] = []
         self._come_in: list[Any] = []
         self._hooks: Any = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves the memory of these tensors on the device, because the graph is not its only user."""
+        """Leaves the memory of these tensors on the device. Use it for tensors that have other users besides
+        the graph.
+        """
         self._kept_memory |= {memory_of(tensor) for tensor in tensors}
 
     @property
@@ -246,7 +249,9 @@ class SavedTensors:
         return _Kept.of(tensor) if memory is None else _Away(memory, _Geometry.of(tensor))
 
     def _memory_for(self, tensor: Tensor) -> _Memory | None:
-        """Returns the tensor's storage, which is on its way home; None if it stays on the device."""
+        """Returns the tensor's storage, whose copy to the host has begun; None if the storage stays on the
+        device.
+        """
         if self._slot is None or not _is_movable(tensor, self._kept_memory | self._stage.kept_memory):
             return None
         key = _content_of(tensor)
@@ -285,21 +290,21 @@ class StageOffload:
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
         self.leaving: list[_Memory] = []
-        """Memory of the microbatch that was forwarded last. It may still be on its way home."""
+        """Memory of the microbatch whose forward ran last. Its copy to the host may not be done."""
 
     def names(self) -> list[str]:
         return Offload(self.versions is not None, self._num_homes > 0).names()
 
     def forward(self, kept: Iterable[Tensor], *, is_next: bool) -> SavedTensors | None:
         """Returns the hooks for a microbatch's forward, or None if its graph may hold all tensors directly.
-        is_next: its backward is the stage's next, so its tensors stay. kept: tensors that have other users
-        besides the graph."""
+        is_next: whether this microbatch's backward is the stage's next one, so that its tensors stay. kept:
+        tensors that have other users besides the graph."""
         self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)
 
     def settle(self) -> None:
-        """Makes the compute stream wait until the tensors of the microbatch before are in host memory, and
+        """Makes the compute stream wait until the tensors of the previous microbatch are in host memory, and
         frees their device memory. Call it before the next work on the device."""
         leaving, self.leaving = self.leaving, []
         self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last copy ends last
@@ -315,8 +320,8 @@ class StageOffload:
 
 
 def graph_root(output: Tensor) -> Tensor:
-    """Returns a stand-in for the output in the backward, so that the output's memory can be freed once it
-    has been sent."""
+    """Returns a tensor that stands for the output in the backward. So the output's memory can be freed once
+    the output has been sent."""
     if not output.requires_grad:
         return torch.empty(0, dtype=output.dtype, device=output.device)
     root: Tensor = _Root.apply(output)  # type: ignore[no-untyped-call]
@@ -335,8 +340,8 @@ class _Root(torch.autograd.Function):
 
 @contextlib.contextmanager
 def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Measures a forward in the block. Yields a function that returns how many bytes offloading would have
-    moved."""
+    """Measures the forward that runs in the with block. Yields a function that returns how many bytes
+    offloading would have moved."""
     kept_memory = {memory_of(tensor) for tensor in kept}
     held: dict[tuple[int, int], Tensor] = {}  # kept alive, so that no two have the same address
 
@@ -354,7 +359,7 @@ def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is nothing but a view of a storage on the device."""
+    """Whether a tensor is an ordinary view of a storage on the device."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -369,8 +374,8 @@ def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
 
 
 def _content_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns a key for a storage and its content. Two tensors that are alive have equal keys only if both
-    are the same."""
+    """Returns a key for a tensor's storage and its content. Two live tensors have equal keys only if they
+    have the same storage and the same content."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 

@@ -1,5 +1,5 @@
-"""Predicts the state that optimizers keep, and the tensors that a step makes and drops. To find out, it makes
-steps on stand-ins for the parameters.
+"""Predicts the size of the state that optimizers keep, and of the tensors that a step allocates and frees. To
+find out, it makes steps on stand-ins for the parameters.
 
 Pure; any thread.
 """
@@ -28,7 +28,9 @@ _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Predicts the state of a torch optimizer by one step on tiny parameters in the place of its own."""
+    """Predicts the bytes of a torch optimizer's state, by one step on tiny parameters that replace the real
+    ones.
+    """
     if optimizer is None:
         return 0
     probe, tiny_of = _probe_of(optimizer, _tiny_like)
@@ -55,15 +57,15 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 _NUM_TEMPORARIES_GUESSED = 3
 
 
-# The number of a step that does everything that a step ever does. RAdam, for one, rectifies only from its
-# sixth step on, or later.
+# A step number that is high enough for every kind of computation in a step. For example, RAdam rectifies only
+# from its sixth step on, or later.
 _LATE_STEP = 10_000
 
 
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
-    """Returns the most bytes that a torch optimizer makes and drops in a step. To find out, it makes steps on
-    parameters of the same shapes without memory: on all of them if a step takes all at once, else on a
-    few."""
+    """Returns the most bytes that a torch optimizer allocates and frees in a step. To find out, it makes
+    steps on parameters of the same shapes, but without memory. It uses all parameters if a step processes all
+    at once, else a few."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
@@ -98,9 +100,9 @@ def _sizes_in_step(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns some of the parameters, in which each pair of neighbouring shapes occurs that occurs among all.
-    Pairs matter, because a step may still hold the tensors that it made for the parameter before, as Adam's
-    does."""
+    """Returns some of the parameters. Each pair of neighbouring shapes that occurs among all parameters
+    occurs among these. Pairs matter, because a step may still hold the previous parameter's temporary
+    tensors, as Adam's does."""
     kept: list[nn.Parameter] = []
     shapes = [(p.shape, p.stride(), p.dtype) for p in parameters]
     pairs, last = set(), None
@@ -146,8 +148,8 @@ def sparse_bytes(stage: StageModule) -> int:
 def _probe_of(
     optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
-    """Returns (a copy of the optimizer with other parameters and no state, these parameters by the ids of the
-    optimizer's own)."""
+    """Returns a copy of the optimizer with other parameters and no state, and a dict: id of an original
+    parameter -> the parameter that replaces it."""
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     replaced: dict[int, nn.Parameter] = {}
@@ -166,8 +168,9 @@ def _meta_like(parameter: Tensor) -> nn.Parameter:
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Returns the optimizer's class, or its nearest base class that is torch's or ours: the step of a user's
-    class may do more than step. Raises TypeError for MasterWeights around a user's class."""
+    """Returns the optimizer's class, or its nearest base class from torch or pipedream. The step() of a
+    user's class is not tried, because it may have other effects. Raises TypeError for MasterWeights around a
+    user's class."""
     ours = ("torch.optim.", "pipedream.optim.")
     if not f"{type(unwrapped(optimizer)).__module__}.".startswith(ours) and isinstance(
         optimizer, MasterWeights

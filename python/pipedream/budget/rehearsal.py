@@ -1,25 +1,23 @@
-"""Rehearsal: each worker runs its own stages once, on its own device, on the first microbatch of minibatch 0.
-That shows which values cross the cuts (Boundary), and which memory the stages need beside the pool
-(Footprint).
+"""In a rehearsal each worker runs its own stages once, on its own device, on the first microbatch of
+minibatch 0. The rehearsal shows which values cross the cuts (Boundary), and how much memory the stages need
+in addition to the pool (Footprint).
 
     worker of stage 0   forward --value--.    backward
     worker of stage 1                     `-> forward --value--.    backward
     worker of stage 2                                           `-> forward, loss    backward
 
 - A layer runs only in the process that trains it, and as it will train: on that worker's device, under the
-  autocast lists of that device, with rank 0's initial weights and buffers.
-- A stage sends the boundary downstream, as a document, and then the values of its tensors as it made them,
-  whatever their dtype. Made-up values would not do. Integers may be indices, masks select, a loss may refuse
-  numbers that are no probabilities, and on a GPU one index out of range ends all use of the device. The
-  training's first microbatch sends as much. A stage sends before its backward, because nobody waits for that.
-- The first stage reads the inputs and the last stage the targets, each from its own stream. The stream gives
-  the minibatch to the training again.
-- A worker learns the boundaries at both sides of its stages, and their footprints. It needs to know nothing
-  else, so nobody collects anything, however many workers there are.
-- A worker runs its stages in ascending order. Each waits only for lower ones, so none waits for ever. Between
-  two stages of one worker a value stays in memory.
-- Afterwards generators, buffers, gradients, flags and counters of layers are as they were. The loss runs as a
-  copy.
+  autocast lists of that device, with rank 0's initial weights and buffers. - A stage sends the boundary
+  downstream as JSON, and then the real values of its tensors, whatever their dtype. Made-up values could
+  fail: integers may be indices, masks select elements, and a loss may refuse numbers that are no
+  probabilities. On a GPU one index out of range makes the device unusable. A stage sends before its backward,
+  so the next stage does not wait for the backward. - The first stage reads the inputs and the last stage the
+  targets, each from its own stream. The stream gives the minibatch to the training again. - A worker learns
+  the boundaries at both sides of its stages, and the footprints of its stages. It needs nothing else, so no
+  process collects results from all workers. - A worker runs its stages in ascending order. Each stage waits
+  only for lower stages, so there is no deadlock. Between two stages of one worker a value stays in memory. -
+  Afterwards generators, buffers, gradients, flags and counters of layers are as they were. A copy of the loss
+  is used.
 
 A layer that fails raises PipelineError, which names stage and rank. A value that cannot cross a cut raises
 ValueError, which names the stage and the place in the value. If the loss, the last stage or a backward fails,
@@ -64,14 +62,14 @@ from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal", "foreign_draws", "gives_the_same_again"]
 
-# Recomputes that are tried if the forward draws from generators other than torch's. One recompute need not
-# show that the draws matter, as with a layer that is dropped at random.
+# Number of recomputes that are tried if the forward draws from generators other than torch's. One recompute
+# may give the same output by chance, as with a layer that is dropped at random.
 _NUM_TRIES = 4
 
 
 class Handover:
     """Sends values across the cuts and receives them. A cut has the number of the stage upstream of it. All
-    replicas rehearse, each with the values of one replica upstream."""
+    replicas rehearse. Each one gets the values of one replica upstream."""
 
     def __init__(
         self,
@@ -81,13 +79,14 @@ class Handover:
         *,
         in_microbatches: bool = False,
     ) -> None:
-        """core: has the channels of channels.set_up_channels; None if one worker has all stages. replica:
-        this worker's replica of its stage. in_microbatches: known where data are read."""
+        """core: the core with the channels of channels.set_up_channels; None if one worker has all stages.
+        replica: index of this worker among its stage's replicas. in_microbatches: whether the data yield
+        Microbatches; None at workers that read no data."""
         self._core = core
         self._placement = placement
         self._replica = replica
         self.in_microbatches = in_microbatches
-        """Whether the data yield Microbatches. Workers that read no data hear it from the stage upstream."""
+        """Whether the data yield Microbatches. Workers that read no data learn it from the stage upstream."""
         self._in_hand: dict[int, tuple[Boundary, list[Tensor]]] = {}
 
     @property
@@ -105,7 +104,7 @@ class Handover:
             assert self._core is not None
             name = rehearsal_name(cut, receiver)
             send_document(self._core, name, [boundary.to_json(), self.in_microbatches])
-            # send_tensors() holds its tensors until they have left, so it gets copies in host memory.
+            # send_tensors() holds its tensors until they have been sent, so it gets copies in host memory.
             copies = [tensor.detach().to("cpu", copy=True) for tensor in boundary.sent(tensors)]
             send_tensors(self._core, name, copies)
 
@@ -143,10 +142,10 @@ class Rehearsal:
         for_factors: Collection[int] = (),
         for_recompute: Collection[int] = (),
     ) -> None:
-        """describe: returns the name of this worker for errors, by stage. name: of the minibatch. loss_fn:
-            None rehearses forwards alone.
-        repeats: runs forward and backward twice. With microbatches a backward adds to gradients that are
-            there already.
+        """describe: function of a stage that returns this worker's name for errors. name: name of the
+            minibatch. loss_fn: None rehearses forwards only.
+        repeats: runs forward and backward twice. With microbatches the second backward adds to existing
+            gradients, which takes other memory.
         for_offload: also measures how much of the stash could be offloaded, with one more forward.
         for_factors: stages for which it also finds the weights whose gradients are products of factors, with
             one more forward and backward.
@@ -168,8 +167,8 @@ class Rehearsal:
         self._for_recompute = for_recompute
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
-        """Rehearses the stages: this worker's, ascending, on the device. inputs, targets: those of one
-        microbatch, at workers that have the first or the last stage."""
+        """Rehearses the stages: this worker's, ascending, on the device. inputs, targets: one microbatch's
+        inputs and targets, at workers that have the first or the last stage."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
             kept = untouched([stage], self._loss_fn if self._is_last(stage) else None)
@@ -179,7 +178,9 @@ class Rehearsal:
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
 
     def _draws_of(self, stage: StageModule) -> contextlib.AbstractContextManager[None]:
-        """Makes stages on both sides of a cut draw the same numbers, and so take the same path."""
+        """Makes stages on both sides of a cut draw the same numbers, so that code that branches on them takes
+        the same branch.
+        """
         is_cut = self._handover.num_stages > 1
         return drawing_alike(stage, self._device) if is_cut else contextlib.nullcontext()
 
@@ -189,7 +190,7 @@ class Rehearsal:
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
         """Returns the input without the graph of the stages before, as a stage sees it in training."""
         if stage_index == 0:
-            # A copy, because a first layer that works in place would change the caller's data.
+            # A copy is needed, because a first layer that works in place would change the caller's data.
             return map_tensors(lambda tensor: tensor.detach().to(self._device, copy=True), inputs)
         cut = stage_index - 1
         boundary, tensors = self._handover.receive(cut)
@@ -269,7 +270,9 @@ class _StageRehearsal:
         repeats: bool,
         joins_statistics: bool,
     ) -> None:
-        """joins_statistics: whether batch norms make one step by all microbatches of a minibatch."""
+        """joins_statistics: whether batch norms update running statistics once per minibatch, from all its
+        microbatches.
+        """
         self._stage = stage
         self._repeats = repeats
         self._statistics = MinibatchStatistics(stage) if joins_statistics else None
@@ -280,7 +283,7 @@ class _StageRehearsal:
         self._loss_fn = loss_fn
         self._calls = StageCalls(stage, loss_fn, device, autocast)
         self._device = device
-        # A compiled forward would see the dispatch mode, and compile again or not at all.
+        # A compiled forward would compile again, or fail to, under the meter's dispatch mode.
         self._metered = not any(map(is_compiled, stage.modules()))
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
         # The function must not hold self: the cycle would keep gradients until the garbage collector runs.
@@ -322,8 +325,8 @@ class _StageRehearsal:
         return loss
 
     def _layers_seen(self) -> contextlib.AbstractContextManager[None]:
-        """Notes which layers draw, if the stage is a list of layers. For a traced model the trace has shown
-        it."""
+        """Notes which layers draw random numbers, if the stage is a list of layers. For a traced model the
+        trace has shown this."""
         if self._stage.traced_draws is not None:
             return contextlib.nullcontext()
         layer_indices = itertools.count(self._stage.first_layer)
@@ -344,7 +347,7 @@ class _StageRehearsal:
         if with_backward:
             try:
                 self._backward()
-                # Tensors that the model itself holds stay until the next forward replaces them.
+                # Tensors that the model itself holds stay in memory until the next forward replaces them.
                 left_bytes = self._meter.kept_bytes()
                 if self._repeats:
                     self.forward()
@@ -398,8 +401,9 @@ class _StageRehearsal:
             self.forward()
             with factored.backward():  # layers with activation checkpointing run again in it
                 self._backward()
-            # A weight that has another use, too, has the rest of its gradient in `grad`: it is left out. So
-            # is a weight without rows, such as that of an expert that was not chosen: it will get rows later.
+            # Two kinds of weights are left out: a weight that also has another use, so that part of its
+            # gradient is in `grad`, and a weight without rows. The latter may get rows later, such as the
+            # weight of an expert that was not chosen.
             return {
                 name: rows[name] for name, parameter in named if rows.get(name) and parameter.grad is None
             }
@@ -407,8 +411,8 @@ class _StageRehearsal:
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
-        # In training, received gradients lie in the pool, so these are made before the meter is on. A loss
-        # starts with a gradient that torch makes.
+        # In training, received gradients lie in the pool. So here they are made before the meter is on. The
+        # backward of a loss starts with a gradient that torch makes.
         seeds = [] if self._is_last else [torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None
@@ -425,7 +429,7 @@ class _StageRehearsal:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Waits for the device; the error of a kernel comes out here."""
+    """Waits for the device. If a kernel failed, its error is raised here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -441,9 +445,9 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
 
 
 def gives_the_same_again(stage: StageModule, device: torch.device, run: Callable[[], Any]) -> bool:
-    """Whether the stage's forward gives the same output when it runs again as in a recompute. True also if
-    the forward fails, because that is reported elsewhere. run: runs the forward; nothing may change its
-    output in place afterwards."""
+    """Whether the stage's forward gives the same output when it is repeated, as in a recompute. Also True if
+    the forward fails, because the failure is reported elsewhere. run: function that runs the forward. Nothing
+    may change its output in place afterwards."""
     generators = GeneratorState.capture(device)
     with contextlib.suppress(Exception):
         with BufferMemory(stage).forward() as buffers:

@@ -1,7 +1,8 @@
-"""The weight versions of a stage that lie in device memory while the others wait in pinned host memory.
+"""Chooses which weight versions of a stage are in device memory, while the other versions wait in pinned host
+memory.
 
-At most three versions are in device memory: the newest, the one that a backward reads, and the one that comes
-back or is written. With vertical sync a forward may read another one; it waits for that version's copy. Owned
+At most three versions are in device memory: the newest, the one that a backward reads, and one that is copied
+back or written. With vertical sync a forward may read yet another version, and then waits for its copy. Owned
 by the worker's compute thread.
 """
 
@@ -22,27 +23,29 @@ _POISON = 0xFF  # bytes that are NaN as a float of any width
 
 
 def num_resident_versions(num_versions: int) -> int:
-    """Returns how many of a stage's weight versions stay in device memory: all if offloading saves
+    """Returns how many of a stage's weight versions stay in device memory. Returns all if offloading saves
     nothing."""
     return min(num_versions, NUM_RESIDENT_VERSIONS)
 
 
 class ResidentVersions:
-    """The versions of a stage that lie in device memory. Each version also has a home in host memory, which
-    is written as soon as the version is. So a device slot may be overwritten when another version needs it:
-    nothing is lost.
+    """The versions of a stage that lie in device memory. Each version also has a home in host memory. It is
+    copied there as soon as it is written. So a device slot may be overwritten at any time when another
+    version needs it.
 
-    The number of a version here is the slot that the core gives it. A device slot has a position.
+    A version's number here is the number of its slot in the core. A device slot has a position.
     """
 
     def __init__(self, device_slots: Sequence[Tensor], homes: Sequence[Tensor], copies: CopyStreams) -> None:
-        """homes: one per version kept. The slots are flat uint8 tensors of one size."""
+        """homes: one tensor per version kept. Device slots and homes are flat uint8 tensors of the same
+        size.
+        """
         self._device_slots = device_slots
         self._homes = homes
         self._copies = copies
         self._held: list[int | None] = [None] * len(device_slots)
         self._position_of_memory = {memory_of(slot): p for p, slot in enumerate(device_slots)}
-        # By version: the copy to its home, and the copy into its device slot.
+        # Keyed by version: the copy to its home, and the copy into its device slot.
         self._gone_out: dict[int, Any] = {}
         self._come_in: dict[int, Any] = {}
         self._newest: int | None = None
@@ -58,8 +61,8 @@ class ResidentVersions:
 
     @property
     def homes(self) -> Sequence[Tensor]:
-        """The versions' places in host memory, with everything that was written: the CPU waits for the
-        copies."""
+        """The versions' places in host memory. The CPU waits for the copies to them first, so they have all
+        that was written."""
         self._copies.finish()
         return self._homes
 
@@ -91,8 +94,8 @@ class ResidentVersions:
         self._fetch(version)
 
     def write(self, version: int) -> None:
-        """Makes room in device memory for the version, which an update then writes from the newest one. Call
-        written() afterwards."""
+        """Makes room in device memory for the version. An update then computes it from the newest version.
+        Call written() afterwards."""
         position = self.position_of(version)
         if position is None:
             position = self._victim()
@@ -107,7 +110,9 @@ class ResidentVersions:
         self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
 
     def poison(self, version: int) -> None:
-        """Fills the version with NaN, on the device and at home, because nobody may read it any more."""
+        """Fills the version with NaN, on the device and in host memory, because nobody may read it any
+        more.
+        """
         self._copies.finish()  # because the CPU fills the home
         if self.position_of(version) is not None:
             self.device_slot(version).fill_(_POISON)
@@ -124,16 +129,16 @@ class ResidentVersions:
         self._come_in[version] = self._copies.into(self._homes[version], slot, *after)
 
     def _victim(self) -> int:
-        """Returns a device slot whose version nobody needs soon. There always is one: at most the newest
-        version, the one that is read and the next one are needed, and the caller asks in place of one of
-        these."""
+        """Returns a device slot whose version nobody needs soon. There always is one. At most three versions
+        are needed: the newest, the one that is read and the next one. The caller needs a slot for one of
+        these three, so a slot holds none of them."""
         if None in self._held:
             return self._held.index(None)
         wanted = {self._newest, self._reading, self._next}
         for position, version in enumerate(self._held):
             if version not in wanted:
                 return position
-        # The caller reads or writes another version now, so it has done with the one that it read last.
+        # The caller reads or writes another version now, so it no longer needs the version that it read last.
         assert self._reading not in (None, self._newest, self._next), self._held
         return self._held.index(self._reading)
 

@@ -1,7 +1,8 @@
 """Puts torch's own tensors into the worker's planned memory, on CUDA. Opt in with PIPEDREAM_TORCH_POOL=1.
 
-Torch's caching allocator gets one term of the pool as a `torch.cuda.MemPool`. The tensors that forwards and
-backwards make lie there. They cannot grow beyond the term, and are reported with the other terms.
+Torch's caching allocator gets one term of the pool as a `torch.cuda.MemPool`. Tensors that forwards and
+backwards make are allocated there. They cannot exceed the term, and their bytes are reported with the other
+terms.
 
 A MemPool applies to the thread that enters it. Autograd runs backwards on threads of its own, unless its
 multithreading is off, so region() turns that off (pytorch issues 167353, 188205). A pool with a custom
