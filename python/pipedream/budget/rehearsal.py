@@ -81,7 +81,7 @@ class Handover:
     ) -> None:
         """core: the core with the channels of channels.set_up_channels; None if one worker has all stages.
         replica: index of this worker among its stage's replicas. in_microbatches: whether the data yield
-        Microbatches; None at workers that read no data."""
+        Microbatches, at a worker that reads data."""
         self._core = core
         self._placement = placement
         self._replica = replica

@@ -130,8 +130,8 @@ class ResidentVersions:
 
     def _victim(self) -> int:
         """Returns a device slot whose version nobody needs soon. There always is one. At most three versions
-        are needed: the newest, the one that is read and the next one. The caller needs a slot for one of
-        these three, so a slot holds none of them."""
+        are needed: the newest, the one that is read and the next one. The caller's version is to become one
+        of these three, so at most two slots hold versions that are still needed."""
         if None in self._held:
             return self._held.index(None)
         wanted = {self._newest, self._reading, self._next}

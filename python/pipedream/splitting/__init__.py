@@ -1,1 +1,1 @@
-"""Any module's forward, traced and divided between stages. docs/models.md says how."""
+"""This package traces any module's forward and divides it between stages. docs/models.md says how."""

@@ -1,8 +1,8 @@
-"""CheckedModel: runs a model whole, and as stages that end at some of the places where it may be cut. The
-check of cuts compares the two. Owned by the thread that profiles.
+"""CheckedModel runs a model whole, and also as stages that end at some of the places where it may be cut. The
+check of cuts compares the results of both. Owned by the thread that profiles.
 
-The check computes in float64 where it can. In float32 the rounding of a sum in another order looks like a
-value that is slightly stale. In float64 the two are ten orders of magnitude apart.
+The check computes in float64 where it can. In float32 a sum in another order may differ by rounding as much
+as a slightly stale value does. In float64 rounding is ten orders of magnitude smaller.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class CheckedModel(Protocol):
         """Returns the whole model's output. at_place: called at the end of each layer but the last one."""
 
     def stages(self, ends: Sequence[int], on_begin: Callable[[int], None]) -> list[StageModule]:
-        """Returns stages that end at these places and at the model's end. on_begin: called with the place at
-        which a stage's own part begins.
+        """Returns stages that end at these places and at the model's end. on_begin: called with a place, when
+        a stage has reached the cut at which its own part of the forward begins.
         """
 
 
@@ -149,10 +149,11 @@ def _calling(on_begin: Callable[[int], None], place: int) -> Callable[[], None]:
     return lambda: on_begin(place)
 
 
-# The values, gradients of the whole model and of the cut one, gradients being computed, and activations.
+# The check needs the memory of this many copies of the parameters: values, gradients of the whole model and
+# of the cut model, gradients that are being computed, and activations.
 _NUM_COPIES = 8
 # Compute capabilities of GPUs whose float64 is half as fast as their float32: P100, V100, A100, H100, B200.
-# On others it is 32 or 64 times slower.
+# On other GPUs float64 is 32 or 64 times slower.
 _WITH_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _WIDER_COMPLEX = {torch.complex64: torch.complex128}
@@ -193,7 +194,7 @@ def fits_in_float64(roots: Sequence[tuple[str, nn.Module]], device: torch.device
 
 
 def as_float64(value: Any) -> Any:
-    """Returns the value with its floating-point tensors in float64, complex ones in complex128."""
+    """Returns the value with its floating-point tensors in float64 and its complex tensors in complex128."""
     return map_tensors(lambda tensor: tensor.to(_wide(tensor)), value)
 
 

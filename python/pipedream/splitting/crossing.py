@@ -1,16 +1,16 @@
-"""Crossing: the values that cross a cut in the middle of a model's forward. The stage upstream of the cut
-packs them, the stage downstream unpacks them.
+"""Crossing describes the values that cross a cut in the middle of a model's forward. The stage upstream of
+the cut packs these values, and the stage downstream unpacks them.
 
-At the cut some calls of modules have ended: the frontier. The stage downstream runs the model's own forward,
-but does not make those calls. It returns their outputs from what crossed. Only the tensors that downstream
-code still reads cross. Each other tensor is replaced by a filler of the same shape, for code that asks for
-the shape only. The fillers' sizes, and integers that calls returned, may change with every minibatch, so they
-cross as well:
+The calls of modules that have ended at the cut are its frontier. The stage downstream runs the model's own
+forward, but does not make the calls of the frontier. It returns their outputs from the received values. Of
+these outputs, only tensors that downstream code still reads cross. Each other tensor is replaced by a filler
+of the same shape, for code that asks for the shape only. The fillers' sizes, and integers that calls
+returned, may change with every minibatch, so they cross as well:
 
     value = (tensor, ..., sizes)      sizes: int64, left out if there are none
 
-A tensor of the first minibatch may be None in a later one. It is then None in the value. If it has a filler,
-the filler's sizes are -1.
+A tensor of the first minibatch may be None in a later minibatch. A tensor that crosses is then None in the
+value. For a tensor with a filler, the filler's sizes are then -1.
 
 Pure values, and functions of them; any thread.
 """
@@ -35,7 +35,9 @@ __all__ = ["NOT_CALLED", "Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
 
 
 class _NotCalled:
-    """unpack()'s output of a call that the first minibatch made and this one did not."""
+    """The mark that unpack() returns as the output of a call that the first minibatch made and this minibatch
+    did not make.
+    """
 
 
 NOT_CALLED = _NotCalled()
@@ -49,20 +51,20 @@ class PackedLeaf:
     """One entry of a frontier call's output."""
 
     crossing: int | None = None
-    """Position among the tensors that cross. None: it has a filler, or is no tensor."""
+    """Position among the tensors that cross. None: the entry has a filler, or is no tensor."""
     dtype: torch.dtype | None = None
     """None: it is no tensor."""
     num_dims: int = 0
     order: DimOrder = ()
     """The order of its dimensions in memory."""
     is_overwritten: bool = False
-    """Whether code overwrites its memory before the cut, or the filler after it."""
+    """Whether code overwrites the tensor's memory before the cut, or its filler after the cut."""
     constant: Any = None
-    """The value, if it is no tensor. Opaque stands for an object that does not cross."""
+    """The entry's value, if it is no tensor. Opaque stands for an object that does not cross."""
 
     @property
     def is_number(self) -> bool:
-        """Whether it is an integer, which may change from minibatch to minibatch."""
+        """Whether the entry is an integer, which may change from minibatch to minibatch."""
         return self.dtype is None and type(self.constant) is int
 
 
@@ -89,7 +91,9 @@ class FrontierCall:
 
     @functools.cached_property
     def num_sizes(self) -> int:
-        """Number of sizes and integers that cross for entries of its output that do not cross themselves."""
+        """Number of integers that cross for the entries of the output that do not cross as tensors: the sizes
+        of fillers, and entries that are integers.
+        """
         return sum(
             leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
             for leaf in self.leaves
@@ -111,8 +115,9 @@ class FrontierCall:
         return [self._checked(position, now) for position, now in enumerate(leaves)]
 
     def _checked(self, position: int, now: Any) -> Any:
-        """Returns an entry. Raises ValueError if its kind differs from the first minibatch's and it cannot
-        cross.
+        """Returns `now`, the entry at `position` of the call's flat output, or a clone of it if it will be
+        overwritten. Raises ValueError if `now` differs from the first minibatch's entry so that it cannot
+        cross the cut.
         """
         leaf = self.leaves[position]
         if leaf.dtype is not None:
@@ -153,9 +158,9 @@ _FILLERS_MAX = 1024  # the most shapes for which fillers are kept
 
 
 class Fillers:
-    """Fillers for tensors that nobody should read. They share memory, so they take almost none; fillers that
-    look alike are one tensor. Their values are poison: code that reads one, as none did in the first
-    minibatch, fails on an index, or the loss shows it.
+    """Makes fillers for tensors that no code should read. Fillers share memory, so they take almost none.
+    Fillers of the same kind are one tensor. Their values are poison, because no code read them in the first
+    minibatch. If code reads one later, it fails on an index, or the loss becomes NaN.
     """
 
     def __init__(self) -> None:
@@ -164,7 +169,7 @@ class Fillers:
         self._dtypes: dict[int, torch.dtype] = {}  # by the leaf's id(), where it differs from the leaf's
 
     def note(self, leaf: PackedLeaf, tensor: Tensor) -> None:
-        """Makes this leaf's fillers of the tensor's dtype from now on; a check may run in another
+        """Makes this leaf's fillers have the tensor's dtype from now on, because a check may run in another
         precision.
         """
         self._dtypes[id(leaf)] = tensor.dtype
@@ -197,7 +202,7 @@ def _shaped(flat: Tensor, shape: tuple[int, ...], order: DimOrder) -> Tensor:
 
 @dataclass(frozen=True)
 class Crossing:
-    """The calls that have ended at a cut, and those of their outputs that cross."""
+    """The calls that have ended at a cut, and which of their outputs cross."""
 
     last: CallKey
     """The call whose end is the cut."""
@@ -219,8 +224,9 @@ class Crossing:
     ) -> tuple[Tensor | None, ...]:
         """Returns the value that crosses.
 
-        outputs: each frontier call's output, flattened at its end. A call that was not made is missing;
-        nothing of its output may cross then. fillers: the next stage's, if that stage is in this process.
+        outputs: the output of each frontier call, flattened when the call ended. A call that was not made is
+        missing. No tensor of its output may be one that crosses. fillers: the fillers of the next stage, if
+        that stage is in this process.
         """
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []
@@ -281,7 +287,9 @@ class Crossing:
 
 
 def _is_same(first: Tensor | None, now: Tensor | None) -> bool:
-    """Whether one tensor can stand for both. Clones that were made at calls' ends are compared by value."""
+    """Whether one tensor can be sent for both. Values are compared if the memory differs, because outputs may
+    have been cloned when their calls ended.
+    """
     if first is None or now is None:
         return first is now
     in_one_place = first.data_ptr() == now.data_ptr() and first.stride() == now.stride()

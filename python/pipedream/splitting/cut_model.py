@@ -1,5 +1,6 @@
-"""CutModel: a module that is no list of layers, with the places where it may be cut. Its layers are the spans
-of its own forward between neighbouring cuts. A layer has the name of the call with which it ends.
+"""CutModel holds a module that is no list of layers, with the places where it may be cut. The layers are the
+spans of the module's own forward between neighbouring cuts. A layer has the name of the call with which it
+ends.
 
     cut = cut_model(model, inputs, targets, loss_fn)     traces one minibatch
     cut.layer_names                                      the layers that a plan counts
@@ -54,27 +55,31 @@ class CutModel(CutForward):
         draws: DrawSites | None = None,
         call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
-        """call: runs the module, by its own forward or by another one."""
+        """call: a function that runs the module, by its own forward or by another function."""
         self.module = module
         self.call = call
         self.counts = tuple(counts)
-        """Numbers that the forward changes, by path: attributes of modules that contain modules."""
+        """Numbers that the forward changes, by path. They are attributes of modules that contain modules."""
         self.loss = loss
-        """The traced minibatch's loss. None if the forward drew random numbers."""
+        """Loss of the traced minibatch. None if the forward drew random numbers."""
         self.draws = draws or DrawSites()
         """The places at which the forward drew random numbers."""
         self.cuts = cuts
         self.offered = cuts.offered
-        """The places where it may be cut, in the order of the forward: all, or those that were chosen."""
+        """The places where the model may be cut, in the order of the forward: all of them, or those that the
+        user chose.
+        """
         self.refused = cuts.refused
         """Places where it may not be cut, with reasons."""
         names = tuple(cut.name for cut in cuts.offered)
         self.chosen = names if names and cuts.depend_on_chance else None
-        """The names of the offered places, if these are not all or depend on the trace; else None."""
+        """The names of the offered places. None if all places are offered and another trace would find the
+        same places.
+        """
 
     def at(self, names: Sequence[str]) -> CutModel:
-        """Returns the same model, to be cut only after the calls of these names, as a plan has them. Raises
-        ValueError for a name after which it cannot be cut.
+        """Returns the same model, which may then be cut only after the calls with these names. A plan has
+        such names. Raises ValueError for a call after which the model cannot be cut.
         """
         places = {self._place_of(name): None for name in names}
         known = [cut for cut in [*self.offered, *self.refused] if cut.crossing is not None]
@@ -82,7 +87,9 @@ class CutModel(CutForward):
         return self._with(chosen, [cut for cut in self.refused if cut.call not in places])
 
     def without(self, reasons: Mapping[int, str]) -> CutModel:
-        """Returns the model without some of the offered places. reasons: why, by position."""
+        """Returns the model without some of the offered places. reasons: why each is left out, by its
+        position among them.
+        """
         kept = [cut for position, cut in enumerate(self.offered) if position not in reasons]
         dropped = [
             replace(self.offered[position], crossing=None, why_not=why) for position, why in reasons.items()
@@ -156,8 +163,8 @@ class CutModel(CutForward):
         return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
 
     def parameter_bytes(self, *, trained: bool = True) -> list[int]:
-        """Returns the bytes of each layer's parameters, of those that are trained or of those that are not.
-        The first layer that uses a parameter counts it.
+        """Returns the bytes of each layer's parameters: of the trained ones, or if `trained` is False of the
+        others. The first layer that uses a parameter counts it.
         """
         layer_of = self.cuts.first_spans_of_parameters(self.offered)
         sizes = [0] * len(self.layer_names)
@@ -181,9 +188,7 @@ class CutModel(CutForward):
         )
 
     def explain(self) -> str:
-        """Returns reasons why the first places that are no cuts are none; empty if there is nothing to
-        say.
-        """
+        """Returns the reasons against the first places where the model cannot be cut; "" if none."""
         if is_compiled(self.module):
             return (
                 "it is compiled as a whole, which is one call: give the module that it was made of, and"
@@ -206,12 +211,12 @@ def cut_model(
     call: Callable[[nn.Module, Any], Any] = call_model,
     needs_outputs: bool = False,
 ) -> CutModel:
-    """Traces the model on one minibatch. Afterwards the model and the generators are as before. Of
-    Microbatches the first batch is used. A model on the meta device is traced on the host, without values of
-    parameters.
+    """Traces the model on one minibatch. Afterwards the model and the generators are as before. If the inputs
+    are Microbatches, the first batch is used. A model on the meta device is traced on the host, without
+    values of parameters.
 
-    weights: the source of such a model's buffers. call: runs the model. needs_outputs: all outputs are read,
-    not only the loss.
+    weights: the source of the buffers of a model on meta. call: a function that runs the model.
+    needs_outputs: all outputs are read, not only the loss.
 
     Raises ValueError for parameters that cannot be trained, and any error that the model or the loss raises.
     """
@@ -236,8 +241,8 @@ def _trace(
     call: Callable[[nn.Module, Any], Any],
     needs_outputs: bool,
 ) -> Trace:
-    """Records the trace. counts: filled with CutModel.counts. losses: gets the loss, unless something was
-    drawn.
+    """Records the trace. counts: is filled with the values of CutModel.counts. losses: the loss is appended,
+    unless the forward drew random numbers.
     """
     device = device_of([model])
     loss_fn = spare_loss(loss_fn, [model])

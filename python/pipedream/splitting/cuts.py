@@ -1,9 +1,10 @@
-"""Cuts: the places where any module's forward may be divided between stages, and the values that cross there.
+"""Cuts finds the places where any module's forward may be divided between stages, and the values that cross
+there.
 
-A cut is the end of a call of a module. The stage upstream runs everything before that moment. The stage
-downstream runs the same forward again, but does not make calls that have ended at the cut: it returns their
-outputs from the values that crossed. The outermost of these calls are the frontier: the inputs, the call that
-ends, and at each level around it the calls before it.
+A cut is the end of a call of a module. The stage upstream runs everything before the end of that call. The
+stage downstream runs the same forward again, but does not make calls that have ended at the cut. It returns
+their outputs from the values that crossed. The outermost of these calls are the frontier: the inputs, the
+call that ends, and at each level around it the calls before it.
 
     forward(x)              upstream runs     downstream runs
       x = stem(x)           stem              -
@@ -11,12 +12,13 @@ ends, and at each level around it the calls before it.
       x = body(x)           body, then stops  -                      <- the cut
       return head(x + y)                      +, head
 
-The values that cross are found by a backward slice: from the loss through everything that runs downstream, up
-to values that are made elsewhere. Nothing else can be read downstream. Values that a hook inside a frontier
-call stored elsewhere (a list of router logits) cross, too, and the hook is called again downstream.
+A backward slice finds the values that cross: it goes back from the loss through all operations that run
+downstream, and ends at values that upstream operations make. Downstream code reads no other values. A hook
+inside a frontier call may have stored values elsewhere (a list of router logits). These values cross as well,
+and the hook is called again downstream.
 
-Contract: a cut is offered only where the result is exactly the same, and every other end of a call has a
-reason against it. Pure; any thread.
+A cut is offered only where the result is exactly the same. Every other end of a call has a reason why no cut
+is offered there. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _BY_CHANCE = (
 
 @dataclass(frozen=True)
 class Cut:
-    """A place to cut, or the reason why it is none. A place with both is a cut only if the user names it."""
+    """A place to cut, or a place with the reason why it is no cut. A place that has values to cross and also
+    a reason is a cut only if the user names it.
+    """
 
     call: int
     name: str
@@ -56,7 +60,7 @@ class Cut:
     calls: tuple[str, ...] = ()
     """The names of all calls that end at this place, the outermost first."""
     is_checkpointed: bool = False
-    """Whether this call, and none around it, runs under activation checkpointing or no_grad."""
+    """Whether this call runs under activation checkpointing or no_grad, and no call around it does."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,18 @@ class SpanState:
     read: frozenset[str]
     """Those parameters and buffers that the traced minibatch used."""
     strays: frozenset[str]
-    """Other spans' parameters and buffers that code outside calls reads, without its result being needed."""
+    """Parameters and buffers of other spans that code outside calls reads, although the result of that code
+    is not needed.
+    """
     others_modules: frozenset[str] = frozenset()
-    """Other spans' modules that the traced minibatch did not call. Code outside calls may call them in a
-    later one.
+    """Modules of other spans that the traced minibatch did not call. Code outside calls may call them in a
+    later minibatch.
     """
 
 
 @dataclass
 class _Slice:
-    """The operations in a span that are needed, and the values that they read."""
+    """The operations in a span whose results are needed, and the values that these operations read."""
 
     needed: list[Operation] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
@@ -85,7 +91,9 @@ class _Slice:
 
 
 class Cuts:
-    """The places of one trace, in the order of the forward: `offered`, and `refused` with reasons."""
+    """The places of one trace where a call ends, in the order of the forward: `offered`, and `refused` with
+    reasons.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -149,7 +157,7 @@ class Cuts:
         return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
 
     def end_of(self, cut: Cut) -> int:
-        """Returns the tick at which the cut's call ends. Cuts are ordered by it."""
+        """Returns the tick at which the cut's call ends. Cuts are ordered by this tick."""
         return self._trace.calls[cut.call].end
 
     @property
@@ -161,8 +169,8 @@ class Cuts:
     # The ends of calls that may be cuts.
 
     def _candidates(self) -> Iterable[list[int]]:
-        """Yields groups of calls that end between the same two operations, the outermost first. Parameters
-        must be used before and after.
+        """Yields groups of calls that end between the same two operations, the outermost first. A group
+        counts only if parameters are used both before and after it.
         """
         uses = [op.tick for op in self._trace.operations if self._uses_parameters(op)]
         if not uses:
@@ -218,9 +226,9 @@ class Cuts:
         return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
 
     def _crosses(self, index: int, leaf: Leaf, found: _Slice) -> bool:
-        """Whether an output of a call crosses. Inputs that are no floating-point numbers always cross: they
-        are small, and reading them from Python (tolist(), numpy()) is no operation that the trace sees. The
-        check would not notice such a read either, because a filler of integers cannot be NaN.
+        """Whether an output of a call crosses. Inputs that are no floating-point numbers always cross. They
+        are small, and the trace does not see that Python reads them (tolist(), numpy()). The check would not
+        notice such a read either, because a filler of integers cannot be NaN.
         """
         is_input = self._trace.calls[index].key == INPUTS
         always = is_input and leaf.is_dense and not leaf.dtype.is_floating_point
@@ -280,7 +288,9 @@ class Cuts:
         return bool(self._chances)
 
     def _is_left_to_chance(self, index: int) -> bool:
-        """Whether a random number decided, right before the call or one around it, that it is made."""
+        """Whether the call was made because of a random number, on which code branched just before this call
+        or a call around it.
+        """
         return any(self._follows_chance(other) for other in self._path(index))
 
     def _follows_chance(self, index: int) -> bool:
@@ -291,8 +301,8 @@ class Cuts:
 
     @functools.cached_property
     def _chances(self) -> dict[int, list[int]]:
-        """Ticks, by call, at which the call's own code branched on nothing but random numbers, as LayerDrop
-        does. Branching on activations that went through dropout does not count.
+        """For each call, the ticks at which its own code branched on random numbers only, as LayerDrop does.
+        Branching on activations that went through dropout does not count.
         """
         ticks: dict[int, list[int]] = {}
         free: set[Version] = set()  # values that depend on nothing but constants and random numbers
@@ -318,9 +328,7 @@ class Cuts:
         return path
 
     def _frontier(self, index: int) -> list[int]:
-        """Returns the calls that have ended at the end of this one, except those inside another one that
-        has.
-        """
+        """Returns the outermost calls among all calls that have ended when this call ends."""
         end = self._trace.calls[index].end
         levels = [*self._path(index)[1:], ROOT]
         siblings = [child for level in levels for child in self._children.get(level, ())]
@@ -331,8 +339,8 @@ class Cuts:
         return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
 
     def _hooked(self, frontier: list[int], found: _Slice) -> dict[int, list[int]]:
-        """Returns, by frontier call, the calls inside it whose hooks stored needed values elsewhere, in their
-        order.
+        """Returns, for each frontier call, the calls inside it whose hooks stored needed values elsewhere, in
+        the order of their ends.
         """
         returned = {leaf.version for index in frontier for leaf in self._leaves(index)}
         left = found.reads - returned
@@ -365,8 +373,8 @@ class Cuts:
             if not isinstance(leaf, Leaf):
                 return PackedLeaf(constant=leaf)
             position = positions.get(leaf.memory)
-            # A tensor that crosses may be overwritten before the cut. A filler may be overwritten at any
-            # later time.
+            # For a tensor that crosses, only writes before the cut count. For a filler, all later writes
+            # count.
             until = cut if position is not None else None
             overwritten = self._is_overwritten(leaf.version.storage, call.end, until)
             order = order_in_memory(leaf.shape, leaf.stride)
@@ -392,8 +400,8 @@ class Cuts:
     # The data flow.
 
     def _runs(self, op: Operation, begin: int, end: int | None) -> bool:
-        """Whether a stage with this span runs the operation: not if it lies in a call that ended before the
-        span.
+        """Whether a stage with this span runs the operation. It does not if the operation lies in a call that
+        ended before the span.
         """
         if end is not None and op.tick > end:
             return False

@@ -1,9 +1,8 @@
-"""The cuts of a model's forward in eval mode, for validation data. They are at the same calls as the cuts of
-its training.
+"""Cuts a model's forward in eval mode, for validation data. The cuts are at the same calls as in training.
 
-A list of layers is cut between layers in either mode. Any other module is traced again in eval mode, with the
-first validation minibatch. Other values may cross then than in training, for example if an auxiliary head is
-left out. Stateless.
+A list of layers is cut between layers in both modes. Any other module is traced again in eval mode, with the
+first validation minibatch. In eval mode other values may cross than in training, for example if an auxiliary
+head is left out. Stateless.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Forward = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class EvaluationCut:
-    """The places of an eval-mode forward, without the module, which is sent separately."""
+    """The cuts of an eval-mode forward. The module is not in it, because it is sent separately."""
 
     cuts: Cuts
     names: tuple[str, ...]
@@ -45,9 +44,9 @@ class EvaluationCut:
 
 @contextlib.contextmanager
 def in_eval_mode(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """In the with block, all modules are in eval mode; afterwards each has its own mode again. Torch's fused
-    kernel for encoder layers is off, because it would not call the modules inside, at which the forward may
-    be cut.
+    """In the with block, all modules are in eval mode. Afterwards each has its former mode. Torch's fused
+    kernel for encoder layers is off, because it does not call the layer's inner modules, at which the forward
+    may be cut.
     """
     takes_fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -76,9 +75,9 @@ def cut_for_evaluation(
 ) -> EvaluationCut:
     """Traces the model in eval mode and cuts it at the calls at which its training is cut.
 
-    model: cut for training. inputs, targets: the first validation minibatch. Raises ValueError if the
-    eval-mode forward cannot be cut at one of these calls, or if a stage would read parameters that another
-    stage trains.
+    model: the model, already cut for training. inputs, targets: the first validation minibatch. Raises
+    ValueError if the eval-mode forward cannot be cut at one of these calls, or if a stage would read
+    parameters that another stage trains.
     """
     trained = model if plan.cuts is None else model.at(plan.cuts)
     names = tuple(trained.offered[stage.last_layer].name for stage in plan.stages[:-1])
@@ -115,8 +114,8 @@ def _check_reads(evaluated: SpanStage, trained: SpanStage) -> None:
 def evaluation_stages(
     model: Model, trained: Sequence[StageModule], cut: EvaluationCut | None, forward: Forward | None
 ) -> list[StageModule]:
-    """Returns the stages that run on validation data, in the order of the trained ones. cut: None for a list
-    of layers, and for a single stage.
+    """Returns the stages that run on validation data, in the order of the trained stages. cut: None for a
+    list of layers, and for a single stage.
     """
     if cut is None:
         if forward is None:

@@ -1,5 +1,5 @@
-"""Explanation: where a model can be cut, what would cross there, and why it cannot be cut elsewhere. As text
-and as a picture.
+"""Explanation says, as text and as a picture, where a model can be cut, how many bytes would cross there, and
+why it cannot be cut elsewhere.
 
     explain(model, batch, loss_fn)    traces one forward and checks every cut, as profile() does
 
@@ -42,7 +42,9 @@ class ExplainedLayer:
     parameter_bytes: int
     """Bytes of trainable parameters."""
     crossing_bytes: int | None
-    """Bytes that cross in the traced minibatch. None: not known before a profile. 0 after the last layer."""
+    """Bytes that cross in the traced minibatch; 0 after the last layer. None: they are not known before a
+    profile.
+    """
     senders: tuple[str, ...] = ()
     """The calls whose outputs cross, each once. They may include "the inputs"."""
     num_tensors: int = 0
@@ -57,7 +59,9 @@ class Explanation:
     refused: tuple[tuple[str, str], ...]
     """(the call, why the model cannot be cut after it), in the order of the forward."""
     why_none: str = ""
-    """Why there is no place at all; empty if there are places, even refused ones."""
+    """The reason why no call ends at a place that could be a cut; empty if there are such places, even
+    refused ones.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -99,7 +103,7 @@ class Explanation:
         )
 
     def describe_refused(self) -> str:
-        """Returns the title and the refused places, to be shown with a picture of the layers."""
+        """Returns the title and the refused places, as text beside a picture of the layers."""
         return "\n".join([self._title(), *self._refused_lines()])
 
     def good_places(self) -> list[int]:

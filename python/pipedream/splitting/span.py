@@ -1,4 +1,4 @@
-"""SpanStage: a stage that runs a part of any model's forward, between two cuts, by the model's own code.
+"""SpanStage is a stage that runs the part of any model's forward between two cuts, by the model's own code.
 
     1  The model's forward runs from its beginning.
     2  Calls that have ended at the first cut return what was received, without running (crossing.py).
@@ -6,11 +6,12 @@
     4  The end of the span's last call stops the forward.
 
 Code outside calls runs at every stage whose forward passes it. Results that it computes from fillers are not
-read. Each forward keeps its state in an object of its own, because many are in flight, and a recompute is
-another one.
+read. Each forward keeps its state in a separate object, because many forwards are in flight, and a recompute
+is one more.
 
-A forward may leave out calls that the traced one made, or make others, if they concern one stage only. It is
-refused here if the output of such a call crosses a cut. Owned by the stage's compute thread.
+A forward may leave out calls of the traced forward, or make other calls, if only one stage is affected. If
+the output of such a call crosses a cut, the forward raises an error here. Owned by the stage's compute
+thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["SpanStage"]
 
 
 class _Stop(BaseException):
-    """Ends a forward. It is no Exception, so that user code does not catch it by mistake."""
+    """Raised to end a forward. It is no Exception, so that user code does not catch it by mistake."""
 
 
 class SpanStage(StageModule):
@@ -58,8 +59,9 @@ class SpanStage(StageModule):
         call: Callable[[nn.Module, Any], Any] = call_model,
     ) -> None:
         """crossing_in: None at the first stage. crossing_out: None at the last stage. on_begin: called in
-        each forward when it reaches the first cut. draws: of the whole model. fillers: shared by stages that
-        run one after the other in one process. call: runs the model.
+        each forward when it reaches the first cut. draws: the places at which the whole model draws. fillers:
+        fillers that stages in one process share if they run one after the other. call: a function that runs
+        the model.
         """
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
@@ -81,8 +83,8 @@ class SpanStage(StageModule):
         self._visible = dict(visible_modules(model))
 
     def forward(self, value: Any) -> Any:
-        """Runs the span. value: the inputs at the first stage, else what crossed. Returns what crosses, or
-        the output.
+        """Runs the span. value: the inputs at the first stage, at others the value that crossed the cut
+        before. Returns the value that crosses the cut after the span, or at the last stage the output.
         """
         others = self._state.others_modules
         forward = _SpanForward(
@@ -125,7 +127,9 @@ class SpanStage(StageModule):
         return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
 
     def held_names(self) -> set[str]:
-        """Returns more than the span's own names: code outside calls may read or write any buffer."""
+        """Returns the span's own names and all buffers, because code outside calls may read or write any
+        buffer.
+        """
         return super().held_names() | {name for name, _ in self.layers[0].named_buffers()}
 
     def others_parameters(self) -> list[nn.Parameter]:
@@ -179,7 +183,9 @@ class _SpanForward:
         """others: SpanState.others_modules."""
         self._draws = draws
         self.first_of_others: CallKey | None = None
-        """The first call of one of `others`. Its parameters are NaN here, and so is its output."""
+        """The first call of a module in `others`. The module's parameters are NaN here, and so is the call's
+        output.
+        """
         self._others = others
         self._counter = CallCounter(names)
         self._modules = modules
@@ -238,8 +244,8 @@ class _SpanForward:
         return output
 
     def _call_hooks(self, key: CallKey, output: Any) -> None:
-        """Calls the hooks of a call that is not made, with its output. They store it where later code finds
-        it.
+        """Calls the hooks of a call that is not made, with its received output. The hooks store the output
+        where later code finds it.
         """
         module = self._modules[key.module]
         for handle, hook in module._forward_hooks.items():

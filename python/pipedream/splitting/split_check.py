@@ -1,13 +1,15 @@
-"""Split check: whether a model that is cut at all of its cuts at once computes the same as the whole model.
+"""The split check tests whether a model that is cut at all of its cuts at once computes the same as the whole
+model.
 
 The check runs two minibatches in sequence, with every layer as a stage of its own. Everything that a stage
 must not need is poison: tensors that do not cross, and parameters and buffers of other stages. Attributes
-that a stage sets are invisible to other stages; the stage finds them again with the second minibatch. Losses,
-gradients and buffers are compared, in float64 if the model computes in it.
+that a stage sets are hidden from other stages, and are there again when the stage runs the second minibatch.
+Losses, gradients and buffers are compared, in float64 if the model computes in it.
 
-The whole model and its stages draw by the same keys, as in a run. If the traced minibatch drew nothing, the
-generators are set at each cut instead. The check takes the time of four minibatches, plus the code outside
-calls once per layer. It leaves everything as it was. It runs on the thread that profiles.
+The whole model and its stages draw random numbers by the same keys, as in a run. If the traced minibatch drew
+nothing, the generators' states are restored at each cut instead. The check takes the time of four
+minibatches, and runs the code outside calls once more per layer. It restores everything that it changes. It
+runs on the thread that profiles.
 """
 
 from __future__ import annotations
@@ -59,18 +61,20 @@ NUM_CHECKED = 2
 _LossFunction = Callable[[Any, Any], Tensor]
 _Minibatches = Sequence[tuple[Any, Any]]
 
-# Relative to each tensor's largest element, by the coarsest dtype in which the model computes. A value that
-# three or more layers use is summed in another order.
+# Largest allowed difference, relative to each tensor's largest element, by the least precise dtype in which
+# the model computes. Differences arise because the gradient of a value that three or more layers use is
+# summed in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2
-# A float64 model with some float32 inside (norms, positions) differs by the float32 parts' rounding.
+# The same for a float64 model with some float32 parts (norms, positions), whose rounding makes the
+# difference.
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
 _REFUSED = "a stage refuses that: "
 _NEGLIGIBLE = 1e-2
-"""Share of the largest element of all gradients below which a gradient may be rounding only. Times the
-tolerance, it is about ten times float32's rounding of that element.
+"""A gradient may be rounding only if it is below this share of the largest element of all gradients.
+Multiplied by the tolerance, the share is about ten times float32's rounding of that element.
 """
 
 
@@ -93,13 +97,13 @@ class _Round:
 
 
 def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
-    """Returns the cuts that change what is computed: position -> what differs, or the error that the cut
-    forward raises.
+    """Returns the cuts that change the results, by position. The text says which result differs, or has the
+    error that the forward with the cut raises.
 
     model: a list of layers or a CutModel. minibatches: (inputs, targets) on the model's device. The first
     NUM_CHECKED are used; if there are fewer, the last one is used again.
 
-    Raises ValueError if single cuts are right and several together are not.
+    Raises ValueError if each cut alone is right and several together are not.
     """
     checked = checked_model(model)
     if not checked.place_names:
@@ -121,8 +125,8 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
 def without_bad_cuts(
     cut: CutModel, minibatches: _Minibatches, loss_fn: _LossFunction, *, is_chosen: bool
 ) -> CutModel:
-    """Returns the model without the cuts that change what is computed, and logs them. Raises ValueError
-    instead if the user chose the cuts.
+    """Returns the model without the cuts that change the results, and logs these cuts. If the user chose the
+    cuts, it raises ValueError instead.
     """
     bad = check_cuts(cut, minibatches, loss_fn)
     if not bad:
@@ -159,8 +163,8 @@ def _can_cross(value: Any) -> bool:
 
 
 def check_layers(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> None:
-    """Raises ValueError if the layers of a list compute something else when each is a stage. Layers that are
-    all torch's own share no state, and are not run.
+    """Raises ValueError if the layers of a list compute other results when each layer is a stage. A list with
+    only torch's own layers is not run, because such layers share no state.
     """
     named = named_layers(model)
     if all(_is_of_torch(module) for layer in named for module in layer.module.modules()):
@@ -196,8 +200,8 @@ def _bad_places(check: _Check) -> dict[int, str]:
 
 
 def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """Returns the places at which the cut model differs. Halving finds a few bad places among many in few
-    checks.
+    """Returns the places at which a cut changes the results. The places are halved repeatedly, so a few bad
+    ones among many are found in few checks.
     """
     found = difference(places)
     if not found:
@@ -219,7 +223,9 @@ class _Check:
         *,
         is_wide: bool,
     ) -> None:
-        """is_wide: everything is float64. Raises NotInFloat64Error if the model does not accept that."""
+        """is_wide: whether the check computes in float64. Raises NotInFloat64Error if the model does not run
+        in float64.
+        """
         self.model = model
         self._minibatches = minibatches
         self._loss_fn = loss_fn
@@ -253,7 +259,9 @@ class _Check:
         ]
 
     def difference(self, ends: Sequence[int]) -> str:
-        """Returns what differs in stages that end at these places; "" if nothing does."""
+        """Returns a text that says which result differs in stages that end at these places; "" if none
+        does.
+        """
         with self._all_kept(), self._drawing():
             try:
                 staged = self._run_staged(ends)
@@ -352,7 +360,7 @@ class _Check:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a stage raised the error, rather than code that it runs."""
+    """Whether the stage itself raised the error, and not the user's code that it runs."""
     raised = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return raised[-1] in (span.__name__, crossing.__name__)
 
@@ -368,8 +376,8 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _strays_swapped(stage: StageModule) -> Iterator[None]:
-    """In the with block, other stages' parameters and buffers that this stage reads have poison or clones as
-    contents.
+    """In the with block, the parameters and buffers of other stages that this stage reads contain poison, or
+    are clones.
     """
     contents = [(tensor, tensor.data) for tensor in stage.strays()]
     for tensor, content in contents:
@@ -396,7 +404,8 @@ def _difference(whole: _Outcome, staged: _Outcome, tolerance: float) -> str:
         if not math.isclose(loss, wanted, rel_tol=0, abs_tol=tolerance * max(abs(wanted), 1.0)):
             which = "its loss" if turn == 0 else "its next loss"
             return f"{which} is {loss:.10g}, not {wanted:.10g}"
-    # A gradient that is only rounding, such as that of an attention's key bias, differs completely.
+    # A gradient that consists of rounding only, such as the gradient of an attention's key bias, differs
+    # completely. So small gradients are compared with this scale.
     scale = _NEGLIGIBLE * max([_largest(tensor) for tensor in whole.gradients.values()], default=0.0)
     for name, tensor in whole.gradients.items():
         other = staged.gradients.get(name)
@@ -415,7 +424,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> bool:
-    """scale: a lower bound for the largest element, to which the tolerance is relative."""
+    """The tolerance is relative to the tensor's largest element, or to `scale` if that is larger."""
     if tensor.is_sparse:  # only buffers may be
         tensor, other = tensor.to_dense(), other.to_dense()
     if not tensor.is_floating_point():

@@ -1,5 +1,5 @@
-"""Splitter: makes one module per stage from a model and a plan, out of the model's own layers. It refuses, in
-one line, state that the stages of a plan cannot share.
+"""Makes one module per stage from a model and a plan, out of the model's own layers. State that the stages of
+a plan cannot share raises an error of one line.
 
 Runs in the caller's thread, before any worker exists.
 """
@@ -66,10 +66,10 @@ def split(model: Model, plan: StagePlan) -> list[StageModule]:
 def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
-    It refuses: more stages than layers; a plan of another number of layers; buffers, or modules with buffers,
-    that two stages share; trainable parameters of dtypes other than float32, float64 and bfloat16; and places
-    that hold something that a stage cannot train, which are views of its parameters and unregistered
-    parameters of other stages. Parameters may be tied across stages: see find_ties().
+    These are refused: more stages than layers; a plan for another number of layers; buffers, or modules with
+    buffers, that two stages share; trainable parameters of dtypes other than float32, float64 and bfloat16;
+    and places that hold a view of a stage's parameter, or an unregistered parameter of another stage, because
+    the stage could not train it. Parameters may be tied across stages: see find_ties().
     """
     model = _cut_as_planned(model, plan)
     layers = named_layers(model)
@@ -96,7 +96,9 @@ def check_split(model: Model, plan: StagePlan) -> None:
 
 
 def _check_names(names: Sequence[str], plan: StagePlan) -> None:
-    """Raises ValueError for a plan that names other layers. A plan that was written by hand names none."""
+    """Raises ValueError for a plan that names other layers than the model's. A plan that was written by hand
+    names no layers.
+    """
     planned = getattr(plan, "predicted", {}).get("stage_layers")
     if not isinstance(planned, list) or len(planned) != len(plan.stages):
         return
@@ -111,7 +113,7 @@ def _check_names(names: Sequence[str], plan: StagePlan) -> None:
 
 
 def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
-    """Returns the model with the plan's cuts. These may be fewer than all that it has."""
+    """Returns the model with the plan's cuts only. The model may have more."""
     return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
 
 
@@ -180,8 +182,9 @@ def check_shared_buffers(layers: list[Layer], stage_of_layer: list[int]) -> None
 
 def check_storages(layers: list[Layer]) -> list[_NamedSpan]:
     """Returns the memory of the trainable parameters. Raises ValueError if parameters overlap."""
-    # Parameters that overlap in memory without being one object cannot be told apart from independent ones by
-    # name. They would silently come untied once each has its own place in a version.
+    # Parameters may overlap in memory without being one object. Each would get its own place in a weight
+    # version, so they would silently no longer share values. Names do not reveal this, so the memory is
+    # compared.
     spans: list[_NamedSpan] = []
     trainable: list[_NamedSpan] = []
     seen: set[int] = set()
@@ -222,7 +225,7 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             for layer, stage in zip(layers, stage_of_layer, strict=True)
             if stage == stage_index
         ]
-        # By the place of a tuple or partial: whether its parameters are tied.
+        # Keyed by the place of a tuple or partial: whether its parameters are tied.
         fixed: dict[tuple[int, Any], set[bool]] = {}
         for place in places_of(roots):
             key = id(place.tensor)
@@ -236,8 +239,8 @@ def check_references(layers: list[Layer], stage_of_layer: list[int], spans: list
             if key not in names:
                 _check_no_view(place, of_storage)
             elif (stage_index, key) not in own and not place.is_outside:
-                # A parameter that is held through a module passes, because it may be unused. If it is used,
-                # its gradient reveals that.
+                # A parameter that is held through a module is accepted, because it may be unused. If it is
+                # used, its gradient reveals that.
                 other, name = names[key]
                 raise ValueError(
                     f"{place.path} of stage {stage_index} holds parameter {name!r} of stage {other} without"

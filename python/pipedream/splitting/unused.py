@@ -1,7 +1,7 @@
-"""Unused: parameters and buffers that the traced minibatch did not use, and the place in the forward where a
+"""Finds parameters and buffers that the traced minibatch did not use, and the place in the forward where a
 later minibatch may use them. Examples are experts that no token chose, and a layer that was dropped.
 
-They belong where their module's code would run: at the end of the module's own calls. A module that was not
+Each is placed where its module's code would run, at the end of the module's calls. A module that was not
 called is placed after the module that its parent registers before it:
 
     encoder(x)                      called; the cut is inside this call
@@ -28,18 +28,22 @@ class Unused:
     """A parameter or buffer of the model that no operation read or wrote."""
 
     ticks: tuple[float, ...]
-    """Ticks at which its code would have run, one for each call of the innermost called module around it."""
+    """Ticks at which the code of its module would have run, one tick for each call of the innermost called
+    module around it.
+    """
     windows: tuple[tuple[float, float], ...]
     """Begin and end of each of those calls."""
     module: str = ""
-    """The outermost module around it that was not called; empty if its own module was called."""
+    """The outermost module around the parameter that was not called; empty if the parameter's own module was
+    called.
+    """
 
     def is_in(self, begin: float, end: float) -> bool:
         """Whether its code would run between these ticks."""
         return any(begin < tick <= end for tick in self.ticks)
 
     def is_passed_in(self, begin: float, end: float) -> bool:
-        """Whether code of the called module around it runs between these ticks."""
+        """Whether code of the innermost called module around the parameter runs between these ticks."""
         return any(first < end and last > begin for first, last in self.windows)
 
 
@@ -88,9 +92,9 @@ class _Places:
         return (0, math.inf) if call == ROOT else (self._calls[call].begin, self._calls[call].end)
 
     def _tick_in(self, call: int, around: str, absent: str) -> float:
-        """Returns the tick at which code of the call would have called the absent module. It is after the
-        module registered before it, or before the module registered after it, in the innermost container in
-        which one of them was called.
+        """Returns the tick at which code of the call would have called the absent module. It is just after
+        the calls of the module registered before the absent one, or just before the calls of the module
+        registered after it. The innermost container in which one of these was called decides.
         """
         position = self._order[absent]
         container = absent
@@ -107,8 +111,8 @@ class _Places:
         return self._window(call)[1]
 
     def _calls_in(self, call: int, container: str, modules: Iterable[str], absent: str) -> list[int]:
-        """Goes through those modules that lie in the container, and returns the calls of the first one that
-        `call` calls directly. Empty if it calls none.
+        """Returns the direct calls that `call` made of one module in the container: the first of `modules` of
+        which there are any. Empty if there is none.
         """
         prefix = f"{container}." if container else ""
         for module in modules:
@@ -120,7 +124,7 @@ class _Places:
         return []
 
     def _child_of(self, call: int, index: int) -> int | None:
-        """Returns the call directly inside `call` that is, or contains, the other one; None if there is
+        """Returns the call directly inside `call` that is the call `index` or contains it; None if there is
         none.
         """
         while index != ROOT:
