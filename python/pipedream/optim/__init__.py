@@ -1,5 +1,5 @@
-"""Optimizers for a pipeline: native ones, which write the next weight version in one pass over memory; Muon;
-and float32 masters of bfloat16 parameters for any other optimizer.
+"""This package has optimizers for a pipeline. Native optimizers write the next weight version in one pass
+over memory. There are also Muon, and float32 masters of bfloat16 parameters for any other optimizer.
 """
 
 from pipedream.optim.adam import Adam, AdamW, NAdamW
@@ -11,4 +11,6 @@ from pipedream.optim.sgd import SGD
 __all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "MasterWeights", "Muon", "NAdamW", "NativeOptimizer"]
 
 NATIVE_OPTIMIZERS: tuple[type[NativeOptimizer], ...] = (SGD, Adam, AdamW, NAdamW)
-"""All native classes. Compare `type(optimizer)` with these, since a subclass may have a step of its own."""
+"""All native classes. Compare `type(optimizer)` with these and do not use isinstance(), because a subclass may
+have another step().
+"""

@@ -1,4 +1,4 @@
-"""Native Adam, AdamW and NAdamW: two moments per parameter. Used by one thread at a time."""
+"""Native Adam, AdamW and NAdamW, which keep two moments per parameter. Used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class _MomentOptimizer(NativeOptimizer):
                 raise ValueError(f"betas are {group['betas']}: each must be at least 0 and below 1")
 
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Returns each parameter's step number, from 1, which is counted in the state as torch does."""
+        """Counts the step in the state, as torch does. Returns each parameter's step number, which starts at
+        1.
+        """
         if not parameters:
             return []
         counts = self._scalars("step", 0.0, parameters)
@@ -50,7 +52,7 @@ class _MomentOptimizer(NativeOptimizer):
 
     @abstractmethod
     def _variant(self, group: Group, past: Past) -> dict[str, Any]:
-        """Returns the options that make the core's step that of this optimizer."""
+        """Returns the options by which the core's step computes this optimizer's variant of Adam."""
 
     def _run(self, group: Group, past: Past, rows: list[Row], common: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -71,7 +73,7 @@ class _MomentOptimizer(NativeOptimizer):
 class Adam(_MomentOptimizer):
     """Adam (Kingma and Ba, ICLR'15), with amsgrad and with L2 or decoupled weight decay.
 
-    The arithmetic and the arguments are those of torch.optim.Adam. Raises ValueError for an argument out of
+    Arithmetic and arguments are the same as in torch.optim.Adam. Raises ValueError for an argument out of
     range.
     """
 
@@ -118,7 +120,7 @@ class Adam(_MomentOptimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR'19).
 
-    The arithmetic and the arguments are those of torch.optim.AdamW. Raises ValueError for an argument out of
+    Arithmetic and arguments are the same as in torch.optim.AdamW. Raises ValueError for an argument out of
     range.
     """
 
@@ -148,7 +150,7 @@ class AdamW(Adam):
 class NAdamW(_MomentOptimizer):
     """Adam with Nesterov momentum (Dozat, ICLR'16 workshop) and decoupled weight decay.
 
-    The arithmetic and the arguments are those of torch.optim.NAdam(decoupled_weight_decay=True), except that
+    Arithmetic and arguments are the same as in torch.optim.NAdam(decoupled_weight_decay=True), except that
     weight_decay is 0.01 by default, as in AdamW. Raises ValueError for an argument out of range.
     """
 

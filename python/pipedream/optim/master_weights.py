@@ -1,8 +1,9 @@
-"""float32 masters of bfloat16 parameters, for torch's optimizers. Used by one thread at a time.
+"""MasterWeights keeps float32 copies (masters) of bfloat16 parameters for torch's optimizers. Used by one
+thread at a time.
 
 With a usual learning rate a step changes a weight by less than 1/256 of its value. bfloat16 cannot represent
-such a change, so rounding would lose it. The native optimizers (native_optimizer.py) keep masters themselves,
-under the same key of their state.
+such a small change, so rounding would lose it. The native optimizers (native_optimizer.py) keep masters
+themselves, under the same key of their state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _WIDER = {torch.bfloat16: torch.float32}
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which an optimizer computes steps of such parameters and keeps their state."""
+    """Returns the dtype in which an optimizer computes steps of parameters of `dtype` and keeps their
+    state.
+    """
     return _WIDER.get(dtype, dtype)
 
 
@@ -112,7 +115,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch does, without rounding it to the dtype of the parameters."""
+        """Loads a state as torch does, but does not round it to the dtype of the parameters."""
         super().load_state_dict(state_dict)
         load_wide_state(self, state_dict)
 

@@ -1,5 +1,5 @@
-"""Muon: trains a stage's matrices, and another optimizer its other parameters. Used by one thread at a
-time.
+"""Muon trains a stage's matrices. Another optimizer inside it trains the stage's other parameters. Used by
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part, optimizer in self._parts.items():
-            # The groups are read anew: a scheduler changes their options, and a pipeline their parameters.
+            # The groups are read at every step, because a scheduler changes their options and a pipeline
+            # changes their parameters.
             optimizer.param_groups = [group for group in self.param_groups if group["part"] == part]
             optimizer.state = self.state
             optimizer.step()

@@ -1,6 +1,7 @@
-"""Native optimizers: one pass over memory, from one version's slot to another's, on the host or on CUDA.
+"""Native optimizers make a step in one pass over memory, from one version's slot to another's, on the host or
+on CUDA.
 
-They are torch optimizers with the arguments, the arithmetic and the state_dict of torch.optim's. So they also
+They are torch optimizers with the same arguments, arithmetic and state_dict as in torch.optim. So they also
 work in a plain loop (in place), and with torch's lr schedulers. A pipeline calls `step_out_of_place`, which
 reads version v and writes version v + 1 without a copy. It calls `place_state` to put the optimizer's state
 into memory that the pipeline owns. Used by one thread at a time.
@@ -46,7 +47,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     # Keys of the state tensors that have the parameter's size, in the order of the core's arguments. A group
     # uses the first few of them.
     _STATE_NAMES: tuple[str, ...]
-    # Keys of the state that are one number per parameter. These stay on the host.
+    # Keys of the state whose values are one number per parameter. These numbers stay on the host.
     _SCALAR_NAMES: tuple[str, ...] = ()
     _TAKES_SPARSE = False
     _TORCH_NAME: str  # the alternative for tensors that this class refuses
@@ -84,7 +85,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         The sequences have the order of the optimizer's parameters, over all groups. Each tensor of `write`
         has the strides of its tensor in `read`, and may be the same memory. A parameter without a gradient is
         copied. `gradient_scale` multiplies the gradients first (unscaling, clipping), without changing their
-        values in memory. Of a bfloat16 parameter with a master, the master is read.
+        values in memory. For a bfloat16 parameter with a master, the step reads the master instead of the
+        parameter.
         """
         first = 0
         for group in self.param_groups:
@@ -105,8 +107,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int:
-        """The most state tensors of the parameter's size that a group keeps per parameter: SGD 0 or 1, Adam
-        2, or 3 with amsgrad.
+        """The largest number, over the groups, of state tensors of the parameter's size per parameter. It is
+        0 or 1 for SGD, 2 for Adam, and 3 for Adam with amsgrad.
         """
         return max(self._num_state_tensors(group) for group in self.param_groups)
 
@@ -115,8 +117,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Keeps the state in the tensors that `make` returns, from now on.
 
         make(parameter_index, parameter) returns num_state_tensors zeroed tensors with the parameter's shape,
-        strides and device. For a bfloat16 parameter they are float32, and there is one more for its master.
-        The index counts the optimizer's parameters over all groups. Existing state is copied into the
+        strides and device. For a bfloat16 parameter the tensors are float32, and one more is needed for its
+        master. The index counts the optimizer's parameters over all groups. Existing state is copied into the
         tensors. Raises ValueError for tensors that do not fit.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -141,8 +143,8 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, also one of torch's optimizers. It is copied, into the tensors of place_state() if
-        there are any.
+        """Loads a state of this optimizer or of torch's. The state is copied, into the tensors of
+        place_state() if there are any.
         """
         super().load_state_dict(state_dict)
         load_wide_state(self, state_dict)
@@ -167,7 +169,9 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
-        """Counts the step, and returns each parameter's past. Parameters with equal pasts step together."""
+        """Counts the step. Returns each parameter's past, which are the numbers from earlier steps that the
+        core needs. One call of the core updates all parameters with equal pasts.
+        """
 
     @abstractmethod
     def _run(self, group: Group, past: Past, rows: list[Row], common: dict[str, Any]) -> None:
@@ -182,7 +186,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         gradients: Sequence[Tensor | None],
         gradient_scale: float,
     ) -> None:
-        """Calls the core once for each device, dtype and past; most groups have one of each."""
+        """Calls the core once for each combination of device, dtype and past. Most groups have only one."""
         names = self._STATE_NAMES[: self._num_state_tensors(group)]
         absent = (0,) * (len(self._STATE_NAMES) - len(names))
         dense = [self._dense(source, gradient) for source, gradient in zip(read, gradients, strict=True)]
@@ -241,8 +245,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return gradient if _fits(gradient, source, source.dtype) else torch.empty_like(source).copy_(gradient)
 
     def _state_tensor(self, parameter: Tensor, index: int, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a state tensor, at first zero. It has the weight's layout, which may differ from the last
-        step's.
+        """Returns a state tensor, which is zero at first. It gets the weight's present layout, which may
+        differ from the layout in the last step.
         """
         name = self._STATE_NAMES[index]
         state = self.state[parameter]
@@ -255,8 +259,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _master(self, parameter: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the parameter's master, at first made from the weight. It has the weight's present
-        layout.
+        """Returns the parameter's master, which is made from the weight at first. It gets the weight's
+        present layout.
         """
         state = self.state[parameter]
         master: Tensor | None = state.get(MASTER)
@@ -268,7 +272,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         return result
 
     def _own_state(self) -> None:
-        """Moves every parameter's state into memory of this optimizer: that of place_state(), or its own."""
+        """Moves every parameter's state into this optimizer's memory: the tensors of place_state(), or newly
+        allocated ones.
+        """
         for parameter, state in self.state.items():
             places = dict(self._named_places(parameter))
             for name in (*self._STATE_NAMES, MASTER):
@@ -318,7 +324,9 @@ def scalar_tensor(value: float) -> Tensor:
 
 
 def _fits(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor has this dtype, and its elements lie in memory as those of `like`."""
+    """Whether a tensor has this dtype, and its elements lie in memory in the same way as the elements of
+    `like`.
+    """
     return (
         tensor.stride() == like.stride()
         and tensor.shape == like.shape

@@ -16,7 +16,7 @@ __all__ = ["SGD"]
 class SGD(NativeOptimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay.
 
-    The arithmetic and the arguments are those of torch.optim.SGD; sparse gradients are made dense. Raises
+    Arithmetic and arguments are the same as in torch.optim.SGD, but sparse gradients are made dense. Raises
     ValueError for an argument out of range.
     """
 

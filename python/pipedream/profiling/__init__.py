@@ -1,1 +1,1 @@
-"""Measures the time and the bytes of every layer of a model on one device."""
+"""This package measures the time and the bytes of every layer of a model on one device."""

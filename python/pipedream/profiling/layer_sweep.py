@@ -1,11 +1,11 @@
-"""LayerSweep: times the layers of a model on the meta device, with the values of only one layer in memory at
-a time.
+"""LayerSweep times the layers of a model on the meta device. Only one layer at a time has its values in
+memory.
 
     layer 0   get its values, run forward and backward several times, return to meta
     layer 1   the same, on the output of layer 0
     ...
 
-Each layer runs as a stage of its own: its input is detached from the graph of earlier layers. Its backward
+Each layer runs as a separate stage: its input is detached from the graph of earlier layers, and its backward
 starts from gradients of ones. Owned by the thread that profiles.
 """
 
@@ -40,7 +40,7 @@ from pipedream.splitting.cut_model import CutModel
 __all__ = ["SWEEPS_MAX", "LayerSweep"]
 
 SWEEPS_MAX = 20
-"""The most runs of a layer. More would tell nothing new."""
+"""The largest number of runs of a layer, because more runs would not make the mean more exact."""
 _SEED = 0  # the values are only timed, so any seed will do
 
 Times = tuple[list[list[float]], list[list[float]]]

@@ -1,10 +1,10 @@
-"""Times of microbatches: how long each layer takes for one of m pieces of a minibatch. Small pieces take
-longer than 1/m of it.
+"""Measures how long each layer takes for one microbatch, if a minibatch is cut into m pieces. A small piece
+takes longer than 1/m of the minibatch.
 
-Each round runs the whole minibatch and, for every m, all of its pieces. If time is short, one piece stands
-for all. The median over the rounds counts. On a host with one thread it is the process's own CPU time: a busy
-machine interrupts long spans more often than short ones, and wall-clock times of the two could not be
-compared. Smaller pieces cannot be faster in sum. If they seem to be, that is noise, and neighbouring m get
+Each round runs the whole minibatch and, for every m, all of its pieces. If time is short, one piece is timed
+for all. The result is the median over the rounds. On a host with one thread the process's own CPU time is
+measured, because a busy machine interrupts long spans more often than short ones. All pieces of a minibatch
+together cannot be faster than fewer, larger pieces. If they seem to be, that is noise, and neighbouring m get
 their mean. Runs in the thread that profiles.
 """
 
@@ -43,9 +43,9 @@ def microbatch_times(
     """Returns times of microbatches by layer, or None if the samples of a minibatch cannot be counted.
 
     inputs, targets: a minibatch on the device. whole_ms: the profile's time of all layers together. rounds:
-    the most rounds; five suffice. The numbers of microbatches end where the model refuses a piece, as batch
-    norm refuses a single sample. If the seconds do not suffice, one piece of each size is still timed once,
-    which takes as long as three minibatches.
+    the largest number of rounds; at most five are run. Larger m are not tried once the model refuses a piece,
+    as batch norm refuses a single sample. If the seconds do not suffice, one piece of each size is still
+    timed once, which takes as long as three minibatches.
     """
     count = samples_of(inputs, targets)
     if not count:
@@ -109,8 +109,8 @@ def _medians(runs: Sequence[_Times]) -> _Times:
 
 
 def _rising(sums_ms: Mapping[int, float], whole_ms: float) -> dict[int, float]:
-    """Returns a factor for each m. With these factors the sums over all layers start at whole_ms and never
-    fall as m rises. They are the nearest such sequence by least squares.
+    """Returns a factor for each m. Multiplied by these factors, the sums over all layers start at whole_ms
+    and never fall as m rises. They are the nearest such sequence by least squares.
     """
     blocks: list[tuple[float, int]] = []  # mean, and how many m have it
     for sum_ms in sums_ms.values():
@@ -130,7 +130,9 @@ _NUM_TRIES = 3  # the fastest of these counts
 
 
 def product_ms_per_replica(weight: torch.Tensor, num_rows: int, clock: Clock) -> float:
-    """Returns the milliseconds that num_rows more rows, those of one more replica, add to the product."""
+    """Returns the milliseconds by which the product of factors gets longer with num_rows more rows, which are
+    the rows of one more replica.
+    """
     num_outputs, num_inputs = weight.shape
 
     def least_ms(times: int) -> float:

@@ -1,4 +1,4 @@
-"""profile(): times the forward and backward of every layer of a model, on the model's device.
+"""profile() times the forward and backward of every layer of a model, on the model's device.
 
 timed_passes.py explains how. Runs in the caller's thread.
 """
@@ -56,12 +56,14 @@ __all__ = ["profile"]
 
 # The first minibatches also pay for allocation, thread pools and the choice of kernels.
 _WARM_UP_MINIBATCHES = 5
-# A block has consecutive minibatches, so that slow changes of the machine show in the blocks' means.
+# The number of blocks. A block has consecutive minibatches, so slow changes of the machine's speed show as
+# differences between the blocks' means.
 _BLOCKS = 10
 _STUDENT_T = 2.262  # 95 % two-sided quantile for _BLOCKS - 1 degrees of freedom
 _BLOCK_MINIBATCHES_MIN = 5
 _TIME_ERROR_ENOUGH = 0.005
-# The most minibatches that are read, as a multiple of those to time. Minibatches of other sizes count.
+# The largest number of minibatches that are read, as a multiple of the number to time. Minibatches of other
+# sizes, which are not timed, count as read.
 _SKIPPED_FACTOR_MAX = 10
 _WHOLE_SHARE = 0.7  # share of the seconds for whole minibatches; the rest is for microbatches
 
@@ -90,9 +92,9 @@ def profile(
         shorter than the first are not timed.
     loss_fn: (outputs, targets) -> scalar; with dicts, (outputs, batch) -> scalar. Its time belongs to the
         last layer. None: the loss in the model's output.
-    minibatches, seconds: profiling stops after this many measured minibatches (besides up to 5 for warm-up,
-        which do not count), after `seconds` in all, or once the mean time of a minibatch is known to 0.5 %
-        (Profile.time_error), whichever is first.
+    minibatches, seconds: profiling stops at the first of three events: this many minibatches are measured (up
+        to 5 more for warm-up do not count), `seconds` have passed in all, or the mean time of a minibatch is
+        known to 0.5 % (Profile.time_error).
     model: an nn.Sequential or a list is used as its layers. Any other module is traced once, on the first
         minibatch. A layer is then the part of its forward between two places where it may be cut. It has the
         name of the module whose call ends it.
@@ -100,17 +102,17 @@ def profile(
     check: first runs the model with all of its cuts and compares it with the whole model. A cut that changes
         the loss, a gradient or a buffer is left out, and logged. It raises ValueError instead if `cuts` names
         it, or if the model is a list with layers that are not torch's own.
-    autocast: as in run(). It changes times and bytes, but not which cuts are found. None: that of the region
-        around this call, if there is one.
+    autocast: as in run(). It changes times and bytes, but not which cuts are found. None: the dtype of the
+        autocast region around this call, if there is one.
     weights: as in run(), for a model on the meta device.
 
-    The model is unchanged afterwards: weights, gradients, buffers, flags and counters, random number
-    generators, and those of a DataLoader. So is a loss that is a module or another object.
+    The model is unchanged afterwards: weights, gradients, buffers, flags and counters. So are random number
+    generators, including those of a DataLoader, and a loss that is a module or another object.
 
     A model on the meta device is timed on the host, layer by layer. Each layer gets its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and returns
     to meta. So this needs the memory of the largest layer only. The check needs eight times the parameters'
-    memory; if that is not free, the log says that there was no check. Microbatches are not timed.
+    memory. If that is not free, there is no check, and the log says so. Microbatches are not timed.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
@@ -194,7 +196,7 @@ def _say_left_out(names: Sequence[str], *, is_chosen: bool) -> None:
 
 
 def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[LayerProfile]:
-    """Joins each layer whose end some minibatch did not reach with the layer after it."""
+    """Joins a layer with the layer after it if some minibatch did not reach the end of the first."""
     joined: list[LayerProfile] = []
     before: LayerProfile | None = None
     for index, layer in enumerate(layers):
@@ -256,7 +258,9 @@ class _Measurement:
     def _factors_of(
         self, passes: TimedPasses, rows: Mapping[str, int], clock: Clock
     ) -> list[list[WeightFactors]]:
-        """Returns the factors of each layer's weights. rows: of a minibatch, by the weight's name."""
+        """Returns the factors of each layer's weights. rows: the number of rows in a minibatch, by the
+        weight's name.
+        """
         product_ms: dict[tuple[torch.Size, torch.dtype, int], float] = {}  # shared by weights that are alike
         found: list[list[WeightFactors]] = [[] for _ in passes.layer_names]
         for name, parameter in self._named():
@@ -278,8 +282,8 @@ class _Measurement:
         return len(self.forward_ms) - self.num_warm_up
 
     def time_error(self) -> float | None:
-        """Returns half the width of the 95 % interval of a minibatch's mean time, as a share of that mean.
-        None if there are too few minibatches.
+        """Returns half the width of the 95 % confidence interval of a minibatch's mean time, as a share of
+        that mean. None if there are too few minibatches.
         """
         sums_ms = [
             sum(forward_ms) + sum(backward_ms)
@@ -297,7 +301,7 @@ class _Measurement:
         return _STUDENT_T * statistics.stdev(means_ms) / math.sqrt(_BLOCKS) / mean_ms
 
     def is_known_well(self) -> bool:
-        """Whether the mean time is known well enough. Checked once per block."""
+        """Whether the mean time is known well enough. This is checked once per block."""
         if self.num_measured % (_BLOCKS * _BLOCK_MINIBATCHES_MIN) or self.num_measured <= 0:
             return False
         error = self.time_error()

@@ -1,4 +1,4 @@
-"""TimedPasses: a forward and backward of one minibatch, with the time of each layer.
+"""TimedPasses runs a forward and backward of one minibatch, and measures the time of each layer.
 
     list of layers   The layers run one after another. The clock is read after each.
     any module       Its own forward runs. The clock is read at the ends of the calls after which it may be
@@ -6,7 +6,7 @@
 
 In the backward the clock is read when the gradient of a layer's output is complete, because autograd goes
 back through the layers in reverse order. So all layers are timed within one backward. A separate call of
-autograd for each layer would add the cost of entering it, some 60 us, to each of them.
+autograd for each layer would add about 60 us to every layer's time.
 
 Values and gradients are those of real training. Owned by the thread that profiles.
 
@@ -53,7 +53,7 @@ class TimedPasses(Protocol):
     parameter_bytes: list[int]
     """Bytes of each layer's trainable parameters. The first layer that uses a tied parameter counts it."""
     frozen_bytes: list[int]
-    """Bytes of each layer's other parameters, counted in the same way."""
+    """Bytes of each layer's parameters that are not trained, counted in the same way."""
     layer_of: dict[int, int]
     """The layer that counts a parameter, by the parameter's id."""
     activation_bytes: list[int]
@@ -68,8 +68,8 @@ class TimedPasses(Protocol):
     """Layers whose last call some minibatch did not make."""
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
-        """Runs a minibatch. Returns milliseconds of each layer's forward and backward. Leaves no
-        gradients.
+        """Runs a minibatch. Returns milliseconds of each layer's forward and backward. The parameters have no
+        gradients afterwards.
         """
 
 
@@ -182,7 +182,9 @@ class CutPasses:
 
 
 class _Pass:
-    """The pass of one minibatch. A span of the clock is the work since the reading before."""
+    """The forward and backward of one minibatch. Each reading of the clock ends a span, which is the work
+    since the previous reading.
+    """
 
     def __init__(self, num_layers: int, clock: Clock) -> None:
         self._num_layers = num_layers
@@ -213,15 +215,16 @@ class _Pass:
         num_forward = len(self._forward) + 1
         for layer, span in zip([*self._forward, last], spans[:num_forward], strict=True):
             forward[layer] += span
-        # If no gradient separates several layers, the last of them gets the time of all.
+        # If several layers have no gradient between them at which to read the clock, the last of these layers
+        # gets the time of all.
         for layer, span in zip([last, *self._backward], spans[num_forward:], strict=True):
             backward[layer] += span
         return forward, backward
 
     @contextlib.contextmanager
     def saved_bytes(self, modules: Iterable[nn.Module]) -> Iterator[list[int]]:
-        """Gives bytes per layer, which are filled inside the context. A storage that two layers save counts
-        at the first.
+        """Yields a list of bytes per layer, which is filled in the with block. A storage that two layers save
+        counts for the first one.
         """
         num_bytes = [0] * self._num_layers
 
@@ -232,8 +235,8 @@ class _Pass:
             yield num_bytes
 
     def _end_backward_behind(self, layer: int) -> None:
-        """Reads the clock: the gradient of the layer's output is complete. Only the first of several tensors
-        counts.
+        """Reads the clock when the gradient of the layer's output is complete. If the output has several
+        tensors, the first gradient that is complete counts.
         """
         if not self._backward or layer < self._backward[-1]:
             self._clock.next()

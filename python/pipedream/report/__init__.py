@@ -1,1 +1,1 @@
-"""Reports of a run: progress while it lasts, its result, tables and pictures."""
+"""This package reports on a run: progress while it lasts, its result, tables and pictures."""

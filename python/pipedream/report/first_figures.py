@@ -1,4 +1,5 @@
-"""Figures of minibatch 0 that local workers leave in the folder of the run, for the caller to compare.
+"""Stores figures of minibatch 0 in the folder of the run. Local workers write them, and the caller compares
+them.
 
     first-data.json          the fingerprint of the minibatch, written by the last stage
     first-gradients-S.json   the norm of stage S's gradients, if PIPEDREAM_CHECK=1 asks for it

@@ -1,15 +1,16 @@
-"""The losses of the last stage: one per minibatch, in order. A loss that is not finite may stop the run.
+"""Records the losses of the last stage, one per minibatch, in order. A loss that is not finite may stop the
+run.
 
-On the host a loss is read at once. On a device that would wait until the forward is done, and the device
-would idle until the backward is launched. So the loss is copied after the forward, and read when the
-stage's next item has been launched:
+On the host a loss is read at once. On a GPU the read would wait until the forward is done, and the GPU would
+idle until the backward is launched. So the loss is copied after the forward, and read when the stage's next
+forward, backward or update has been launched:
 
     host    launch F | launch B |  read F's loss  | send B's gradients, update
     device      | F     copy | B                   | ...
 
-on_nonfinite="stop" still holds. A loss is read before the gradients of its backward leave the stage or make
-an update. So when the run stops, no weight anywhere has changed because of its minibatch or a later one.
-Owned by the worker's compute thread.
+on_nonfinite="stop" still works. A loss is read before the gradients of its backward are sent or used in an
+update. So when the run stops, no weight anywhere has changed because of its minibatch or a later one. Owned
+by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ __all__ = ["LateLossRecord", "LossRecord", "make_loss_record"]
 
 
 class LossRecord:
-    """The loss of each minibatch. It is the sum over this replica's microbatches, each by its share of the
-    minibatch; over all replicas, the sum is the mean."""
+    """The loss of each minibatch, as far as this replica computes it: the sum of its microbatches' losses,
+    each multiplied by the microbatch's share of the minibatch. The sum over all replicas is the mean loss."""
 
     reads_late = False
-    """Whether each add() needs a read_pending() before the next add() and before the microbatch's backward
-    counts."""
+    """Whether the caller must call read_pending() after each add(), before the next add() and before it uses
+    the gradients of the microbatch's backward."""
 
     def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float, float], None]) -> None:
         self.values: list[float] = []
         self.parts: deque[float] | None = None
-        """For each microbatch before its backward, its share of the minibatch's loss. None if the shares are
-        not needed."""
+        """Shares of the minibatch's loss, one for each microbatch whose backward has not run. None if the
+        shares are not needed."""
         self._on_nonfinite = on_nonfinite
         self._on_minibatch = on_minibatch
         self._sum = 0.0
         self._share = 0.0
 
     def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
-        """Adds the loss of a microbatch whose forward was run just now."""
+        """Adds the loss of a microbatch whose forward has just run."""
         self._add(minibatch, loss.item(), weight)
 
     def close(self, minibatch: int) -> None:
@@ -56,8 +57,8 @@ class LossRecord:
         self._on_minibatch(minibatch, value, share)
 
     def read_pending(self) -> None:
-        """Reads the losses that were added before, if losses are read late. Call it when the next item has
-        been launched."""
+        """Reads the losses that were added before, if losses are read late. Call it when the next forward,
+        backward or update has been launched."""
 
     def _add(self, minibatch: int, value: float, weight: float) -> None:
         if not math.isfinite(value) and self._on_nonfinite == "stop":
@@ -77,7 +78,7 @@ class Copier(Protocol):
     """Brings one loss at a time to the host."""
 
     def begin(self, loss: Tensor) -> None:
-        """Begins a copy of the loss, after the work that the device has been given so far."""
+        """Begins a copy of the loss, which waits for all work queued on the device so far."""
 
     def finish(self) -> float:
         """The value, once it is there."""
@@ -119,11 +120,12 @@ class LateLossRecord(LossRecord):
 
 
 class _PinnedCopier:
-    """Copies losses by pinned memory and an event of the current stream."""
+    """Copies losses to pinned memory, with an event of the current stream."""
 
     def __init__(self) -> None:
         self._landed: dict[torch.dtype, Tensor] = {}
-        # Blocking: who waits sleeps, and leaves the core to the thread that drives the transport.
+        # With blocking=True a thread that waits for the event sleeps, and leaves the core to the thread that
+        # drives the transport.
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._newest = torch.empty(0)
 
@@ -143,7 +145,7 @@ def make_loss_record(
     on_nonfinite: str, on_minibatch: Callable[[int, float, float], None], device: torch.device
 ) -> LossRecord:
     """Makes the record for the device. on_nonfinite: as in run(). on_minibatch: called for each minibatch in
-    order, as on_minibatch(minibatch, loss, share). share: the share of the minibatch that this replica has.
+    order, as on_minibatch(minibatch, loss, share). share: this replica's share of the minibatch.
     """
     if device.type == "cpu":
         return LossRecord(on_nonfinite, on_minibatch)

@@ -1,8 +1,8 @@
-"""The live display of a run, on stderr: epoch, minibatches, loss and samples/s.
+"""Shows a run's progress on stderr: epoch, minibatches, loss and samples/s.
 
 The last stage's worker shows it, because that worker has the losses. A terminal gets one line that changes. A
 log file or CI gets a line every few seconds and one at the end. Owned by that worker's compute thread. The
-display has no thread of its own: a process that a DataLoader forks would find that thread's locks taken.
+display starts no thread, because a process that a DataLoader forks would find that thread's locks taken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Display(Protocol):
 
 
 class RunProgress:
-    """Use as a context manager. num_minibatches: None when the data has no length."""
+    """The display as a context manager. num_minibatches: None if the data have no length."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RunProgress:
         return self._display is not None
 
     def advance(self, minibatch: int, epoch: int, loss: float, samples: int) -> None:
-        """Counts a minibatch that the last stage has done, and shows it if a line is due."""
+        """Counts a minibatch that the last stage has finished, and updates the display if a line is due."""
         if self._display is None:
             return
         self._samples += samples
@@ -135,8 +135,8 @@ class RunProgress:
 
 @contextlib.contextmanager
 def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows how far a resumed run has read past the data that it was trained on. Yields a function to call
-    after each minibatch, with the number read so far."""
+    """Shows how far a resumed run has skipped the data that were trained on before. Yields a function to call
+    after each skipped minibatch, with the number skipped so far."""
     doing = "reading past the minibatches that were trained on"
     started_s = shown_s = time.monotonic()
     with progress_bar(doing, num_minibatches, "minibatches", is_shown=is_shown) as advance:
@@ -160,7 +160,7 @@ def skipping_shown(num_minibatches: int, *, is_shown: bool) -> Iterator[Callable
 def _display_for(
     file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
 ) -> _Display:
-    # Rich is not asked: it takes a CI that wants colours for a terminal.
+    # Does not ask Rich, which takes a CI that wants colours for a terminal.
     if file.isatty():
         console = Console(file=file)
         if not console.is_dumb_terminal:
@@ -194,7 +194,9 @@ class _Lines:
 
 
 class _Bar:
-    """One line that changes. It has the time that is left and, on a wide terminal, how late gradients are."""
+    """A display in one line that changes. It has the remaining time and, on a wide terminal, how late
+    gradients are.
+    """
 
     period_s = _BAR_PERIOD_S
 

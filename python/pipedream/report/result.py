@@ -1,5 +1,5 @@
-"""RunResult: the losses of a run, and the figures that were measured. Plain values that travel as JSON; any
-thread."""
+"""RunResult has the losses of a run, and the figures that were measured. Plain values that are sent as JSON;
+any thread."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ __all__ = ["ChannelFigures", "Evaluation", "RunResult", "UpdateOrder", "WorkSpan
 
 
 class WorkSpan(NamedTuple):
-    """One work item of a worker, with times on the machine's monotonic clock. On a GPU they say when the
-    device worked, not when the host launched the work."""
+    """One work item of a worker: a forward, recompute, backward, update or evaluation. Times are on the
+    machine's monotonic clock. On a GPU they say when the device worked, not when the host launched the
+    work."""
 
     kind: str
     """The name of its opcode: FORWARD, RECOMPUTE, BACKWARD, UPDATE or EVALUATE."""
@@ -38,13 +39,15 @@ class WorkSpan(NamedTuple):
     the number of the validation minibatch as its microbatch."""
     microbatch: int
     asked_ns: int
-    """When the worker asked for the item. On a GPU never before the device had done the item before it."""
+    """When the worker asked for the item. On a GPU this is never before the device had finished the previous
+    item.
+    """
     ready_ns: int
     """When the item had its input. On a GPU: when the device began the user's work."""
     completed_ns: int
     wait_ns: int
-    """Time between asked and ready in which the worker waited for a neighbour's tensors and had nothing else
-    to do."""
+    """Nanoseconds between asked_ns and ready_ns in which the worker waited for a neighbour's tensors and had
+    nothing else to do."""
     compute_ns: int
     """Time between ready and completed in user code."""
 
@@ -54,7 +57,7 @@ class WorkSpan(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The figures that run(validation=...) has measured once, with the weights before a minibatch."""
+    """The figures of one evaluation by run(validation=...), with the weights before a minibatch."""
 
     minibatch: int
     """The minibatches that these weights were trained on."""
@@ -63,7 +66,9 @@ class Evaluation(NamedTuple):
     loss: float
     """Mean over the samples, or weighted by weight_fn."""
     metrics: dict[str, float]
-    """Metrics by name: the sums of all validation minibatches, divided by their counts."""
+    """Metrics by name. Each is the sum over all validation minibatches, divided by the sum of their
+    counts.
+    """
     samples: int
 
 
@@ -77,8 +82,8 @@ class ChannelFigures(NamedTuple):
     transport: str
     """The transport as in RunResult.transports."""
     codec: str
-    """The codec of its floating-point tensors; "none" if it applies to none of them, as bf16 and fp16 do not
-    if autocast has made them 16 bits long."""
+    """The codec of the channel's floating-point tensors. "none" if the codec applies to none of them: bf16
+    and fp16 do not apply to tensors that autocast has made 16 bits long."""
     items: int
     """Microbatches."""
     chunks: int
@@ -87,34 +92,38 @@ class ChannelFigures(NamedTuple):
     wire_bytes: int
     """Bytes that went through the socket, headers included."""
     placed_bytes: int
-    """Bytes that the sender wrote into the receiver's memory, on one host."""
+    """Bytes that the sender wrote directly into the receiver's memory, if both are on one host."""
     transfer_ms: float
-    """Milliseconds in which tensors were under way, as far as the two ends can tell."""
+    """Milliseconds in which tensors were on their way, as far as the two ends can tell."""
     credit_wait_ms: float
-    """Milliseconds, besides transfer_ms, in which the next item waited until the receiver had room."""
+    """Milliseconds, in addition to transfer_ms, in which the next tensors waited until the receiver had
+    room.
+    """
     wait_ms: float
-    """Milliseconds in which the receiver had nothing to do but to wait for this channel."""
+    """Milliseconds in which the receiver only waited for this channel."""
     overlap_share: float | None
-    """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was under way. The
-    true share of hidden transfers is no smaller: wait_ms also has the time in which the neighbour was still
+    """Share of transfer_ms in which the receiver did not wait, 0 to 1; None if nothing was sent. The true
+    share of hidden transfers may be larger, because wait_ms includes time in which the neighbour was still
     computing."""
     chunk_bytes: int
-    """Bytes of the chunks into which tensors were cut at the end of the run. The first items are measured to
-    choose the size."""
+    """Size of the chunks into which tensors were cut at the end of the run. The channel chooses it by
+    measuring its first transfers."""
     refused: int
-    """Connections and frames that did not belong to the run, at both ends."""
+    """Number of connections and frames, at both ends, that were refused because they did not belong to the
+    run.
+    """
 
 
 class UpdateOrder(NamedTuple):
-    """The order in which one asynchronous shard received the replicas' gradients, each an update of its
-    own."""
+    """The order in which one asynchronous shard received the replicas' gradients. Each gradient makes a
+    separate update."""
 
     parts: list[list[tuple[str, int, int]]]
-    """Parts of the shard, each of which is updated at once. A part lists (parameter, first element, number of
-    elements) as they lie in memory."""
+    """Parts of the shard. A part is updated as a whole. It lists (parameter, first element, number of
+    elements) in the order of memory."""
     replicas: list[int]
-    """For each update, the replica whose gradient it used. The gradients of one replica come in its own
-    order, part by part. Empty if there were more than 2^20 updates."""
+    """For each update, the replica whose gradient it used. The gradients of one replica are used in the order
+    in which it made them, part by part. Empty if there were more than 2^20 updates."""
 
     @classmethod
     def of(cls, parts: list[Any], replicas: list[int]) -> UpdateOrder:
@@ -124,19 +133,19 @@ class UpdateOrder(NamedTuple):
 
 @dataclass(repr=False)
 class RunResult:
-    """The result that `run` returns. Lists over workers are in the order of their ranks. Its repr has a few
-    lines, summary() has all figures."""
+    """The result that `run` returns. Lists over workers are in the order of their ranks. repr() shows a few
+    lines, summary() shows all figures."""
 
     losses: list[float]
     """One per minibatch, in order, unrounded."""
     epoch_losses: list[float]
     """Mean loss per sample of each epoch."""
     versions: list[list[tuple[int, int]]]
-    """versions[stage][minibatch] = the weight versions that the forward of its first microbatch and the
-    backward of its last one actually read."""
+    """versions[stage][minibatch] = two weight versions: the one that the forward of the minibatch's first
+    microbatch read, and the one that the backward of its last microbatch read."""
     samples_per_s: float
-    """All samples, divided by the time from the first work item to the last. Pauses to plan memory again do
-    not count."""
+    """All samples, divided by the time from the first work item to the last. Pauses in which memory is
+    planned again do not count."""
     predicted_ms: float | None
     """Milliseconds per minibatch that the plan's cost model predicts; None if the plan has no figure. The
     calibrated model predicts this run's schedule and microbatches. The paper's model gives the time of the
@@ -144,23 +153,25 @@ class RunResult:
     measured_ms: float
     """Milliseconds per minibatch in the steady phase, measured at the last stage, without evaluations."""
     bubble_share: float
-    """Share of the workers' time in which they did not run user code, 0 to 1."""
+    """Share of the workers' time in which they ran no user code, 0 to 1."""
     bytes_sent: int
     """Bytes that all workers sent between stages, headers included, and bytes that they wrote into each
     other's memory."""
     transports: dict[str, str]
     """How tensors travel between two stages: "0->1" has activations from stage 0 to 1, "1->0" gradients back.
-    Values are "zmq/tcp", encrypted "zmq/tcp curve", "shared memory" (for those of 16 KiB or more), and
+    Values are "zmq/tcp", "zmq/tcp curve" if encrypted, "shared memory" (for tensors of 16 KiB or more), and
     "cuda ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
-    """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
-    host, the terms of torch's own memory are measured during the first minibatches alone."""
+    """Per worker and named term: "predicted" and "peak" bytes; None if a term cannot be measured. On the
+    host, the terms of torch's own memory are measured during the first minibatches only."""
     microbatch_versions: list[list[list[tuple[int, int]]]] = field(default_factory=list)
-    """microbatch_versions[stage][minibatch][microbatch] = the weight versions that (forward, backward)
-    actually read."""
+    """microbatch_versions[stage][minibatch][microbatch] = (weight version that the forward read, weight
+    version that the backward read)."""
     overhead_us: list[float] = field(default_factory=list)
-    """Per worker: mean time per work item in which it neither ran user code nor waited for data."""
+    """Per worker: mean microseconds per work item in which it ran no user code and did not wait for
+    tensors.
+    """
     wait_share: list[float] = field(default_factory=list)
     """Per worker: share of its time spent waiting for a neighbour's tensors."""
     data_wait_share: list[float] = field(default_factory=list)
@@ -170,65 +181,72 @@ class RunResult:
     epoch_sizes: list[int] = field(default_factory=list)
     """Minibatches of each epoch."""
     recompute: list[bool] = field(default_factory=list)
-    """Per stage: whether its forwards were done again before their backwards."""
+    """Per stage: whether its forwards were repeated before their backwards."""
     offload: list[list[str]] = field(default_factory=list)
     """Per stage: the parts that were offloaded to host memory, of "versions" and "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
     """Figures of every channel between two stages, activations and gradients."""
     bytes_synced: int = 0
-    """Bytes that the replicas of each stage, and its spares, sent each other, headers included: gradients or
-    their factors, and versions of the weights. Bytes of an all-reduce are not in it."""
+    """Bytes that the replicas of each stage, and its spares, sent each other, headers included. These are
+    gradients or their factors, and versions of the weights. Bytes of an all-reduce are not included."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
-    """Times at which the latest items of each of `channels` were under way. At rank 0 only, as `spans`
-    are."""
+    """Times at which the latest tensors of each of `channels` were on their way. Present at rank 0 only, as
+    `spans` is."""
     worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
     drained_at: list[int] = field(default_factory=list)
-    """Minibatches before which the run paused because one was larger than planned: all workers finished their
-    work, planned their memory again and started anew. Such a minibatch reads the newest version, as the
-    run's first does. Given this list, pipedream.reference computes the same numbers. `memory` has the
-    largest of all plans, per term. The time of the pauses is in no figure."""
+    """Minibatches before which the run paused, because a minibatch was larger than planned. In a pause all
+    workers finish their work, plan their memory again and start again. The next minibatch reads the newest
+    version, as the first minibatch of a run does. Given this list, pipedream.reference computes the same
+    numbers. `memory` has, per term, the largest figure of all plans. No figure includes the time of the
+    pauses."""
     stopped_at: int | None = None
-    """How many minibatches were trained on, if Ctrl-C or a callback stopped the run: all stages ended with
-    the version after that many. None if the data were used up."""
+    """How many minibatches were trained on, if Ctrl-C or a callback stopped the run. All stages ended with
+    the version after so many minibatches. None if the run ended with its data."""
     is_interrupted: bool = False
-    """Whether Ctrl-C in this process asked the run to end. It may have come too late to end it early."""
+    """Whether Ctrl-C in this process asked the run to end. The request may have come too late to end the run
+    early.
+    """
     continued_at: int = 0
-    """The minibatch of the checkpoint from which the run continued; 0 if it did not. `versions` and
-    `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include those before
-    it."""
+    """The minibatch of the checkpoint from which the run continued; 0 if it did not continue one. `versions`
+    and `microbatch_versions` begin with this minibatch. `losses` and the figures by epoch include the
+    minibatches before it."""
     checkpoints: list[dict[str, int]] = field(default_factory=list)
-    """Per worker: num_copied and num_written parts of checkpoints; stall_ns, the time for which its training
-    waited; and write_ns, the time that its writing thread spent."""
+    """Per worker: num_copied and num_written, the parts of checkpoints that were copied and written;
+    stall_ns, the time for which training waited for checkpoints; and write_ns, the time that the writing
+    thread spent."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
-    """With sync="asp": updates_read[stage][minibatch] = (fewest, most). The parts of the weights that the
-    minibatch's forward read contained the gradients of that many minibatches. Empty for a stage without
-    replicas, where `versions` has the number."""
+    """With sync="asp": updates_read[stage][minibatch] = (fewest, most). The minibatch's forward read weights
+    in parts, and each part contained the gradients of some number of minibatches. The pair has the smallest
+    and the largest of these numbers. Empty for a stage without replicas, for which `versions` has the
+    number."""
     validation: list[Evaluation] = field(default_factory=list)
     """Evaluations of run(validation=...), one entry each, in order."""
     update_orders: list[list[UpdateOrder]] = field(default_factory=list)
     """With sync="asp": by stage and replica, the order of the updates of the replica's shard. Empty for a
-    stage without replicas. Given these, pipedream.reference computes the same numbers."""
+    stage without replicas. Given these orders, pipedream.reference computes the same numbers."""
 
     def __post_init__(self) -> None:
         self._kept: KeptState | None = None
         self.ema: dict[str, Tensor] | None = None
         """Averages of callbacks.EMA by the names of parameters, for model.load_state_dict(ema, strict=False).
-        The process that has the trained model has them; with gather="none" no process does. None: there was
-        no EMA, or the averages are not here."""
+        Only the process that has the trained model has the averages; with gather="none" no process has them.
+        None: there was no EMA, or the averages are not in this process."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the run's state out of copies, because a process keeps the state of one run only."""
+        """Returns the fields without the run's state, so that copies lack it: a process keeps the state of
+        one run only.
+        """
         return {**vars(self), "_kept": None}
 
     @property
     def state(self) -> RunState:
-        """The state in which the run ended. Another run goes on from it: run(..., state=result.state).
+        """The state in which the run ended. Another run can continue from it: run(..., state=result.state).
 
-        A process keeps the state of its latest run. Raises ValueError if another run has begun since, unless
-        somebody holds the state."""
+        A process keeps the state of its latest run. Raises ValueError if another run has begun since and
+        nobody held the state until then."""
         if self._kept is None:
             raise ValueError("this result has come from elsewhere, without the state of its run")
         return self._kept.get()
@@ -249,12 +267,12 @@ class RunResult:
         write_trace(path, spans, {"channels": channels}, arrows)
 
     def describe_memory(self) -> str:
-        """A table of `memory`: predicted and peak bytes per worker and term."""
+        """Returns `memory` as a table: predicted and peak bytes per worker and term."""
         return describe_memory(self.worker_names, self.memory)
 
     def describe_channels(self) -> str:
-        """A table of `channels`, and a line for each worker that waited long for its data. Empty if nothing
-        travels and no worker waited."""
+        """Returns `channels` as a table, with a line for each worker that waited long for its data. Empty if
+        no tensors were sent and no worker waited long."""
         parts = [_describe_channels(self.channels), "\n".join(describe_data_waits(self))]
         return "\n\n".join(part for part in parts if part)
 
@@ -265,7 +283,7 @@ class RunResult:
         return html_of(repr(self))
 
     def summary(self) -> str:
-        """Tables of all figures but the single work items: losses by epoch, time, bytes, memory."""
+        """Returns tables of all figures except single work items: losses by epoch, time, bytes, memory."""
         return summarize(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -274,12 +292,13 @@ class RunResult:
         plot_losses(self, path)
 
     def to_dict(self) -> dict[str, Any]:
-        # Not asdict, which copies the spans one by one and takes seconds. The run's state is left out.
+        # Does not use asdict, which copies the spans one by one and takes seconds. The run's state is left
+        # out.
         return {name: value for name, value in vars(self).items() if name not in ("_kept", "ema")}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> RunResult:
-        """The result from its JSON form, with tuples where JSON has lists."""
+        """Makes the result from its JSON form, with tuples where JSON has lists."""
         fields = dict(fields)
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
         fields["microbatch_versions"] = [

@@ -1,8 +1,8 @@
-"""The status board: local workers and their caller see each other on it during a run, and after a worker
-was killed.
+"""The status board shows local workers and their caller each other's state during a run, and also after a
+worker was killed.
 
-The board is a small file that all of them map, so it survives a worker. Each rank writes its own entry. The
-caller asks for an early end, and rank 0 writes where that end is.
+The board is a small file that all these processes map into memory, so it survives a worker. Each rank writes
+its own entry. The caller asks for an early end, and rank 0 writes at which minibatch the run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LOOK_S", "StatusBoard", "in_turn", "losses_of"]
 _Item = TypeVar("_Item")
 
 LOOK_S = 0.05
-"""Seconds between two looks of the caller at its workers."""
+"""Seconds between two checks of the workers by the caller."""
 
 _COUNT = struct.Struct("<q")
 _NUMBER = struct.Struct("<d")
@@ -26,8 +26,8 @@ _ROOM_AT_FIRST = 4096
 
 
 class _Series:
-    """A file of numbers that one worker adds and others read. It has their count, the numbers with 8 bytes
-    each, and room for more."""
+    """A file of numbers. One worker adds numbers, and other processes read them. The file has the count, the
+    numbers with 8 bytes each, and room for more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class _Series:
         return numbers
 
     def _map(self, count: int) -> None:
-        """Maps the file, with room for `count` numbers. Its content stays."""
+        """Maps the file, with room for `count` numbers. The content of the file stays."""
         num_bytes = _COUNT.size + _NUMBER.size * count
         with self._path.open("r+b" if len(self._numbers) else "wb") as file:
             file.truncate(num_bytes)
@@ -65,7 +65,7 @@ class _Series:
 
 class StatusBoard:
     """A file that says at which minibatch each local worker is, and where the run ends if it ends early. It
-    has 8 bytes per rank, and 8 for each of the two values of an early end.
+    has 8 bytes per rank, 8 bytes for the request to end early, and 8 bytes for the boundary of that end.
 
     Files beside it have series of numbers: the losses so far of each replica of the last stage, and the norms
     of the first stage's gradients."""
@@ -117,7 +117,9 @@ class StatusBoard:
         self._own_losses.add(loss)
 
     def losses(self, num_replicas: int = 1, num_microbatches: int = 1) -> list[float]:
-        """Returns the losses that the replicas have added, up to the first minibatch that one has not."""
+        """Returns the losses that the replicas have added, up to the first minibatch whose loss some replica
+        has not added.
+        """
         parts = [self._losses_of(replica).read() for replica in range(num_replicas)]
         return losses_of(parts, num_microbatches)
 
@@ -133,9 +135,9 @@ class StatusBoard:
 
 
 def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[float]:
-    """Returns the loss of each minibatch, up to the first that a replica lacks. parts: by replica, its share
-    of the loss of each minibatch of which it has a microbatch. The shares of a minibatch add up to its
-    loss."""
+    """Returns the loss of each minibatch, up to the first minibatch that a replica lacks. parts: for each
+    replica, its part of the loss of every minibatch of which it has a microbatch. The parts of a minibatch
+    add up to its loss."""
     num_replicas, m = len(parts), num_microbatches
     if num_replicas == 1:
         return list(parts[0])
@@ -153,7 +155,9 @@ def losses_of(parts: Sequence[Sequence[float]], num_microbatches: int) -> list[f
 
 
 def in_turn(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    """Takes one item of each replica in turn, as microbatches go to them, until one is missing."""
+    """Takes one entry of each replica's list in turn, as microbatches are assigned to replicas, until an
+    entry is missing.
+    """
     found: list[_Item] = []
     while len(found) // len(lists) < len(lists[len(found) % len(lists)]):
         found.append(lists[len(found) % len(lists)][len(found) // len(lists)])

@@ -1,4 +1,4 @@
-"""Texts and pictures of a RunResult: a few lines, tables of all figures, and a picture of the losses.
+"""Makes texts and pictures of a RunResult: a few lines, tables of all figures, and a picture of the losses.
 
 Pure but for the picture's file; any thread.
 """
@@ -28,7 +28,7 @@ _SMOOTHED_SHARE = 0.05  # share of the run that the running mean remembers
 
 
 def describe_result(result: RunResult) -> str:
-    """Returns five lines, and one about validation if there was any."""
+    """Returns five lines, and one more about validation if there was any."""
     name, peak, predicted = max(_memory_of_workers(result), key=lambda w: w[1], default=("no worker", 0, 0))
     transports = ", ".join(sorted(set(result.transports.values()))) or "nothing"
     synced = f"; {format_bytes(result.bytes_synced)} between replicas" if result.bytes_synced else ""
@@ -61,7 +61,7 @@ def summarize(result: RunResult) -> str:
 
 
 def describe_data_waits(result: RunResult) -> Iterator[str]:
-    """Yields a line for each worker that spent a good part of its time reading data."""
+    """Yields a line for each worker that spent a large part of its time reading data."""
     for name, share, source in zip(
         result.worker_names, result.data_wait_share, result.data_sources, strict=True
     ):
@@ -70,7 +70,7 @@ def describe_data_waits(result: RunResult) -> Iterator[str]:
 
 
 def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
-    """Draws each minibatch's loss, a running mean, and with several epochs the mean of each."""
+    """Draws each minibatch's loss, a running mean, and if there are several epochs the mean of each epoch."""
     name = os.fspath(path)
     if not name.endswith(FIGURE_SUFFIXES):
         raise ValueError(f"plot is {name!r}: its name must end in one of {', '.join(FIGURE_SUFFIXES)}")
@@ -100,7 +100,9 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
 
 
 def _running_mean(losses: Sequence[float]) -> list[float]:
-    """The exponential mean of the finite losses up to each one, corrected at its start as Adam's are."""
+    """Returns, for each loss, the exponential mean of the finite losses up to it. The mean is corrected for
+    its start from zero, as Adam's moments are.
+    """
     kept = 1 - 1 / max(_SMOOTHED_SHARE * len(losses), 1.0)
     mean, weight, means = 0.0, 0.0, []
     for loss in losses:
@@ -143,7 +145,7 @@ def _describe_time(result: RunResult) -> str:
 
 
 def _epoch_ranges(result: RunResult) -> Iterator[tuple[int, int]]:
-    """Yields (first minibatch, the one after the last) of each epoch."""
+    """Yields (first minibatch, last minibatch + 1) of each epoch."""
     begin = 0
     for size in result.epoch_sizes:
         yield begin, begin + size
@@ -209,7 +211,9 @@ def _worker_table(result: RunResult) -> str:
 
 
 def _memory_of_workers(result: RunResult) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, peak bytes, predicted bytes) of each worker: sums over the terms that have the figure."""
+    """Yields (name, peak bytes, predicted bytes) of each worker. Both are sums over the terms that have the
+    figure.
+    """
     for name, terms in zip(result.worker_names, result.memory, strict=True):
         peak, predicted = (
             sum(figures[kind] or 0 for figures in terms.values()) for kind in ("peak", "predicted")

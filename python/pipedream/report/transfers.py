@@ -1,6 +1,7 @@
-"""Times at which items of the channels between stages were under way, and their form in a trace.
+"""Records the times at which tensors were on their way between stages, and draws them in a trace. An item is
+the tensors of one microbatch in one channel.
 
-Plain values that travel as JSON; any thread. Source of the times: csrc/channel/transfer.h.
+Plain values that are sent as JSON; any thread. Source of the times: csrc/channel/transfer.h.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ __all__ = [
 
 
 class SentTransfer(NamedTuple):
-    """An item as its sender saw it; times on the machine's monotonic clock."""
+    """The times and sizes of an item at its sender. Times are on the machine's monotonic clock."""
 
     minibatch: int
     microbatch: int
     wire_bytes: int
-    """Bytes of its tensors as they travel, after the codec."""
+    """Bytes of the item's tensors as they are sent, after the codec."""
     queued_ns: int
     """When its stage handed it over."""
     started_ns: int
     """When the receiver had room for it."""
     copied_ns: int | None
-    """When the whole item, encoded if a codec applies, lay in a staging buffer or in the receiver's memory.
-    None if the wire read the tensors themselves."""
+    """When the whole item (encoded, if a codec applies) was in a staging buffer or in the receiver's memory.
+    None if the transport read the tensors directly."""
     framed_ns: int
     """When its first chunk was given to the connection."""
     released_ns: int
-    """When the connection had taken its last chunk. The operating system may keep the chunk for longer."""
+    """When the connection had accepted the item's last chunk. The operating system may keep the chunk for
+    longer.
+    """
 
 
 class ReceivedTransfer(NamedTuple):
@@ -50,7 +53,7 @@ class ReceivedTransfer(NamedTuple):
     arrived_ns: int
     """When its first chunk was there."""
     complete_ns: int
-    """When its last chunk was there. A copy to the device, or decoding, may follow."""
+    """When the item's last chunk had arrived. A copy to the device, or decoding, may follow."""
 
 
 class ChannelTransfers(NamedTuple):
@@ -125,8 +128,8 @@ def draw_transfers(
     """Returns the spans of one channel, on tracks of its two workers, and an arrow from each sent item to its
     arrival.
 
-    arguments: facts about the channel, added to every span. name_of: names an item, by minibatch and
-    microbatch.
+    arguments: facts about the channel, added to every span. name_of: function of minibatch and microbatch
+    that returns an item's name.
     """
     sender, receiver = (worker_names[rank] for rank in (transfers.sender_rank, transfers.receiver_rank))
     send, receive = f"send {transfers.channel}", f"receive {transfers.channel}"

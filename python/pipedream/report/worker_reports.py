@@ -26,9 +26,9 @@ def combine_reports(
     reports: list[dict[str, Any]],
     record: Mapping[str, list[Any]] = types.MappingProxyType({}),
 ) -> RunResult:
-    """Makes the run's result from the workers' reports, which are in the order of ranks. channels: those of
-    activations and gradients. record: the losses, samples, epochs and evaluations before the checkpoint from
-    which the run continues."""
+    """Makes the run's result from the workers' reports, which are in the order of ranks. channels: the
+    channels of activations and gradients. record: the losses, samples, epochs and evaluations before the
+    checkpoint from which the run continues."""
     of_stages = [
         [
             reports[plan.placement.rank_of(stage, replica)]
@@ -107,8 +107,8 @@ def _evaluations_of(
     epochs: Sequence[int],
     schedule: _core.ScheduleOptions,
 ) -> list[Evaluation]:
-    """Returns the evaluations. report: the last stage's. epochs: the epoch of each minibatch of the
-    result."""
+    """Returns the evaluations. report: the report of the last stage. epochs: the epoch of each minibatch of
+    the result."""
     rows = [*record.get("evaluated", []), *report["validation"]]
     first_minibatch = 0 if record else schedule.first_minibatch
     return [
@@ -132,7 +132,9 @@ def _by_minibatch(versions: list[list[int]], num_microbatches: int) -> list[list
 def _updates_read(
     schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
 ) -> list[tuple[int, int]]:
-    """Returns, by minibatch, the (fewest, most) updates in the version that its first forward read."""
+    """Returns, for each minibatch, the (fewest, most) updates that the parts of the weights contained when
+    its first forward read them.
+    """
     first = _core.rounds_of(schedule, stage).first_version
     read: list[list[tuple[int, int]]] = []
     for report in replicas:
@@ -146,12 +148,12 @@ def _updates_read(
 
 
 def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:
-    """Takes the counts from the receiver, which has received everything when it reports. The sender may
-    report while it still sends the last item."""
+    """Returns a channel's figures. The counts come from the receiver, which has received everything when it
+    reports. The sender may report while it still sends the last tensors."""
     assert channel.stages is not None
     sent = reports[channel.sender]["channels"][channel.name]
     received = reports[channel.receiver]["channels"][channel.name]
-    # A socket takes bytes long before they arrive, so the sender's time alone would be too short.
+    # A socket accepts bytes long before they arrive, so the sender's time alone would be too short.
     transfer_ns = max(sent["transfer_ns"] - sent["credit_wait_ns"], received["transfer_ns"])
     wait_ns = received["wait_ns"]
     return ChannelFigures(
@@ -175,7 +177,7 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
 
 
 def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
-    """The worker's spans, with times on the clock of the first worker's machine."""
+    """Returns the worker's spans, with times on the clock of the first worker's machine."""
     shift = shift_ns(Clock(*report["clock"]), Clock(*first["clock"]))
     spans = [WorkSpan(*span) for span in report["spans"]]
     if shift == 0:
@@ -200,7 +202,9 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 
 
 def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
-    """Time that a worker spent on evaluations, and on waiting for them, between two updates."""
+    """Returns the nanoseconds that a worker spent on evaluations, and on waiting for them, between two
+    updates.
+    """
     evaluated = (span for span in spans if span.traits.scope == "boundary")
     return sum(
         span.completed_ns - span.asked_ns
@@ -210,10 +214,10 @@ def _evaluated_ns(spans: Sequence[WorkSpan], begin_ns: int, end_ns: int) -> int:
 
 
 def _steady_ms(spans: list[list[int | str]], num_warm_up: int, begins: Sequence[int]) -> float:
-    """Returns milliseconds per minibatch, between updates of the last stage and without evaluations. Leaves
-    out num_warm_up minibatches after each of `begins`, which are the first minibatch of the run and those
-    after drains. If too few minibatches remain, all count. The span of an update that several minibatches
-    share names the first of them."""
+    """Returns milliseconds per minibatch, measured between updates of the last stage and without evaluations.
+    num_warm_up minibatches after each of `begins` are left out. `begins` has the first minibatch of the run
+    and the first one after each drain. If too few minibatches remain, all count. If several minibatches share
+    an update, its span has the first one's number."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0

@@ -1,1 +1,1 @@
-"""A plan's schedule in simulated time: traces, text and pictures. Torch-free."""
+"""This package shows a plan's schedule in simulated time, as traces, text and pictures. Torch-free."""

@@ -1,9 +1,9 @@
-"""Compares a run's trace with the simulation of its plan, and lists what takes longer or shorter, the largest
-difference first.
+"""Compares a run's trace with the simulation of its plan. It lists the differences between simulated and
+measured times, the largest first.
 
-Both are measured in the same way: per worker, the milliseconds per minibatch of forwards, recomputes,
-backwards, updates, evaluations and idling, over the middle half of the worker's minibatches. Pure except for
-the file; any thread; needs no torch.
+Both are measured in the same way: for each worker, the milliseconds per minibatch of forwards, recomputes,
+backwards, updates, evaluations and idling. Only the middle half of the worker's minibatches counts. Pure
+except for the file; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorkTime(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Simulated and measured milliseconds per minibatch, of one worker and one kind of work."""
+    """Simulated and measured milliseconds per minibatch for one worker and one kind of work."""
 
     worker: int
     kind: str
@@ -165,8 +165,8 @@ def _rank_of(name: str) -> int:
 
 
 def _times_of(row: Sequence[WorkTime], source: str) -> Mapping[str, float]:
-    """Returns milliseconds per minibatch by kind of work. A replica's time is divided by all replicas'
-    minibatches.
+    """Returns milliseconds per minibatch by kind of work. A replica's time is divided by the number of
+    minibatches of all replicas.
     """
     minibatches = sorted({item.minibatch for item in row if item.kind == "update"})
     first, last = (minibatches[len(minibatches) * n // 4] for n in (1, 3)) if minibatches else (0, 0)

@@ -1,15 +1,14 @@
-"""Simulates a plan with a schedule: the schedule's own instruction lists, with times from a profile.
+"""Simulates a plan with a schedule. It runs the schedule's instruction lists with times from a profile.
 Torch-free; any thread.
 
-- A stage takes the sum of its layers' times, divided evenly among the microbatches.
-- A boundary takes a_i / B in each direction, the C_i of the paper's cost model (csrc/planner/partition.h). It
-  carries one item at a time in each direction.
-- A stage's replicas push and pull shards of |w| / r bytes over links of their own.
-- Measured links have the bandwidth of their direction, and a latency.
-- Everything else takes no time: the optimizer's step, the runtime's own work, shared cores. A plan of the
-  calibrated cost model has costs of these, and they are used (prediction.py).
+- A stage takes the sum of its layers' times, divided evenly among the microbatches. - Crossing a boundary
+takes a_i / B in each direction, the C_i of the paper's cost model (csrc/planner/partition.h). A boundary
+carries the tensors of one microbatch at a time in each direction. - A stage's replicas push and pull shards
+of |w| / r bytes over links of their own. - Measured links have the bandwidth of their direction, and a
+latency. - Nothing else costs time: the optimizer's step, the runtime's own work and the sharing of cores are
+ignored. A plan of the calibrated cost model has these costs, and they are used (prediction.py).
 
-Figures are per minibatch. One of r replicas has every r-th minibatch.
+Figures are per minibatch. Each of r replicas trains every r-th minibatch.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
-# Minibatches of each replica, besides warm-up and cool-down, unless the user gives a number.
+# Number of minibatches of each replica, besides warm-up and cool-down, unless the user gives a number.
 _STEADY_ROUNDS = 32
 _STEADY_ROUNDS_MIN = 4
 _EXCHANGES_MAX = 400_000  # transfers between replicas; more would take too long
@@ -69,7 +68,9 @@ class PlanSimulation:
     plan: Plan
     profile: Profile
     bandwidth_bytes_per_s: float
-    """Bytes per second; with measured links, those of the slowest link that the plan uses."""
+    """Bandwidth of the links. With measured links it is the bandwidth of the slowest link that the plan
+    uses.
+    """
     links: StageLinks
     traced: TracedSchedule
     simulation: Simulation
@@ -238,15 +239,16 @@ def simulate_plan(
 
     optimizer_copies: as in partition(). sync, staleness: as in run().
     factors: whether replicas push factors, as with run's codec={"pushes": "factors"}. None: as the plan was
-        made. For a calibrated plan that was made without factors, they change what links carry and what
-        workers keep, but not what workers compute.
-    bandwidth_bytes_per_s: of each link. links: measured links, instead. With neither, the plan's bandwidth.
+        made. For a calibrated plan that was made without factors, they change the bytes on links and the
+        memory of workers, but not the times of computing.
+    bandwidth_bytes_per_s: bandwidth of each link. links: measured links, in place of a bandwidth. If neither
+        is given, the plan's bandwidth is used.
     minibatches: None chooses enough for a steady state. microbatches: None chooses as many as the schedule
         needs.
 
-    Raises ValueError for a profile of other layers; for no bandwidth, or two; for links of fewer workers, or
-    with spare shards; for factors that the profile does not have or that a calibrated plan cannot be without;
-    and as make_traced().
+    Raises ValueError for a profile of other layers; if there is no bandwidth, or two; for links between too
+    few workers, or together with spare shards; for factors that the profile does not have; for factors=False
+    if a calibrated plan was made with factors; and as make_traced().
     """
     from pipedream import _core
 
@@ -358,12 +360,12 @@ def _links_of(
 
 
 def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
-    """Returns the ranks of each stage's replicas. Some schedules run several stages at one worker."""
+    """Returns the ranks of each stage's replicas. With some schedules one worker runs several stages."""
     return [traced.options.placement.ranks_of(index) for index in range(plan.num_stages)]
 
 
 def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
-    """Returns a calibrated plan with the costs of these links."""
+    """Returns a calibrated plan with its costs replaced by those for these links."""
     of_boundaries = [
         {
             **link,
@@ -391,8 +393,8 @@ def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence
 
 
 def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
-    """Returns a calibrated plan whose exchanges are scaled to the shares of a shard that are pushed and
-    pulled.
+    """Returns a calibrated plan with its push and pull times scaled. shares: bytes pushed and pulled, as
+    shares of a shard.
     """
     costs = [
         {**cost, "push_ms": cost["shard_ms"] * share.pushed, "shard_ms": cost["shard_ms"] * share.pulled}
@@ -409,7 +411,9 @@ def _stage_times(
     shares: Sequence[SyncedBytes],
     minibatches: Sequence[float],
 ) -> Sequence[StageTimes]:
-    """Returns each stage's times. minibatches: one replica's minibatches in a round, by stage."""
+    """Returns each stage's times. minibatches: for each stage, how many minibatches one replica trains in a
+    round.
+    """
     times = []
     speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
     for index, stage in enumerate(plan.stages):
@@ -435,7 +439,7 @@ def _stage_times(
 
 
 def _speeds_of(plan: Plan) -> list[float]:
-    """Returns each worker's speed: the plan's, or 1 if it has none."""
+    """Returns each worker's speed from the plan, or 1 for each if the plan has no speeds."""
     given, count = plan.predicted.get("speeds"), plan.workers_training
     if given is None:
         return [1.0] * count
@@ -468,5 +472,5 @@ def _cut(times: TransferTimes, num_microbatches: int) -> TransferTimes:
 
 
 def _parameters_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """Returns the time of all the stage's parameters over one link."""
+    """Returns the time in which one link carries all the stage's parameters."""
     return 1e3 * parameter_bytes_of(profile, stage) / bytes_per_s

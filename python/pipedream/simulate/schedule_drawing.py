@@ -1,5 +1,5 @@
-"""Draws a simulated schedule as a matplotlib figure: one row per worker, time to the right. It shows as many
-rows as a person can read, and as much time as fits in the width.
+"""Draws a simulated schedule as a matplotlib figure: one row per worker, time to the right. The figure shows
+as many rows as a person can read, and as much time as fits in the width.
 
 One thread; needs no torch. The caller passes matplotlib's Figure type.
 """
@@ -24,7 +24,7 @@ __all__ = ["ROWS_MAX", "DrawnPart", "PhaseSpan", "ScheduleDrawing", "drawn_part"
 
 _CHART_WIDTH_MAX = 30.0  # inches of the time axis
 
-# Blue and orange of the Okabe-Ito palette. They differ for every kind of colour vision, and in lightness.
+# Blue and orange of the Okabe-Ito palette. The two differ in lightness, and for every kind of colour vision.
 _COLOURS = {  # by the opcode's duration
     "forward": (0.34, 0.71, 0.91),
     "recompute": (0.75, 0.88, 0.95),
@@ -63,7 +63,7 @@ class PhaseSpan(NamedTuple):
 
 
 class ScheduleDrawing:
-    """A figure with one Axes, whose units are inches from the lower left corner."""
+    """A figure with one Axes. The units of its coordinates are inches from the lower left corner."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ScheduleDrawing:
         return min(roomy, _CHART_WIDTH_MAX / makespan_ms)
 
     def _narrowest(self, step: _core.Instruction) -> float:
-        """Returns the inches of the narrowest box on which the label can be read."""
+        """Returns the width in inches of the narrowest box in which the label can be read."""
         return _text_width(self.labels.name(step), _TEXT_PT_MIN) + 0.03
 
     def _label_width(self, step: _core.Instruction) -> float:
@@ -255,7 +255,7 @@ class ScheduleDrawing:
         base = _BOUNDARY_COLOUR if traits.scope == "boundary" else _COLOURS[traits.duration]
         if self.num_chunks == 1:
             return base
-        # The shades go from a lighter colour to a darker one than the base, one for each chunk.
+        # Each chunk has a shade. The shades go from lighter than the base colour to darker.
         share = chunk / (self.num_chunks - 1)
         light = tuple(1 - 0.5 * (1 - part) for part in base)
         darkest = _DARKEST_RECOMPUTE if traits.stash == "restored" else _DARKEST
@@ -305,8 +305,8 @@ class ScheduleDrawing:
 
 
 def _text_width(text: str, points: float) -> float:
-    """Returns the text's approximate width in inches. The exact width would need a renderer, and viewers of
-    an SVG have other fonts anyway.
+    """Returns the text's approximate width in inches. The exact width would need a renderer. It would not
+    help, because viewers of an SVG have other fonts.
     """
     return len(text) * points * _INCHES_PER_CHARACTER_PT
 
@@ -333,8 +333,8 @@ _READABLE_SHARE = 0.9  # share of the boxes whose labels must be readable
 
 class DrawnPart(NamedTuple):
     simulation: Simulation
-    """The simulation, reduced to the rows and the time that are shown. Its shares are still those of the
-    whole.
+    """The simulation, reduced to the rows and the time that are shown. Its figures, such as bubble_share, are
+    still those of the whole simulation.
     """
     row_names: list[str]
     note: str
@@ -346,8 +346,8 @@ def drawn_part(
 ) -> DrawnPart:
     """Returns the part of a simulation that a figure can show.
 
-    narrowest_inches: returns the narrowest box on which an instruction's label can be read. width_max: inches
-    for the time that is shown.
+    narrowest_inches: function that returns the width of the narrowest box in which an instruction's label can
+    be read. width_max: inches available for the time that is shown.
     """
     rows = _drawn_rows(simulation)
     shown = simulation
@@ -364,8 +364,8 @@ def drawn_part(
 
 
 def _drawn_rows(simulation: Simulation) -> list[int]:
-    """Returns the workers to draw: equally many of each stage's first replicas. With too many stages, the
-    first and the last ones.
+    """Returns the workers to draw: of each stage the first replicas, equally many. If there are too many
+    stages, only the first and the last stages are drawn.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for worker, row in enumerate(simulation.timeline):

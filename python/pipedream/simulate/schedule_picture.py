@@ -1,4 +1,4 @@
-"""Pictures of a simulated schedule, in the form of the papers: one row per worker, time to the right.
+"""Makes pictures of a simulated schedule in the form of the papers: one row per worker, time to the right.
 
 Pure except for the file; one thread; needs no torch. Only .svg, .png and .pdf need matplotlib.
 """
@@ -21,7 +21,7 @@ _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
 _OTHERWISE = ", or name a .txt or .json file"
 
-# With more boxes a picture is unreadable, and drawing it takes minutes. A trace may have any number.
+# With more boxes a picture is unreadable, and drawing it takes minutes. A trace may have any number of boxes.
 _DRAWN_BOXES_MAX = 20_000
 
 
@@ -38,7 +38,9 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
 
 
 def is_drawn(path: str | os.PathLike[str]) -> bool:
-    """Whether the name is that of a picture, which can show only a few minibatches, and not of a trace."""
+    """Whether the name is that of a drawn picture, which can show only a few minibatches. False for a
+    trace.
+    """
     return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 
 
@@ -56,10 +58,10 @@ def write_picture(
     """Writes the picture in the form of the file's ending: .svg, .png and .pdf (by matplotlib), .txt, or a
     Perfetto trace, .json or .json.gz.
 
-    Boxes show the minibatch, `3`, or minibatch and microbatch, `3.1`. They show the weight version that they
-    read if `show_versions` is True, or if it is None and some version differs from the minibatch's number.
-    Stages of one worker differ in shade; later ones are darker. `phases` are marked above the first row.
-    counters: shown by a trace only.
+    A box shows its minibatch, as `3`, or minibatch and microbatch, as `3.1`. It also shows the weight version
+    that it reads if `show_versions` is True. None does the same if any version differs from the minibatch's
+    number. Stages of one worker differ in shade: later stages are darker. `phases` are marked above the first
+    row. counters: figures that only a trace shows.
 
     Raises ValueError for another ending, for too many instructions to draw, and for a missing matplotlib. A
     figure of many workers, or of a long time, shows a part and says which.

@@ -1,4 +1,4 @@
-"""How much memory each worker uses along a simulated timeline. Pure; any thread; needs no torch.
+"""Computes how much memory each worker uses along a simulated timeline. Pure; any thread; needs no torch.
 
     all the time                         weight versions, the model as given, gradients, the optimizer's
                                          state, and what replicas exchange, as partition(memory=) counts it
@@ -7,7 +7,7 @@
     until it has been sent               what a stage sends: its output, and the gradient of its input
 
 The sizes are the profile's. Temporaries of a backward, empty slots and the data are not counted.
-`pipedream.partition(memory=)` plans with what a run allocates, which is more.
+`pipedream.partition(memory=)` plans with the bytes that a run allocates, which are more.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _changes(
             kind = instruction.edge.kind
             item = (kind, worker, instruction.minibatch, instruction.microbatch)
             receives = instruction.opcode == "RECV"
-            # A stage's input arrives as an activation, and its gradient leaves. The output does the opposite.
+            # A stage receives its input as an activation and sends the input's gradient. It sends its output
+            # and receives the output's gradient.
             num_bytes = own.input if receives == (kind == "activation") else own.output
             times_ms = (arrivals_ms if receives else departures_ms)[item]
             if not times_ms:
@@ -105,7 +106,7 @@ def _changes(
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of one stage. Sizes that depend on the data are those of one microbatch."""
+    """Bytes of one stage. Sizes that depend on the data are for one microbatch."""
 
     schedule: _core.ScheduleOptions
     num_versions: int
@@ -121,7 +122,7 @@ class _StageBytes(NamedTuple):
     input: float
     output: float
     saves_at: str
-    """The stash (`OpcodeTraits`) of the opcode that saves what the backward needs."""
+    """The stash (`OpcodeTraits`) of the opcode that saves the tensors for the backward."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, index: int, schedule: _core.ScheduleOptions) -> _StageBytes:
@@ -173,8 +174,8 @@ class _StageBytes(NamedTuple):
         )
 
     def spare_bytes(self, optimizer_copies: float) -> float:
-        """Returns a spare's bytes: the versions and the state of its shard, and slots for chunks from each
-        replica.
+        """Returns the bytes of a spare. It has the versions and the optimizer's state of its shard, and slots
+        for chunks from each replica.
         """
         from pipedream import _core
 

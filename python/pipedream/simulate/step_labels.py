@@ -1,5 +1,5 @@
-"""Names of rows and labels of instructions, for pictures of a simulated schedule. Pure; any thread; needs no
-torch.
+"""Makes the names of rows and the labels of instructions for pictures of a simulated schedule. Pure; any
+thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def is_mark(step: _core.Instruction) -> bool:
 
 
 def name_rows(simulation: Simulation) -> list[str]:
-    """Returns "stage 1" or "stage 1 replica 2" for each worker. The worker is named, too, if it has several
-    stages, or if there are no replicas and its number is not that of its stage.
+    """Returns "stage 1" or "stage 1 replica 2" for each worker. The name also has the worker's number if the
+    worker has several stages, or if there are no replicas and the worker's number differs from the stage's.
     """
     replicas = name_replicas(simulation)
     names = []

@@ -1,4 +1,4 @@
-"""Writing spans as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Writes spans as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Pure but for the file; any thread; needs no torch. Source of the form: the Trace Event Format document.
 """
@@ -38,7 +38,7 @@ class Clock(NamedTuple):
     boot_id: str
     """Id of the machine's boot. Processes with the same id share the clock. Empty if it cannot be read."""
     unix_ns: int
-    """Nanoseconds to add to the monotonic clock for the time since 1970."""
+    """Nanoseconds to add to a reading of the monotonic clock to get the time since 1970."""
 
 
 def read_clock() -> Clock:
@@ -49,7 +49,7 @@ def read_clock() -> Clock:
 
 def shift_ns(clock: Clock, to: Clock) -> int:
     """Returns the nanoseconds to add to readings of one machine's clock to get the other's. It is 0 on one
-    machine. Between two it is as exact as their clocks are set (by NTP: milliseconds).
+    machine. Between two machines its error is that of their clocks (milliseconds with NTP).
     """
     return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
 
@@ -61,7 +61,9 @@ def check_trace_path(path: str | os.PathLike[str]) -> None:
 
 
 class Counter(NamedTuple):
-    """A figure of a worker over time: (milliseconds, value), each valid until the next one."""
+    """A figure of a worker over time: pairs (milliseconds, value). Each value holds until the next pair's
+    time.
+    """
 
     worker_name: str
     name: str
@@ -94,8 +96,8 @@ def write_trace(
     """Writes the spans to a .json or .json.gz file, with workers and tracks in the order of their first
     spans. Times become microseconds since the earliest span.
 
-    figures: of the whole run, stored as "otherData". arrows: pairs of spans; an arrow goes from the begin of
-    one to the begin of the other. counters: of workers that have spans.
+    figures: figures of the whole run, stored as "otherData". arrows: pairs of spans; an arrow goes from the
+    begin of the first span to the begin of the second. counters: counters of workers that have spans.
 
     Raises ValueError for another ending, and for a span that ends before it begins.
     """
@@ -135,7 +137,8 @@ def _make_events(
                 "args": dict(span.args),
             }
         )
-    # Arrows come after the spans: an arrow's end belongs to the span that began last before it in the file.
+    # Arrows are written after the spans, because viewers attach an arrow's end to the span that began last
+    # before it in the file.
     for arrow_id, ends in enumerate(arrows):
         for phase, span in zip(({"ph": "s"}, {"ph": "f", "bp": "e"}), ends, strict=True):
             place = {

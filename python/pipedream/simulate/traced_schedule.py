@@ -1,8 +1,9 @@
-"""The schedule that `pipedream trace` shows: its options, its validated instruction lists, and its figures.
+"""Makes the schedule that `pipedream trace` shows: its options, its validated instruction lists, and its
+figures.
 
 The core numbers a stage's spares after its replicas (csrc/schedule/placement.h): the first spare of two
-replicas is "stage 0 replica 2" there. In texts it is "stage 0 spare 0", and a user may write that. Pure
-except for the files that it reads; any thread; needs no torch.
+replicas is "stage 0 replica 2" there. In texts it is called "stage 0 spare 0", and a user may write this
+name, too. Pure except for the files that it reads; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ __all__ = [
 
 _REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 
-# `trace` builds every instruction. With more of them a picture shows nothing new, and memory runs out.
+# `trace` builds every instruction. With more instructions a picture would show nothing new, and memory would
+# run out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
 _TRACED_STAGES_MAX = 1_024
 
@@ -70,7 +72,7 @@ class TracedSchedule(NamedTuple):
     programs: list[list[_core.Instruction]]
     report: dict[str, Any]
     shows_program: bool = False
-    """Whether text() is a program, rather than the lists of a run."""
+    """Whether text() returns a program. If not, it returns the lists of a run."""
 
     def title(self) -> str:
         options, num_stages = self.options, self.options.num_stages
@@ -92,8 +94,8 @@ class TracedSchedule(NamedTuple):
         return title
 
     def balanced(self, times: StageTimes) -> list[StageTimes]:
-        """Returns each stage's times, scaled by its replicas: passes of a stage with 2 replicas take twice as
-        long.
+        """Returns each stage's times, multiplied by its number of replicas: the forwards and backwards of a
+        stage with 2 replicas take twice as long.
         """
         return [
             replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
@@ -112,13 +114,15 @@ class TracedSchedule(NamedTuple):
         return f"# {self.title()}\n{print_programs(self.programs, self.options.placement)}"
 
     def notes(self) -> list[str]:
-        """Returns what a program does that its author may not have meant."""
+        """Returns notes about effects of a program that its author may not have intended."""
         note = "" if self.options.program is None else self.options.program.note_on_unstashed
         return [note] if note else []
 
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
-    """Returns the schedule's own lists, or those of the file, which then also supply missing options."""
+    """Returns the schedule with its own lists, or with the lists of the file. The file then also supplies
+    missing options.
+    """
     from pipedream import _core
 
     given = None if program_file is None else _read_programs(program_file)
@@ -135,7 +139,8 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
         workers = range(options.num_workers)
         programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
     elif not any(step.edge for program in programs for step in program):
-        # A user wrote it, most likely. It has what is computed, and the transfers follow from that.
+        # The lists have no transfers, so a user probably wrote them. The transfers follow from the computing
+        # instructions.
         programs = _core.add_transfers(options, programs, num_minibatches)
     report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
@@ -241,7 +246,7 @@ def _make_options(
 
 
 def _enough_microbatches(rules: _core.ScheduleRules, placement: _core.Placement, in_flight: list[int]) -> int:
-    """Returns a number of microbatches with which as many are in flight as there can be."""
+    """Returns a number of microbatches that is enough for the largest possible number in flight."""
     if not rules.needs_microbatches:
         return 1
     if not rules.has_stage_per_worker:
@@ -282,7 +287,9 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
 
 
 def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
-    """Returns a number of minibatches that shows the steady state in boxes that can be read."""
+    """Returns a number of minibatches that is enough to show the steady state and leaves the boxes
+    readable.
+    """
     from pipedream import _core
 
     replicas = max(_replica_counts(options))
@@ -342,8 +349,8 @@ def read_times(text: str | None) -> StageTimes:
 
 
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
-    """Returns the first worker's phases; none if they repeat with every minibatch, which is too narrow to
-    label.
+    """Returns the first worker's phases. Returns none if they repeat with every minibatch, because they would
+    be too narrow to label.
     """
     from pipedream import _core
     from pipedream.simulate.schedule_drawing import PhaseSpan
@@ -363,7 +370,7 @@ def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSp
 def describe_bubble(simulation: Simulation) -> str:
     whole, steady = simulation.bubble_share, simulation.steady_bubble_share
     text = f"bubble {100 * whole:.1f} %"
-    # They are equal if every minibatch drains: there is no steady state then.
+    # The two are equal if every minibatch drains, because there is no steady state then.
     if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
         text += f", {100 * steady:.1f} % in the steady state"
     return text
@@ -417,7 +424,7 @@ def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
 
 
 def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
-    """Returns the most items that wait at once, for each boundary."""
+    """Returns, for each boundary, the largest number of microbatches whose tensors wait there at once."""
     return [
         most
         for edge, most in sorted(
