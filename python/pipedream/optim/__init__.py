@@ -11,6 +11,6 @@ from pipedream.optim.sgd import SGD
 __all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "MasterWeights", "Muon", "NAdamW", "NativeOptimizer"]
 
 NATIVE_OPTIMIZERS: tuple[type[NativeOptimizer], ...] = (SGD, Adam, AdamW, NAdamW)
-"""All native classes. Compare `type(optimizer)` with these and do not use isinstance(), because a subclass may
-have another step().
+"""All native classes. Compare `type(optimizer)` with these and do not use isinstance(), because a subclass
+may have another step().
 """
