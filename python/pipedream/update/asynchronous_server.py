@@ -1,5 +1,6 @@
 """One replica's side of a parameter server with asynchronous shards. Each gradient of a replica makes an
-update of its own, as soon as it arrives. The replica that pushed the gradient gets the updated shard back.
+update of its own, as soon as it arrives. The replica that pushed the gradient gets the updated shard back, as
+an answer.
 
     replica q, its part of round j                 the owner of another shard
     SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
@@ -10,7 +11,7 @@ update of its own, as soon as it arrives. The replica that pushed the gradient g
 No replica waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam,
 OSDI'14). A gradient is the weighted mean over a replica's microbatches of a round. It is not divided by r: r
 replicas make r updates, each with the full learning rate. A replica receives its answer before it pushes
-again, so an owner keeps one answer per replica.
+again, so the owner of a shard needs memory for one answer per replica.
 
     master     memory of its own: one version, which forwards do not read while it changes
     answers    one for each other replica, until it has left
@@ -75,17 +76,17 @@ class AsynchronousServer(ShardClient):
         self._master = _chunks_in(master, own_chunks)
         self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
         self._own_round: tuple[int, list[Tensor | None]] | None = None
-        """(round, gradients) of the replica's own update that is next."""
+        """The round and the gradients of the next update that this replica makes with its own gradients."""
         first = self._newest = self._rounds.first_version
         self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
         for place, chunk in zip(self._master, own_chunks, strict=True):
             place.copy_(self._place_of(chunk, self._slot_of[first]))
         # State of the thread that serves the others.
         self._awaiting = [*self._others]
-        """Replicas that have not said that they have ended. The one that was served last is at the end of the
+        """The other replicas that may still push. The replica that was served last is at the end of the
         list."""
         self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
-        """The chunks that have come of each replica's next part."""
+        """By replica: chunks already received of the part that this replica is pushing."""
         self._next_part = dict.fromkeys(self._others, 0)
         self._failure: BaseException | None = None
         self._is_over = False
@@ -93,7 +94,8 @@ class AsynchronousServer(ShardClient):
         device = self._weights.own.slots[0].device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._step_meter = StepMeter(make_meter(device))
-        # On the host measuring costs time per operator; a device's meter does not tell threads apart.
+        # On the host, measuring slows down each operator, so only the first updates are measured. On a device
+        # no update is measured, because the meter counts the memory of all threads.
         self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
         # State of both threads.
         self._lock = threading.Condition()
@@ -127,7 +129,7 @@ class AsynchronousServer(ShardClient):
     # The replica's own gradients: its compute thread.
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Prepares the next update: that of the replica's gradient of the minibatch's round."""
+        """Prepares the update of this shard with the replica's own gradient of the minibatch's round."""
         round_index = self._rounds.round_of(minibatch)
         self._own_round = round_index, self._own.pop(round_index)
 
@@ -154,8 +156,8 @@ class AsynchronousServer(ShardClient):
             self._contained[version] = min(counts), max(counts)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Waits until every gradient is in this shard. Then sends the shard to all replicas, and takes
-        theirs."""
+        """Waits until every gradient is in this shard. Then sends the shard to all replicas, and receives
+        their shards."""
         self._thread.join()
         self._raise_failure()
         for content, chunk in zip(self._master, self._chunks[self._replica], strict=True):
@@ -273,7 +275,7 @@ class AsynchronousServer(ShardClient):
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most bytes that a measured update for another replica has made and dropped."""
+        """The most bytes of temporary memory that a measured update for another replica has used."""
         return self._step_meter.peak_bytes
 
     def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
@@ -287,8 +289,8 @@ class AsynchronousServer(ShardClient):
 
     def _answer(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         channel, part = self._channels.pull_to[other], self._parts[index]
-        # The replica has had the answers to its earlier pushes, so they have left. This call lets the core
-        # know.
+        # The replica has received the answers to its earlier pushes, so this call does not wait. The core
+        # frees the items of these answers here.
         num_answered = part.chunks[0][0]
         self._core.wait_until_sent(channel, num_answered)
         with self._lock:
@@ -313,8 +315,8 @@ class AsynchronousServer(ShardClient):
             ) from error
 
     def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
-        """Returns the gradient of a piece in an item; None if there is none. position: the piece's in its
-        chunk."""
+        """Returns the gradient of a piece from a pushed item; None if the piece has no gradient. position:
+        the piece's position in its chunk."""
         flags, content = tensors
         if not flags[position]:
             return None
@@ -353,6 +355,7 @@ def _own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | Non
 
 
 def _chunks_in(memory: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Returns the chunks' places in the memory, one behind the other in the order in which they leave."""
+    """Returns views of the memory, one per chunk. They lie one behind the other, in the order in which chunks
+    are sent."""
     sizes = [chunk.num_bytes for chunk in chunks]
     return list(torch.split(memory[: sum(sizes)], sizes)) if sizes else []

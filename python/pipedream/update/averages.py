@@ -4,9 +4,9 @@
                       average = decay x average + (1 - decay) x version v + 1
     RECV version      the same for a parameter that another stage updates and this one uses, when it comes
 
-The first update begins an average with its own weights, as torch.optim.swa_utils.AveragedModel does.
-Averages lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own
-pieces. Owned by the worker's compute thread.
+The weights after the first update are the first average, as in torch.optim.swa_utils.AveragedModel. Averages
+lie in a slot of the pool while a segment of the run lasts. A replica with a shard averages its own pieces.
+Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OWN = (-1, 0)
 
 
 class Averages:
-    """Averages of the parameters that a stage updates, and of those that it uses from other stages. Either
-    may be pieces of parameters."""
+    """Averages of the parameters that a stage updates, and of the parameters that other stages update and
+    this one uses. Both may be pieces of parameters."""
 
     def __init__(
         self, decay: float, updated: NamedParameters, used: Mapping[int, NamedParameters] | None = None
@@ -49,9 +49,10 @@ class Averages:
         # Until they have a place the averages are the parameters themselves.
         self._tensors = [parameter.detach() for _, parameter in self._named]
         self._counts: dict[tuple[int, int], int] = {}
-        """Versions averaged in this run, by (owner, replica) that makes them."""
+        """How many versions were averaged in this run, by the (owner stage, replica) that makes the
+        versions."""
         self._count_before = 0
-        """Versions averaged in the run that this one goes on from."""
+        """How many versions the run had averaged that this run continues."""
         self._is_mixed = any(master_dtype(p.dtype) != p.dtype for _, p in self._named)
 
     @property
@@ -73,12 +74,12 @@ class Averages:
         self._tensors = [on_host(tensor) for tensor in self._tensors]
 
     def add(self, first: int, leaves: Sequence[Tensor]) -> None:
-        """Adds these parameters of the next version to the averages. The first is number `first` in the
-        optimizer's order."""
+        """Adds these parameters of the next version to the averages. `first`: the position of the first of
+        these parameters in the optimizer's order."""
         self._add(self._tensors[first : first + len(leaves)], leaves, _OWN)
 
     def end_version(self) -> None:
-        """Ends a version: all of its parameters have been added."""
+        """Ends a version. Call it after all of the version's parameters have been added."""
         self._counts[_OWN] = self._counts.get(_OWN, 0) + 1
 
     def add_used(self, owner: int, replica: int, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
@@ -119,7 +120,7 @@ class Averages:
         return self._counts.get(_OWN, 0) + self._count_before
 
     def go_on(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Goes on with averages over `count` versions. values: by the name of each parameter, or of the
+        """Continues from averages over `count` versions. values: by the name of each parameter, or of the
         whole parameter of which it is a piece. Unless all are given, averages begin with the next version."""
         found = [value for name, _ in self._named if (value := _value_of(name, values)) is not None]
         if count > 0 and len(found) == len(self._named):

@@ -5,11 +5,11 @@ then makes the mean gradient, and the next version, for itself.
     dense, per round and replica     2 (r - 1) / r  M N       gradients to the shards, and versions from them
     factors                          (r - 1)  K (M + N)       of K rows each, to each of the others
 
-There are r replicas, and W is M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC
-2017, section 4.2). The rule is in planning/factor_rule.py. The mean is one product: the factors of all
-members of the round are stacked, in the order of the replicas. Each replica multiplies the same values by
-the same call, and so gets the same bits. A trial before the run shows whether replicas multiply alike.
-Owned by the worker's compute thread.
+There are r replicas, the weight is M x N, and a replica's factors have K rows. So factors are fewer bytes if
+K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2). The rule is in planning/factor_rule.py.
+The mean is one product: the factors of all members of the round are stacked, in the order of the replicas.
+Each replica multiplies the same values by the same call, and so gets the same bits. A trial before the run
+shows whether replicas multiply alike. Owned by the worker's compute thread.
 
 FactorExchange sends one item with the factors of all such weights before the chunks of a round. No version
 of these weights is sent, because all replicas make the same one.
@@ -105,8 +105,8 @@ class RoundFactors:
 def item_of(
     layers: Sequence[FactorLayer], factors: Sequence[Factors | None], device: torch.device
 ) -> list[Tensor]:
-    """Returns the tensors of an item: flags that say which layers have factors, then gradients and inputs
-    of each."""
+    """Returns the tensors to send: flags that say which layers have factors, then the gradient factor and the
+    input factor of each such layer."""
     has_any = [of_layer is not None for of_layer in factors]
     tensors = [torch.tensor(has_any, device=device).to(torch.uint8)]
     for layer, of_layer in zip(layers, factors, strict=True):
@@ -122,15 +122,15 @@ def factors_of(tensors: Sequence[Tensor]) -> list[Factors | None]:
 
 
 def mean_product(factors: Mapping[int, Factors], num_members: int) -> Tensor:
-    """Returns the mean gradient over a round. factors: by replica, at least one. num_members: the
-    minibatches of the round."""
+    """Returns the mean gradient of a weight over a round. factors: by replica; at least one replica has
+    factors. num_members: how many minibatches the round has."""
     gradients, inputs = _stacked([factors[replica] for replica in sorted(factors)])
     return torch.mm(gradients.div_(num_members).t(), inputs)
 
 
 def _stacked(factors: Sequence[Factors]) -> Factors:
-    """The factors, stacked in memory of their own, which torch has aligned: the alignment may decide in which
-    order they are added."""
+    """Copies the factors into one new tensor. Torch aligns the new memory equally at all replicas. Otherwise
+    the order of additions, and so the result's bits, might differ."""
     gradients, inputs = zip(*factors, strict=True)
     return Factors(torch.cat(gradients), torch.cat(inputs))
 
@@ -174,7 +174,8 @@ class FactorExchange:
         self.around_backward = self._layers.backward
         self._pushed: list[Factors | None] | None = None  # factors of the round that is being pushed
         self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
-        """The factors of each weight, by round and replica. A round that is updated is dropped."""
+        """The factors of each weight, by round and replica. They are dropped after the update of the
+        round."""
 
     @property
     def parameters(self) -> list[int]:
@@ -192,7 +193,7 @@ class FactorExchange:
 
     def push(self, num_summed: int) -> list[Tensor]:
         """Sends this replica's factors of a round to all others, and returns the tensors that it sends.
-        num_summed: the microbatches of which the factors are."""
+        num_summed: how many microbatches the factors come from."""
         self._pushed = self._left.take()
         item = item_of(self._weights, self._pushed, self._device)
         items = [(channel, pushes.item_of(item)) for channel in self.channels_to.values()]
@@ -223,7 +224,7 @@ class FactorExchange:
         return mean_product(factors, num_minibatches) if factors else None
 
     def end_round(self, round_index: int) -> None:
-        """Drops the factors of a round that has been updated."""
+        """Drops the factors of a round, after its update."""
         del self._of_rounds[round_index]
 
     def check(self, gradients: Sequence[Tensor | None]) -> None:
@@ -238,7 +239,8 @@ class FactorExchange:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Makes the layers leave factors inside the context. Afterwards they are the user's again."""
+        """Makes the layers compute factors inside the context. Afterwards the layers compute gradients as the
+        user wrote them."""
         self._layers.install()
         try:
             yield

@@ -2,8 +2,9 @@
 collected, measured, and clipped or unscaled. Then the optimizer uses them, unless they overflowed.
 
 If the schedule drains every minibatch, a norm is taken over all stages. Otherwise it is taken per stage,
-because a wider norm would make stages wait for each other. A norm is that of the mean gradient over a round.
-Each replica of a stage has the part of that mean that it updates. Owned by the worker's compute thread.
+because a wider norm would make stages wait for each other. The norm is taken of the mean gradient over a
+round. Each replica of a stage has only the part of the mean gradient that it updates. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _NORM_ELEMENTS_MAX = 1 << 20  # elements of a bfloat16 gradient that are widened
 
 
 class GradientFigures(NamedTuple):
-    """Figures of gradients: of one stage, of a part, or of several stages. They add up."""
+    """The squared norm and the overflow flags of gradients: of a part of a stage, of a stage, or of several
+    stages. Figures can be added."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
@@ -138,7 +140,8 @@ class StageGradients:
         self._tied.rescale(factor)
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """Collects the gradients of the minibatch, at this stage and from the users of its tied parameters.
+        """Collects the gradients of the minibatch: this stage's own, and for tied parameters those that other
+        stages have sent.
         own_slot: the slot of the version that the last backward read."""
         self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]
 
@@ -175,7 +178,7 @@ class StageGradients:
         return overflowed
 
     def poison(self, freed_slot: int) -> None:
-        """Poisons a slot whose version no backward reads any more."""
+        """Fills a slot with NaN after the last backward that reads its version."""
         self._weights.own.poison(freed_slot)
 
     def _finish(self) -> None:
@@ -188,8 +191,8 @@ class StageGradients:
 
 
 class NormExchange:
-    """Adds up the figures of all workers along the ranks, and sends the sum back to each. If the schedule
-    does not drain, these are the workers of one stage.
+    """Adds up the figures of all workers along the ranks, and sends the sum back to each worker. If the
+    schedule does not drain every minibatch, only the workers of one stage take part.
 
         rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
         rank 0 --> rank 1 --> rank 2        the total, downstream
@@ -198,8 +201,8 @@ class NormExchange:
     def __init__(self, measure: Callable[[int], GradientFigures], *, is_first: bool) -> None:
         """measure: returns this worker's own figures of an update, given its minibatch. It is called once
             per update.
-        is_first: whether this is the first of these workers. Its sum is the total, when those downstream
-            have come.
+        is_first: whether this is the first of these workers. It computes the total, from the sums that arrive
+        from downstream.
         """
         self._measure = measure
         self._is_first = is_first
@@ -224,7 +227,7 @@ class NormExchange:
             self._total = figures
 
     def total(self, minibatch: int) -> GradientFigures:
-        """Returns the figures of all workers. The exchange for the minibatch must have come."""
+        """Returns the figures of all workers. Call it after the exchange for the minibatch."""
         self._begin(minibatch)
         if self._is_first:
             return self._sum

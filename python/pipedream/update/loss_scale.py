@@ -70,7 +70,7 @@ class LossScaling:
 
     def begin_forward(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
         """Begins the next microbatch. overflowed: whether gradients of this stage have overflowed since the
-        microbatch before. told: whether the microbatch's activation tells of an overflow upstream."""
+        microbatch before. told: whether the microbatch's activation reports an overflow upstream."""
         own = self._next_own
         self._next_own += 1
         if self._scaler is None:
@@ -87,41 +87,42 @@ class LossScaling:
             self._heard = False
 
     def note_told(self, minibatch: int) -> None:
-        """Notes that the activation of this minibatch has told of an overflow."""
+        """Notes that the activation of this minibatch has reported an overflow."""
         if self._exchanges:
             self._told.add(minibatch // self._minibatches_per_scale)
 
     def take_told(self, minibatch: int) -> bool:
-        """Returns whether an activation of the minibatch's round has told of an overflow, for the other
-        replicas. Forgets it."""
+        """Returns whether an activation of the minibatch's round has reported an overflow, and clears the
+        note. The caller tells the other replicas."""
         round_index = minibatch // self._minibatches_per_scale
         told = round_index in self._told
         self._told.discard(round_index)
         return told
 
     def keep(self, *, overflowed: bool) -> None:
-        """Keeps, at the end of a segment, whether an update was skipped that nobody has been told of."""
+        """Stores, at the end of a segment, whether an update was skipped that no activation has reported."""
         self._kept = self._kept or overflowed or bool(self._late)
         self._heard = self._heard or bool(self._heard_at)
         self._late, self._heard_at = [], []
 
     def take_kept(self) -> bool:
-        """Whether a skipped update is still to be told with the next forward, one of the run before included.
-        Forgets it."""
+        """Returns whether the next forward must report a skipped update, perhaps one of the run that this run
+        continues. Clears the note."""
         kept, self._kept = self._kept or any(at <= self._next_own for at in self._late), False
         if self._late:
             self._late = [at for at in self._late if at > self._next_own]
         return kept
 
     def hear(self, round_index: int, *, overflowed: bool) -> None:
-        """Notes, at an update, whether its round overflowed or was told of an overflow at any replica."""
+        """Notes, at an update, whether any replica found an overflow in its round or received a report of
+        one."""
         if self._exchanges and overflowed:
             self._heard_at.append(self._first_after(round_index))
 
     def note_skipped(self, round_index: int) -> None:
         """Notes that an update overflowed here, or at a stage that is updated with it."""
-        # A run may continue from a boundary before the microbatches in flight. So updates of which such a
-        # run has not told are kept, too.
+        # A run may continue from a boundary before the microbatches in flight. It must then report again the
+        # updates of that time, so these updates are kept.
         self._skipped = [at for at in self._skipped if at >= self._next_own - self._delay]
         self._skipped.append(self._first_after(round_index))
 

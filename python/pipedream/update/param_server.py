@@ -1,4 +1,5 @@
-"""One replica's side of its stage's parameter server: its shard of the parameters, which it alone updates.
+"""One replica's side of its stage's parameter server. The replica owns a shard of the parameters, which it
+alone updates.
 
     round t, at each replica                       who                     what travels, chunk by chunk
     SEND push   by its last backward of t          with a microbatch in t  its gradient, to the shards' owners
@@ -7,9 +8,9 @@
     SEND pull   with the update                    all                     version t + 1, to the others
     RECV pull   before what reads version t + 1    all                     the others' shards of it
 
-A chunk is updated and sent to the others as soon as the gradients of all replicas are there. The gradients
-of the next chunk are on their way meanwhile, so both directions of a link are busy. If norms are measured,
-the update waits for all gradients.
+A chunk is updated and sent to the other replicas as soon as the chunk's gradients of all replicas are there.
+Meanwhile the gradients of the next chunk are sent, so both directions of a link are busy. If norms are
+measured, the update waits for all gradients.
 
 The core sends, receives and makes the means (csrc/param_server/shard_exchange.h). This module makes the
 optimizer's steps. It also multiplies gradients that are pushed as factors (factors.py): every replica makes
@@ -47,11 +48,12 @@ class ParameterServer(ShardClient):
         self._parts = parts_of(self._chunks[self._replica], own_pieces, at_once=layout.whole_tensors)
         self._shared = layout.shared
         self._round = self._rounds.first_version - 1
-        """The round whose update is made, or was made last."""
+        """The round of the latest update, which may still be in progress."""
         self._num_minibatches = 0
         """The number of minibatches in the mean of that round."""
         self.mean_peak_bytes = 0
-        """The most bytes that means have taken at once in memory of their own."""
+        """The most bytes that mean gradients have taken at once, without those that lie in another gradient's
+        memory."""
         self._mean_bytes = 0
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -121,8 +123,8 @@ class ParameterServer(ShardClient):
         write_slot: int,
         make: Callable[[ShardPart, slice, Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
-        """Makes a version part by part. Each chunk is sent from its slot as soon as it is made. make: makes a
-        part, given the part, the positions of its pieces, and the tensors to read and to write."""
+        """Makes a version part by part. Each chunk is sent from its slot as soon as it is made. make: called
+        to make one part, with the part, the positions of its pieces, and the tensors to read and to write."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.show(write_slot)
         if self._tied.owned is not None:
@@ -146,8 +148,8 @@ class ParameterServer(ShardClient):
     # Means.
 
     def _means_of(self, part: ShardPart, *, is_read: bool = False) -> list[Tensor | None]:
-        """Returns the means of a part's pieces. is_read: whether only an optimizer's step reads them, which
-        does not scale them."""
+        """Returns the means of a part's pieces. is_read: whether the means are only read, by an optimizer's
+        step that does not scale them in place."""
         means: dict[Piece, Tensor | None] = {}
         for index, chunk in part.chunks:  # in the order in which their gradients come
             found = self._exchange.mean_of(index, torch.get_num_threads())
@@ -163,7 +165,7 @@ class ParameterServer(ShardClient):
         self, piece: Piece, found: Tensor | tuple[list[Tensor], Tensor | None], *, is_read: bool
     ) -> Tensor | None:
         """Returns the mean of a piece; None if no replica has a gradient. found: what
-        ShardExchange.mean_of() gave. The mean is never made in this replica's own gradient, whose memory
+        ShardExchange.mean_of() gave. The mean is never written over this replica's own gradient, whose memory
         may have another use."""
         if isinstance(found, Tensor):
             return self._shaped(found, piece)
@@ -194,8 +196,8 @@ class ParameterServer(ShardClient):
 
 
 def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    """Returns the pieces in each slot, as the optimizer gets them: views of the slot's leaves. A layer may
-    later point a leaf at other memory; settle() points it back. pieces: their `parameter` is an index into
+    """Returns, for each slot, the views of its leaves that the optimizer gets as pieces. A layer may later
+    point a leaf at other memory; settle() points the leaf back. pieces: their `parameter` is an index into
     the parameters of these versions."""
     slots = range(versions.num_slots)
     return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

@@ -1,7 +1,7 @@
 """Optimizer states by parameter name, joined from replicas' pieces and cut into pieces again.
 
-A state of torch's optimizers has tensors with a number per element, which are joined and cut, and values that
-all pieces share. Pure; any thread.
+A state of torch's optimizers has two kinds of values. Tensors with one number per element of the parameter
+are joined and cut. All other values are the same for all pieces. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["cut_out", "joined_states", "whole_name"]
 
 
 def whole_name(name: str) -> str:
-    """The name of the parameter that a piece "name[first:end]" is of."""
+    """Returns "name" for a piece "name[first:end]" of a parameter."""
     return piece_in(name)[0]
 
 
 class _Elements(NamedTuple):
-    """A tensor of a parameter's state that has a number for each of its elements, in the order of memory."""
+    """A tensor of a parameter's state that has one number for each element of the parameter, in the order of
+    memory."""
 
     flat: Tensor
 
@@ -47,8 +48,8 @@ def joined_states(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_elements(state: Any, count: int | None) -> Any:
-    """Marks the tensors that have a number for each element. count: of the parameter's elements; None: as
-    many as the largest tensor has."""
+    """Marks the tensors that have one number for each element. count: how many elements the parameter has;
+    None: as many as the largest tensor."""
     if not isinstance(state, dict):
         return state
     sizes = [value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
@@ -62,8 +63,8 @@ def _with_elements(state: Any, count: int | None) -> Any:
 
 
 def cut_out(state: Any, name: str, master: Tensor) -> Any:
-    """Cuts the state of a master out of the whole parameter's. The master may be a piece, which its name
-    says."""
+    """Cuts the state of a master parameter out of the state of the whole parameter. If the master is a piece,
+    its name says which piece."""
     if not isinstance(state, dict):
         return state
     _, first, _ = piece_in(name)

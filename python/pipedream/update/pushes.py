@@ -1,5 +1,5 @@
 """The pushes of one replica. It sends its gradients of a round to the owners of the shards, chunk by chunk.
-Gradients that are pushed as factors leave once all of these are complete.
+Factors (factors.py) are pushed once all factors of the round are complete.
 
 Owned by the worker's compute thread.
 """
@@ -36,8 +36,8 @@ class ItemLinks(Protocol):
 
 
 class RoundPushes:
-    """Pushes one replica's gradients of a round: chunk by chunk, in a fixed order. A chunk leaves as soon
-    as the backward has accumulated its gradients, or when the backward is over. Hooks of the leaves call
+    """Pushes one replica's gradients of a round, chunk by chunk, in a fixed order. A chunk is sent as soon as
+    the backward has accumulated its gradients, or when the backward is over. Hooks of the leaves call
     accumulated().
 
     A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. If
@@ -57,13 +57,13 @@ class RoundPushes:
         before_sending: Callable[[Tensor | None], None] | None = None,
     ) -> None:
         """channels: by receiver.
-        chunks: by shard, in the order in which they leave.
+        chunks: by shard, in the order in which they are sent.
         dtypes: by shard, the dtype in which its chunks travel.
         feeds_back: whether the codec adds to a gradient the values that it left out of earlier ones.
         factored: the parameters whose gradients are pushed as factors.
-        push_factors: pushes all of these, given the number of microbatches.
-        before_sending: called before a chunk leaves. If the chunk leaves from a copy, it gets the copy,
-            otherwise None.
+        push_factors: called to push the gradients of these parameters, with the number of microbatches.
+        before_sending: called before a chunk is sent: with the copy if a copy of the chunk is sent, otherwise
+        with None.
         """
         self._core = core
         self._channels = channels
@@ -75,9 +75,11 @@ class RoundPushes:
         self._before_sending = before_sending
         self._complete: set[int] = set()  # factored parameters that are complete in this backward
         self._accumulated: dict[int, Tensor] = {}
-        """The leaf of each other parameter whose gradient of this backward is complete, by parameter."""
+        """By parameter: the leaf of each parameter without factors whose gradient of this backward is
+        complete."""
         self.gradients: dict[int, Tensor] = {}
-        """By parameter: the flat, unscaled gradients of which chunks left before the backward was over."""
+        """By parameter: the flat, unscaled gradients that were sent, at least in part, before the backward
+        was over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # whether the first backward accumulated each parameter once
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round that have left
@@ -91,8 +93,8 @@ class RoundPushes:
         self._num_summed = 1
 
     def begin(self, loss_scale: float, num_summed: int) -> None:
-        """Begins the last backward of a round. loss_scale: the factor of its loss. num_summed: microbatches
-        whose gradients it completes."""
+        """Begins the last backward of a round. loss_scale: the factor of its loss. num_summed: how many
+        microbatches' gradients are summed after it."""
         self._is_open = True
         self._loss_scale = loss_scale
         self._num_summed = num_summed
@@ -124,9 +126,9 @@ class RoundPushes:
             self._send(self._completed(), self._num_summed)
 
     def send_rest(self, gradients: Sequence[Tensor | None], num_summed: int) -> None:
-        """Sends the chunks that have not left, after the round's last backward. gradients: all of the
+        """Sends the chunks that are not sent yet, after the round's last backward. gradients: all of the
         round, by parameter.
-        num_summed: their microbatches."""
+        num_summed: how many microbatches' gradients they are the sum of."""
         self._is_open = False
         rest = [
             self._item(other, chunk, [gradients[piece.parameter] for piece in chunk.pieces])
@@ -164,7 +166,8 @@ class RoundPushes:
         return self.gradients[parameter]
 
     def _item(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> tuple[str, list[Any]]:
-        # With feedback even a missing gradient is sent: it carries the values left out of earlier ones.
+        # With feedback a chunk is sent even if its gradient is missing, because it also carries the values
+        # that the codec left out of earlier gradients.
         always = self._feeds_back and self._dtypes[other].is_floating_point
         flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
         content = _content(chunk, gradients).view(self._dtypes[other])
@@ -183,13 +186,13 @@ def item_of(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def is_filled(chunk: Chunk) -> bool:
-    """Whether one gradient fills the chunk, so that it leaves without a copy."""
+    """Whether one gradient fills the chunk, so that the chunk is sent without a copy."""
     return chunk.pieces[0].num_bytes == chunk.num_bytes
 
 
 def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
-    """Returns the bytes of a chunk, without a copy if one piece fills it. gradients: those of its pieces'
-    parameters."""
+    """Returns the bytes of a chunk, without a copy if one piece fills the chunk. gradients: the gradients of
+    the parameters that the chunk's pieces belong to."""
     first, gradient = chunk.pieces[0], gradients[0]
     if gradient is not None and is_filled(chunk):
         return bytes_of(gradient[first.first : first.first + first.count])
@@ -214,7 +217,7 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def copied_bytes(chunks: Iterable[Chunk]) -> int:
-    """Returns the bytes of the copies from which these chunks leave."""
+    """Returns how many bytes of these chunks are copied before they are sent."""
     return sum(chunk.num_bytes for chunk in chunks if not is_filled(chunk))
 
 

@@ -1,5 +1,5 @@
-"""Replicas of a stage that reduce their gradients together, without a parameter server. Each has all of the
-stage's parameters and the whole state of the optimizer.
+"""Replicas of a stage reduce their gradients together, without a parameter server. Each replica has all of
+the stage's parameters and the whole state of the optimizer.
 
     round t, at each replica
     UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
@@ -9,12 +9,12 @@ With sync_every = n, replicas become alike only once in n rounds:
     UPDATE      the mean of the replica's own gradients by what they count, version t + 1 of its own; after
                 every n-th round, and at the end of the run, the mean of all replicas' weights
 
-Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) it
-also keeps weights of its own. Tied parameters that the stage owns are sent after that mean, to the user's
-replica that has the same microbatches.
+Each replica then keeps an optimizer state of its own. Between two segments of a run (worker/segment.py) each
+replica also keeps its own weights. Tied parameters that the stage owns are sent after the mean of the
+weights, to the user's replica that has the same microbatches.
 
-After the reduction or the mean all replicas have the same version, of the same bits. Gradients are reduced
-in buckets, after the round's last backward. Owned by the worker's compute thread.
+After the all-reduce or the mean of the weights, all replicas have the same version, bit for bit. Gradients
+are reduced in buckets, after the round's last backward. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BUCKET_BYTES = 4 << 20  # small tensors travel together, up to this size
 
 
 class _GroupGradients(StageGradients):
-    """A replica's gradients, if a group of torch.distributed joins the replicas."""
+    """The gradients of one replica, if a process group of torch.distributed connects the replicas."""
 
     takes_means = True
 
@@ -104,8 +104,8 @@ class ReducedGradients(_GroupGradients):
 
 
 class LocalSteps(_GroupGradients):
-    """Gradients by which a replica updates itself alone; now and then it takes the mean of all replicas'
-    weights."""
+    """The gradients of a replica that updates its weights with its own gradients only. After every sync_every
+    rounds it takes the mean of all replicas' weights."""
 
     def __init__(self, *arguments: Any, sync_every: int, **options: Any) -> None:
         """sync_every: rounds from one mean of the weights to the next."""
@@ -142,9 +142,10 @@ class LocalSteps(_GroupGradients):
         if not is_over or self._num_rounds % self._sync_every == 0:
             return
         self._average(newest_slot)
-        # A tied parameter of another stage came from the owner's replica that has the same minibatches,
-        # from before the owner's replicas took their mean. So its users take the mean as well. Users and
-        # owner average one parameter at a time, which gives the same bits.
+        # A tied parameter of another stage came from the owner's replica that has the same minibatches. That
+        # replica sent it before the owner's replicas took the mean of their weights. So replicas of a user
+        # take the mean of the parameter, too. Owner and users average one parameter at a time, so they get
+        # the same bits.
         for leaves in self._tied.newest_of_others(self._rounds.num_replicas):
             for leaf in leaves:
                 self._average_leaves([leaf])

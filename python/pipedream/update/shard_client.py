@@ -1,10 +1,10 @@
 """One replica as a client of its stage's shards. It pushes its gradients to the owners of the shards, and
 pulls the versions that they make.
 
-Gradients leave chunk by chunk; on the host during the backward that completes them (pushes.py). The core
-receives: its ShardExchange takes in the pushes of other replicas, and writes pulled versions into their
-slots, as the program says (transfers.h). param_server.py shows how an owner updates its shard. Owned by the
-worker's compute thread.
+Gradients are sent chunk by chunk. On the host they are sent during the backward that completes them
+(pushes.py). The core's ShardExchange receives the pushes of other replicas. It writes pulled versions into
+their slots, when the schedule's program says so (transfers.h). param_server.py shows how an owner updates its
+shard. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Leaving = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 @dataclass(frozen=True)
 class ReplicaChannels:
-    """The names of the channels between one replica and the others, by the other's index."""
+    """The names of the channels between one replica and each other replica, by the other replica's index."""
 
     push_to: Mapping[int, str]
     push_from: Mapping[int, str]
@@ -85,8 +85,8 @@ class ShardClient(StageGradients):
         """optimizer: keeps the pieces of this replica's shard.
         push_codec: the codec of the push channels.
         factors: exchanges the gradients of the weights that the layout calls shared.
-        num_rounds_kept: the most rounds whose gradients may be there at once.
-        slot_of: the slot of each version that is there; None: the newest alone."""
+        num_rounds_kept: the most rounds whose gradients may be in memory at once.
+        slot_of: the slot of each version at the start; None: only the newest version is there."""
         super().__init__(weights, optimizer, tied)
         self.layout = layout
         self._core = core
@@ -106,11 +106,11 @@ class ShardClient(StageGradients):
         tied.take_shards_by(self._exchange.whole_version)
         self._loss_scale = 1.0  # the factor of the round's gradients (StageRunner.loss_scale)
         self._own: dict[int, list[Tensor | None]] = {}
-        """This replica's gradients by round and parameter, flat. They are kept from the round's push to its
+        """This replica's flat gradients, by round and parameter. They are stored from the round's push to its
         update."""
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # storages of pushed gradients
         self._late: _Leaving = {}
-        """Storages that were there when the round's last backward began. Pushing also releases some."""
+        """Storages of pushed gradients that were not sent yet when the round's last backward began."""
         self._num_rounds_waiting = num_rounds_kept - 1
         self._has_pushed = False  # whether it pushed since the last wait for older pushes
         self.before_sending: Callable[[Tensor | None], None] | None = None
@@ -178,7 +178,7 @@ class ShardClient(StageGradients):
 
     @property
     def received_channels(self) -> list[str]:
-        """The channels on which the others' gradients and versions come."""
+        """The channels on which the gradients and versions of other replicas arrive."""
         of_factors = () if self._factors is None else self._factors.channels_from.values()
         return [*self._channels.received, *of_factors]
 
@@ -188,8 +188,8 @@ class ShardClient(StageGradients):
     # Pushing.
 
     def begin_backward(self) -> None:
-        """Waits until at most _num_rounds_waiting rounds are left to send. It rarely waits: the update before
-        took the others' gradients, and in the same time this replica's links have sent as much."""
+        """Waits until at most _num_rounds_waiting rounds are left to send. It rarely waits: while the
+        previous update received the other replicas' gradients, this replica sent about as many bytes."""
         if self._has_pushed:
             self._has_pushed = False
             self._exchange.wait_for_pushes(self._num_rounds_waiting)
@@ -203,7 +203,7 @@ class ShardClient(StageGradients):
 
     def push(self, minibatch: int, own_slot: int) -> None:
         """Sends this replica's gradients of the minibatch's round, each chunk to the owner of its shard.
-        Chunks that have left during the backward are not sent again. own_slot: the slot of the version that
+        Chunks that were sent during the backward are not sent again. own_slot: the slot of the version that
         the round's last backward read."""
         round_index = self._rounds.round_of(minibatch)
         num_own = self._num_own(round_index)
@@ -219,7 +219,7 @@ class ShardClient(StageGradients):
         self._exchange.end_push(round_index)
 
     def _push_factors(self, num_summed: int) -> None:
-        """Pushes the factors of a round, once all are complete."""
+        """Pushes the factors of a round, once all of the round's factors are complete."""
         assert self._factors is not None
         self._note_pushed(self._factors.push(num_summed))
 
@@ -233,8 +233,9 @@ class ShardClient(StageGradients):
             self.before_sending(copied)
 
     def num_bytes(self, own_slot: int) -> int:
-        """Bytes of gradients, including pushed ones that have not left. Those that had not left when the
-        round's last backward began count, too, because they may lie beside everything that it pushes."""
+        """Bytes of gradients, including pushed gradients that are not sent yet. Gradients that were unsent
+        when the round's last backward began also count: they may still be in memory beside all that this
+        backward pushes."""
         left_bytes = 0 if self._factors is None else self._factors.num_bytes
         pushed = self._late | self._leaving()
         return super().num_bytes(own_slot) + left_bytes + sum(num_bytes for _, num_bytes in pushed.values())
@@ -246,7 +247,7 @@ class ShardClient(StageGradients):
         return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
 
     def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
-        """The gradients by parameter, flat, unscaled and in the order in which the parameters lie in
+        """The flat, unscaled gradients by parameter. Elements are in the order in which the parameter lies in
         memory."""
         leaves = self._leaves(own_slot, self._tied.owned_gradient_slot)
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect()]

@@ -1,7 +1,8 @@
-"""The shards of a stage. The flat slot is cut into chunks, and each chunk belongs to a shard. There are as
-many shards as replicas and spares. keep_pieces() leaves an optimizer only the parameters of its shard.
+"""Cuts the parameters of a stage into shards. The flat slot of the parameters is cut into chunks, and each
+chunk belongs to a shard. Every replica and every spare has one shard. keep_pieces() removes from an optimizer
+all parameters outside its shard.
 
-If the optimizer works element by element, a chunk may cut a tensor. Any other gets whole tensors.
+If the optimizer works element by element, a chunk may cut a tensor. Any other optimizer gets whole tensors.
 Parameters that each replica updates for itself are in no chunk: all replicas have their whole gradients.
 Pure; any thread.
 """
@@ -80,14 +81,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of the flat slot that one shard owns and that travels at once."""
+    """A range of the flat slot that one shard owns and that is sent as one item."""
 
     shard: int
     begin_bytes: int
     end_bytes: int
     pieces: tuple[Piece, ...]
     is_tied: bool = False
-    """Whether it is in the slot of the tied parameters."""
+    """Whether the chunk is in the slot of the tied parameters."""
 
     @property
     def num_bytes(self) -> int:
@@ -95,8 +96,8 @@ class Chunk:
 
     @functools.cached_property
     def split_bytes(self) -> list[int]:
-        """Returns the bytes of the gap before each piece and of the piece, in turn; last the gap at the
-        end."""
+        """Returns the bytes of gaps and pieces in the order of memory: the gap before each piece, the piece,
+        and at the end the last gap."""
         sizes, end_bytes = [], 0
         for piece in self.pieces:
             sizes += [piece.begin_bytes - end_bytes, piece.num_bytes]
@@ -105,7 +106,8 @@ class Chunk:
 
     @property
     def position(self) -> tuple[bool, int]:
-        """The chunk's position among all slots in a row, the tied one last."""
+        """The chunk's sort key: its position if the slot of tied parameters lay behind the slot of the
+        others."""
         return self.is_tied, self.begin_bytes
 
 
@@ -162,7 +164,8 @@ class ShardLayout:
                 )
 
     def _region_of(self, parameter: int) -> tuple[bool, int]:
-        """Returns the region of a parameter. Regions are the parts of the slots between shared parameters."""
+        """Returns the region of a parameter. Regions are the parts of the slots between parameters that every
+        replica updates for itself."""
         return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
 
     def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
@@ -189,8 +192,8 @@ class ShardLayout:
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
-        """Returns the pieces that the shard's replica updates, in the order of the parameters: those dealt
-        to it, and the shared ones."""
+        """Returns the pieces that the shard's replica updates, in the order of the parameters: the pieces of
+        the shard, and the parameters that every replica updates for itself."""
         pieces = [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
         return sorted([*pieces, *self.shared_pieces()], key=lambda piece: (piece.parameter, piece.first))
 
@@ -207,8 +210,8 @@ class ShardLayout:
         ]
 
     def alone(self, shard: int) -> ShardLayout:
-        """Returns the layout for a worker that has this shard's memory alone. Its pieces are parameters of
-        their own, and its chunks lie one behind the other."""
+        """Returns the layout for a worker that has memory for this shard only. In this layout each piece is a
+        parameter, and the chunks lie one behind the other."""
         pieces = self.pieces_of(shard)
         position = {(piece.parameter, piece.first): index for index, piece in enumerate(pieces)}
         made = copy.copy(self)
@@ -228,8 +231,9 @@ class ShardLayout:
 
 
 def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Returns a shard's chunks in the order in which a backward completes them: the last of the slot first.
-    Tied ones come at the end, because they wait for other stages. chunks: in the order of the slots."""
+    """Returns a shard's chunks in the order in which a backward completes them: from the slot's end to its
+    start. Chunks of tied parameters come last, because they wait for gradients of other stages. chunks: in
+    the order of the slots."""
     own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
     return [*own[::-1], *tied]
 
@@ -239,7 +243,7 @@ class ShardPart:
     """The part of a shard that the optimizer updates at once."""
 
     chunks: Sequence[tuple[int, Chunk]]
-    """(position among the shard's chunks, chunk), in the order in which they leave."""
+    """(position among the shard's chunks, chunk), in the order in which the chunks are sent."""
     pieces: Sequence[Piece]
     """Consecutive pieces of the shard. Some may be in no chunk."""
     first: int
@@ -247,8 +251,8 @@ class ShardPart:
 
 
 def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
-    """Returns the parts of a shard. Pieces in no chunk come last. chunks: in the order in which they leave.
-    pieces: the shard's. at_once: whether everything is one part."""
+    """Returns the parts of a shard. Pieces in no chunk come last. chunks: in the order in which they are
+    sent. pieces: the pieces of the shard. at_once: whether to return everything as one part."""
     if not pieces:
         return []
     if at_once:
@@ -264,7 +268,8 @@ def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool)
 
 
 def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
-    """The piece without a copy: the whole tensor as it is, else its elements as they lie in memory."""
+    """Returns the piece of the leaf without a copy: the leaf itself if the piece is whole, otherwise a flat
+    view of the piece's elements."""
     return leaf.data if piece.is_whole else flat_view(leaf.data)[piece.first : piece.first + piece.count]
 
 
@@ -282,9 +287,9 @@ def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
 def keep_pieces(
     optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
 ) -> list[nn.Parameter]:
-    """Leaves the optimizer only these pieces of its parameters. Each piece is in the group of its parameter,
-    and has its part of the parameter's state. Returns the pieces in order. A whole parameter stays as it
-    is."""
+    """Replaces the optimizer's parameters by these pieces of them. Each piece goes to the group of its
+    parameter, with its part of the parameter's state. Returns the pieces in order. A whole parameter stays as
+    it is."""
     made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:

@@ -38,9 +38,9 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; the last t
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
-    A native optimizer writes version v + 1 in one pass. Any torch optimizer works on master parameters,
-    which are pointed at a copy of v in the new slot. Construct it before the slots, because its state has a
-    place there."""
+    A native optimizer writes version v + 1 in one pass. Any torch optimizer works on master parameters, which
+    are pointed at a copy of v in the new slot. Construct this object before the slots, because the slots also
+    hold the optimizer's state."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StageOptimizer:
         self._scheduler: Any = None
         self._where = where
         self._made_with: list[dict[str, Any]] = []
-        """The options of the optimizer's groups, as the factory has made them."""
+        """The options of the optimizer's groups, as the user's factory returned them."""
         if self._masters:
             self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
             self._made_with = [_options_of(group) for group in self.optimizer.param_groups]
@@ -72,13 +72,14 @@ class StageOptimizer:
         self._num_steps = 0
 
     def draw_by_name(self, base: int, stage_index: int) -> None:
-        """Makes the random draws of its steps follow from the stage, the names of its parameters and the
-        number of the step. Without this they come from the process's generators. base: the run's seed."""
+        """Makes the random draws of the optimizer's steps depend only on the run's seed `base`, the stage,
+        the names of its parameters and the number of the step. Without this call the draws come from the
+        process's generators."""
         self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:
-        """Makes versions of these pieces of its parameters alone from now on; `named` has them, in order.
-        Call it before any state has a place."""
+        """Makes versions of these pieces of its parameters only, from now on. `named` then has the pieces, in
+        order. Call it before place_state()."""
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
         names = [self._named[piece.parameter][0] for piece in pieces]
         self._named = list(zip(names, self._masters, strict=True))
@@ -101,8 +102,8 @@ class StageOptimizer:
 
     @property
     def named(self) -> NamedParameters:
-        """The parameters, or pieces of them, whose versions it makes. They have the names that its state
-        uses."""
+        """The parameters or pieces whose versions this object makes, with the names under which their state
+        is stored."""
         return list(zip(self._drawn_names, (parameter for _, parameter in self._named), strict=True))
 
     @property
@@ -112,8 +113,8 @@ class StageOptimizer:
 
     @property
     def is_native(self) -> bool:
-        """Whether it writes the next version in one pass. It then uses no memory of torch's, except for
-        scalars."""
+        """Whether the optimizer writes the next version in one pass. It then allocates no memory from torch,
+        except for scalars."""
         return self._native is not None
 
     @property
@@ -123,17 +124,17 @@ class StageOptimizer:
 
     @property
     def state_slot_bytes(self) -> int:
-        """Bytes of a flat slot with one of the state tensors of each parameter."""
+        """Bytes of a flat slot that holds one state tensor per parameter."""
         return state_layout(self._named)[0]
 
     @property
     def num_placed_masters(self) -> int:
-        """Slots that place_state wants for float32 masters: one if any parameter has a master."""
+        """How many slots place_state() needs for float32 masters: one if any parameter has a master."""
         return int(self._native is not None and any(has_master(p) for _, p in self._named))
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether a parameter has a float32 master, wherever that lies."""
+        """Whether a parameter has a float32 master, in a slot or elsewhere."""
         keeps = self.is_native or isinstance(self.optimizer, optim.MasterWeights)
         return keeps and any(has_master(parameter) for _, parameter in self._named)
 
@@ -162,8 +163,8 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def leave_slots(self) -> None:
-        """Takes everything out of the slots, between two runs over slots of their own. place_state() gives
-        the state a place again."""
+        """Copies the state out of the slots, because the next run has other slots. place_state() then moves
+        the state into the new slots."""
         if self._native is not None:
             self._native.displace_state()
             return
@@ -174,7 +175,7 @@ class StageOptimizer:
         self, to_host: Callable[[Tensor], Tensor] = on_host
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns (tensors, JSON) of everything that its next steps depend on, in the form of
-        StageSnapshot. to_host: copies a tensor. Raises ValueError for state that cannot be kept."""
+        StageSnapshot. to_host: copies a tensor. Raises ValueError for state that cannot be stored."""
         tensors: dict[str, Tensor] = {}
         document: dict[str, Any] = {"num_steps": self._num_steps, "optimizer": None, "scheduler": None}
         if self.averages is not None:
@@ -210,8 +211,8 @@ class StageOptimizer:
         return tensors, document
 
     def go_on(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Takes over the result of state(). Call it before place_state(). Raises ValueError if the state is
-        another optimizer's."""
+        """Loads the result of state(). Call it before place_state(). Raises ValueError if the state comes
+        from another optimizer."""
         self._num_steps = document["num_steps"]
         if self.averages is not None:
             values = {n.removesuffix(AVERAGE): t for n, t in tensors.items() if n.endswith(AVERAGE)}
@@ -245,8 +246,9 @@ class StageOptimizer:
             self._scheduler.load_state_dict(decode(scheduler["state"], tensors, device))
 
     def go_on_from_parts(self, parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
-        """Goes on from the state() of other stages, whose parameters included its own. A piece of a parameter
-        gets its part of the whole parameter's state. Raises ValueError if a state is another optimizer's."""
+        """Loads its state from the state() of other stages, which together had all of this stage's
+        parameters. A piece of a parameter gets its part of the whole parameter's state. Raises ValueError if
+        a state comes from another optimizer."""
         parts = [(tensors, document) for tensors, document in parts if document["optimizer"] is not None]
         if self.optimizer is None or not parts:
             return
@@ -282,8 +284,8 @@ class StageOptimizer:
 
     @property
     def _device(self) -> torch.device | None:
-        """The parameters' device. None if there are none: a small stage has fewer pieces than replicas, so
-        a shard may be empty."""
+        """The parameters' device. None if there are no parameters: a small stage has fewer pieces than
+        replicas, so a shard may be empty."""
         return self._masters[0].device if self._masters else None
 
     def _check_same(self, what: str, mine: Any, before: Mapping[str, Any] | None) -> None:
@@ -317,8 +319,8 @@ class StageOptimizer:
         return {index: names[id(parameter)] for index, parameter in enumerate(listed)}
 
     def torch_state_bytes(self) -> int:
-        """Bytes that the optimizer keeps outside of the slots of place_state(). Each tensor counts once. A
-        native one keeps one number per parameter there, which is not counted."""
+        """Bytes of the optimizer's state outside of the slots of place_state(). Each tensor counts once. The
+        one number per parameter that a native optimizer has there is not counted."""
         if self.optimizer is None or self.is_native:
             return 0
         tensors = {
@@ -336,8 +338,8 @@ class StageOptimizer:
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
-        """Steps from the leaves of version v to those of v + 1, in the order of `named`; they may be the
-        same."""
+        """Updates all parameters, from the leaves of version v to the leaves of version v + 1. Both lists are
+        in the order of `named`, and may be the same list."""
         self.step_some(0, read, write, gradients, gradient_scale)
         self.end_step()
 
@@ -394,8 +396,8 @@ class StageOptimizer:
         _scale_scheduler(self._scheduler, factor)
 
     def end_step(self) -> None:
-        """Ends a step, when all of a version has been made: counts it in the averages, and steps the
-        scheduler."""
+        """Ends a step after all parts of a version have been made. Counts the version in the averages, and
+        steps the scheduler."""
         if self.averages is not None:
             self.averages.end_version()
         if self.optimizer is not None and self._scheduler is not None:
@@ -429,7 +431,7 @@ class StageOptimizer:
 
     def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
         # The native step takes the parameters in the stage's order, but a factory may have sorted them into
-        # groups. The native step does not call step() either, to which hooks belong.
+        # groups. The native step does not call step() either, so hooks of step() would not run.
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
@@ -453,7 +455,7 @@ def _class_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Leaves the optimizer only these of its parameters, until the context ends."""
+    """Removes all other parameters from the optimizer until the context ends."""
     groups = optimizer.param_groups
     all_of_groups = [group["params"] for group in groups]
     kept = {id(parameter) for parameter in parameters}

@@ -1,4 +1,5 @@
-"""The versions with which a stage begins in a run that goes on, and the snapshot that it leaves for the next.
+"""A stage that continues an earlier run starts with several weight versions. A snapshot at the end passes
+them on to the next run.
 
 The first microbatches after the boundary read several versions, so the snapshot has them all. An example with
 three slots:
@@ -32,17 +33,18 @@ _Versions = Mapping[int, Mapping[str, Tensor]]
 
 
 class HeldVersions:
-    """Versions that the first n_s - 1 microbatches after a boundary read, at a stage without stashing. Its
-    only slot has each of them in turn.
+    """Versions that the first n_s - 1 microbatches after a boundary read, at a stage without stashing. The
+    stage has one slot, which holds these versions one after the other.
 
         goes on at 10, n_s = 3        F10 reads 8    F11 reads 9    F12 reads 10    B10, U10
         the slot has                        8              9               10        10, 11
 
-    At the end of a run these versions are copied, from the moment on when the end is known. Until then none
-    of them has been overwritten."""
+    As soon as the end of a run is known, the stage copies such versions for the next run. None of them has
+    been overwritten by then."""
 
     def __init__(self, contents: Mapping[int, Mapping[str, Tensor]] | None = None, newest: int = 0) -> None:
-        """contents: the kept versions. newest: the newest version at the start, which is in the slot then."""
+        """contents: by version, the copies from the run before. newest: the version that is in the slot at
+        the start."""
         self.contents = {version: dict(values) for version, values in (contents or {}).items()}
         self._newest = newest
 
@@ -78,7 +80,8 @@ class StageStart:
 
     @classmethod
     def of(cls, schedule: _core.ScheduleOptions, stage: int, snapshot: StageSnapshot | None) -> StageStart:
-        """Makes the start of a stage. snapshot: None if the pipeline begins anew."""
+        """Returns the versions with which the stage starts. snapshot: None if the run does not continue an
+        earlier run."""
         newest = _core.rounds_of(schedule, stage).first_version
         oldest = _core.oldest_version(schedule, stage)
         slot_of = {version: version - oldest for version in range(oldest, newest + 1)}
@@ -120,10 +123,10 @@ def take_snapshot(
     next_own: int,
 ) -> StageSnapshot:
     """Copies the state of a stage, when all work before the minibatch is done. Raises ValueError for state
-    that cannot be kept.
+    that cannot be stored.
 
-    held: versions that were kept and lie in no slot.
-    next_own: the replica's first microbatch after that, counted through the run."""
+    held: versions that were copied and lie in no slot. next_own: the replica's first microbatch after the
+    snapshot, counted through the run."""
     tensors, optimizer_document = optimizer.state()
     document: dict[str, Any] = {}
     if loss_scaling is not None:

@@ -1,9 +1,9 @@
-"""Parameters tied across stages: several stages use one parameter, and its owner updates it once in each of
-its rounds.
+"""Parameters may be tied across stages: several stages use one parameter, and one of them, the owner, updates
+it once per round.
 
-The owner is the most upstream stage that uses it. All uses of a microbatch, forward and backward, read the
-same version. If the schedule gives stages different versions, it is the version that vertical sync would read
-at the owner (docs/schedules.md).
+The owner is the most upstream stage that uses the parameter. All uses of a microbatch, forward and backward,
+read the same version. If stages read different versions of their own weights, tied parameters are read at the
+version that vertical sync would read at the owner (docs/schedules.md).
 
     user    RECV tied_version   before a forward: versions up to the one that it reads
             SEND tied_gradient  after its last backward of a minibatch: its gradient of that minibatch
@@ -12,11 +12,12 @@ at the owner (docs/schedules.md).
 
 With replicas, the gradient goes to the owner's replica that has the minibatch's last microbatch. Each
 replica of the owner sends every replica of a user the pieces of the version that it has updated. The core's
-program says when (transfers.h). This module gives the core what is sent, and stores what is received.
+program says when each transfer happens (transfers.h). This module gives the core the tensors to send, and
+stores received tensors.
 
-K versions are kept. Version v lies in slot (v - v0) mod K; v0 is the version at the start. Version v + K
-overwrites it, right after the backward of the last microbatch that reads it. The gradients of a round are
-in the leaves of the version that was read last. Owned by the worker's compute thread.
+There are K slots. Version v lies in slot (v - v0) mod K, where v0 is the version at the start. Version v + K
+overwrites it, right after the backward of the last microbatch that reads it. The gradients of a round are in
+the leaves of the version that was read last. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Group:
         return _core.oldest_tied_version(self._schedule, self.owner, minibatch, microbatch)
 
     def kept_from(self, minibatch: int) -> range:
-        """The versions that are here and that are read from this minibatch on."""
+        """The versions in the slots that this minibatch or a later one reads."""
         oldest = _core.tied_version(self._schedule, self.owner, minibatch)
         return range(oldest, self.newest + 1)
 
@@ -115,7 +116,7 @@ class _Group:
 
 
 class TiedParameters:
-    """One stage's side of its ties. It owns some of the tied parameters and uses others."""
+    """The tied parameters of one stage, which owns some of them and uses others."""
 
     def __init__(
         self,
@@ -132,10 +133,10 @@ class TiedParameters:
         """ties: the ties of this stage.
         versions: by owner, the versions of the parameters in the order of the ties.
         replica: this worker's replica of the stage.
-        pieces: by owner with several shards, the pieces of this stage's parameters that each of its replicas
-            sends. Without an entry one replica sends all.
-        wait_until_sent: called as wait_until_sent(user, n). It returns when at most the newest n versions
-            have not left for the user.
+        pieces: for owners with several shards, the pieces of this stage's parameters that each replica of the
+        owner sends. For owners without an entry one replica sends everything.
+        wait_until_sent: called as wait_until_sent(user, n). It returns when at most n versions, the newest,
+        are still to be sent to the user.
         averages: takes the versions that come from owners."""
         self._stage = stage_index
         self._replica = replica
@@ -169,13 +170,13 @@ class TiedParameters:
 
     def take_shards_by(self, whole_version: Callable[[], int]) -> None:
         """Lets the core write the other replicas' shards of the owned parameters into their slots.
-        whole_version: returns the newest version that is there as a whole."""
+        whole_version: returns the newest version of which all shards are here."""
         if self._owned is not None:
             self._owned.whole_version = whole_version
 
     @property
     def owners(self) -> list[int]:
-        """The stages that own parameters of this one. It is among them if it owns some."""
+        """The stages that own tied parameters of this stage, perhaps including this stage."""
         return list(self._groups)
 
     @property
@@ -193,7 +194,7 @@ class TiedParameters:
 
     def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
         """Returns the leaves of the newest version of parameters that other stages own, by owner.
-        num_replicas: only owners with that many replicas count."""
+        num_replicas: only owners with this number of replicas are returned."""
         return [
             group.versions.leaves(group.slot_of(group.newest))
             for owner, group in self._groups.items()
@@ -218,8 +219,8 @@ class TiedParameters:
         return {owner: group.slot_at(boundary) for owner, group in self._groups.items()}
 
     def begin_backward(self, minibatch: int, microbatch: int) -> None:
-        """Moves the gradients so far to the leaves of the version that this backward reads, where it adds
-        its own."""
+        """Moves the gradients so far to the leaves of the version that this backward reads. There the
+        backward adds its own gradients."""
         for group in self._groups.values():
             slot = group.slot_read_by(minibatch, microbatch)
             if slot != group.gradient_slot:
@@ -235,16 +236,16 @@ class TiedParameters:
             self._received[user] = [None if part is None else part * factor for part in received]
 
     def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
-        """The slots of the versions that a run needs which goes on with this minibatch, by owner and
-        version. Call it when all updates before the minibatch are here."""
+        """By owner and version, the slots of the versions that a run needs if it continues with this
+        minibatch. Call it when all updates before the minibatch are here."""
         return {
             owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
             for owner, group in self._groups.items()
         }
 
     def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
-        """The slots of the owned versions that a run needs which goes on with this minibatch, by version. Of
-        the newest version this replica may have only its own shard."""
+        """By version, the slots of the owned versions that a run needs if it continues with this minibatch.
+        This replica may have only its own shard of the newest version."""
         if self._owned is None:
             return {}
         oldest = self._owned.kept_from(minibatch).start
@@ -253,13 +254,13 @@ class TiedParameters:
 
     @property
     def newest_slots(self) -> dict[int, int]:
-        """The slots, by owner, of the newest version that is here as a whole."""
+        """By owner, the slot of the newest version of which all shards are here."""
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
-        """Poisons the versions that this replica's backward was the last to read. The update that waits for
-        it writes their slots again. If there are replicas, owned versions are left alone: they may be on
-        their way to another replica."""
+        """Fills versions with NaN that this replica's backward was the last to read. A later update writes
+        their slots again. If there are replicas, owned versions are not filled, because they may still be
+        sent to another replica."""
         next_minibatch, next_microbatch = self._own_after(minibatch, microbatch)
         for group in self._groups.values():
             version = group.version_read_by(minibatch, microbatch)
@@ -275,8 +276,8 @@ class TiedParameters:
 
     def gradients_for(self, owner: int) -> list[Tensor]:
         """Takes this stage's gradients of a minibatch for the parameters that it shares with the owner. The
-        first tensor says which of them exist: an optimizer leaves a parameter alone that has no gradient
-        from any use."""
+        first tensor says which parameters have a gradient, because an optimizer skips a parameter that has no
+        gradient from any use."""
         group = self._groups[owner]
         leaves, gradients = group.versions.leaves(group.gradient_slot), group.take_gradients()
         are_there = [gradient is not None for gradient in gradients]
@@ -285,7 +286,7 @@ class TiedParameters:
         return [flags, *(exportable(_dense(gradient, leaf)) for gradient, leaf in pairs)]
 
     def take_gradients_from(self, user: int, received: list[Tensor]) -> None:
-        """Adds the user's gradients of one minibatch to those of the next update."""
+        """Adds the user's gradients of one minibatch to the gradients of the next update."""
         flags, *content = received
         gradients = [g if is_there else None for g, is_there in zip(content, flags.tolist(), strict=True)]
         before = self._received.get(user)
@@ -294,8 +295,8 @@ class TiedParameters:
         self._received[user] = gradients
 
     def collect(self) -> list[Tensor | None]:
-        """Takes the gradients of the owned parameters, summed over all uses. The users' gradients must have
-        come."""
+        """Takes the gradients of the owned parameters, summed over all uses. Call it after the users'
+        gradients have been received."""
         if self._owned is None:
             return []
         total = self._owned.take_gradients()
@@ -307,8 +308,8 @@ class TiedParameters:
         return total
 
     def begin_update(self) -> tuple[int, int]:
-        """Returns (slot of the newest owned version, slot of the next). Waits until the version that lies
-        in the second slot has left for all users."""
+        """Returns (slot of the newest owned version, slot of the next). Waits until the version that lies in
+        the second slot has been sent to all users."""
         if self._owned is None:
             return 0, 0
         newest = self._newest_owned

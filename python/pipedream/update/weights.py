@@ -1,9 +1,9 @@
 """The weight versions of one stage, bound to its modules without a copy.
 
-The core keeps K flat slots, one per live version. Each (slot, unique parameter) is one autograd leaf that
-views its slot. A forward binds the modules' `_parameters` to the leaves of its version
-(docs/inside-memory.md). Parameters tied across stages follow a version rule of their own, so they have slots
-of their own. Owned by the worker's compute thread.
+The core has K flat slots, one per live version. For each slot and each unique parameter there is one autograd
+leaf, a view of the slot. A forward binds the modules' `_parameters` to the leaves of its version
+(docs/inside-memory.md). Parameters tied across stages have their own slots, because other rules say which of
+their versions is read (tied.py). Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _POISON = 0xFF  # bytes that are NaN as a float of any width
 
 @dataclass(slots=True)
 class _Reference:
-    """A place outside of the modules' tables in which a layer keeps a parameter. It follows the bound
-    version until the layer itself puts something else there."""
+    """A place outside of the modules' tables in which a layer stores a parameter. Each bind() also writes
+    this place, until the layer itself stores something else there."""
 
     container: Any
     key: Any
@@ -70,12 +70,12 @@ class _Reference:
 
 
 class WeightVersions:
-    """Some parameters of a stage in flat slots, one per version kept.
+    """Some parameters of a stage in flat slots, one slot per version.
 
     `slots` are flat uint8 tensors; the parameters are copied into the newest version's slot. `resident` is
-    given if device memory holds only a few of the versions. It then says which version is where. A leaf
-    views the memory in which its version lies; while the version is not in device memory, the leaf reads as
-    NaN."""
+    None unless device memory holds only a few of the versions. It says which version is in device memory. A
+    leaf views the memory in which its version lies; while the version is not in device memory, the leaf reads
+    as NaN."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class WeightVersions:
         newest_slot: int = 0,
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """older: the contents of versions beside the newest, by slot."""
+        """older: the contents of the versions except the newest, by slot."""
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._stage = stage
@@ -102,7 +102,8 @@ class WeightVersions:
         ]
         if resident is not None:
             self._nowhere = [_nan_like(original) for original in self._originals]
-            # This is a function and no method: a method would hold the versions and their slots in a cycle.
+            # This is a function and not a method, because a bound method would make a reference cycle that
+            # keeps the slots in memory.
             resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
             for slot in range(self.num_slots):
                 resident.on_move(slot, None)
@@ -177,12 +178,11 @@ class WeightVersions:
         self._bound_slot = -1
 
     def unbind(self) -> None:
-        """Makes the next bind() write its version's leaves into the modules, even if that version was bound
-        last."""
+        """Makes the next bind() write its leaves into the modules, even if their version was bound last."""
         self._bound_slot = -1
 
     def follow_new_references(self) -> None:
-        """Binds from now on also the references to parameters that layers have kept since their first
+        """Makes bind() also write the references to parameters that layers have stored since their first
         forward."""
         known = {reference.where for reference in self._references}
         known |= {(id(container), key) for container, key, _ in self._bindings[0]}
@@ -197,7 +197,7 @@ class WeightVersions:
 
     def take_gradients(self, slot: int) -> list[Tensor | None]:
         """Takes the gradients that backwards accumulated in the slot's leaves. Raises ValueError for a
-        parameter that was frozen meanwhile."""
+        parameter that was frozen after the gradient was accumulated."""
         gradients: list[Tensor | None] = []
         for leaf in self._leaves[slot]:
             gradient, leaf.grad = leaf.grad, None
@@ -207,8 +207,8 @@ class WeightVersions:
         return gradients
 
     def move_gradients(self, from_slot: int, to_slot: int) -> None:
-        """Moves the accumulated gradients to the leaves of another slot, where the next backwards add
-        theirs."""
+        """Moves the accumulated gradients to the leaves of another slot, where the next backwards add their
+        gradients."""
         for old, new in zip(self._leaves[from_slot], self._leaves[to_slot], strict=True):
             if old.grad is not None:
                 gradient, old.grad = old.grad, None
@@ -262,7 +262,7 @@ class WeightVersions:
             self._slots[slot].fill_(_POISON)
 
     def restore(self, slot: int) -> None:
-        """Gives the modules their own parameters back, with the values of the version in the slot."""
+        """Puts the modules' original parameters back, with the values of the version in the slot."""
         if self._resident is not None:
             self._resident.read(slot)
         with torch.no_grad():
@@ -276,10 +276,11 @@ class WeightVersions:
         self._bound_slot = -1
 
     def _find_places(self) -> None:
-        """Finds the places where parameters are bound: several for those that are tied within the stage."""
+        """Finds the places where parameters are bound. A parameter that is tied within the stage has several
+        places."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
         # Places in these tables are written at every bind, in one short loop. Recurrent layers read their
-        # weights from a list beside the table, which is treated alike.
+        # weights from a list beside the table. Its places are also in `tables`.
         tables = {id(module._parameters) for module in self._stage.modules()}
         tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
         self._own_places: list[tuple[Any, Any, int]] = []
@@ -321,7 +322,7 @@ class WeightVersions:
         )
 
     def settle(self, slot: int) -> None:
-        """Makes the leaves view their places in the slot again, and keeps the leaves' contents."""
+        """Makes the leaves view their places in the slot again. The values of the leaves do not change."""
         position = slot if self._resident is None else self._resident.position_of(slot)
         if position is None:
             return
@@ -331,7 +332,8 @@ class WeightVersions:
                 leaf.data = view
 
     def show(self, slot: int) -> None:
-        """Makes the leaves view their places in the slot again, before a new version is written there."""
+        """Makes the leaves view their places in the slot again, because a new version is written there
+        next."""
         for leaf, view in zip(self._leaves[slot], self._views[slot], strict=True):
             if leaf.data_ptr() != view.data_ptr():
                 leaf.data = view
@@ -351,8 +353,8 @@ class StageWeights:
         older: Mapping[int, Mapping[str, Tensor]] | None = None,
         older_tied: Mapping[int, Mapping[int, Mapping[str, Tensor]]] | None = None,
     ) -> None:
-        """tied: by owner, the parameters that the stage shares with it, and their slots.
-        resident: given if own_slots hold only some of the own versions at a time.
+        """tied: by owner, the parameters that the owner shares with this stage, and their slots. resident:
+        None unless own_slots hold only some of the own versions at a time.
         newest_slot, older: as for WeightVersions, for the own versions.
         older_tied: the same as older, by owner."""
         by_owner = dict(tied or {})
@@ -459,14 +461,15 @@ def view_like(slot: Tensor, offset: int, original: Tensor, dtype: torch.dtype | 
     takes the original's."""
     dtype = dtype or original.dtype
     flat = slot[offset : offset + original.numel() * dtype.itemsize].view(dtype)
-    # Kernels are chosen by strides (channels_last), and each rounds differently: so the strides are kept.
+    # The view gets the original's strides, because torch chooses kernels by strides (channels_last), and each
+    # kernel rounds differently.
     view = (
         flat.as_strided(original.shape, original.stride())
         if _is_dense(original)
         else flat.view(original.shape)
     )
     # .data makes a tensor with a version counter of its own. Plain views share their base's counter, so a
-    # write to one slot would make the backward of another one fail.
+    # write to one slot would make the backward of a version in another slot fail.
     return view.data
 
 
