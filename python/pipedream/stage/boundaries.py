@@ -1,6 +1,6 @@
-"""Boundaries of a run, at one worker. The boundary N lies before minibatch N: all updates of minibatches 0
-to N - 1 are made there, and no update of N. An evaluation or a checkpoint, for example, may be due at it. N
-is a multiple of the group size, `minibatches_between_drains`.
+"""A run has boundaries between groups of minibatches, at which events such as an evaluation or a checkpoint
+may be due. At boundary N a stage has made the updates of minibatches 0 to N - 1, and no update of minibatch
+N. N is a multiple of the group size, `minibatches_between_drains`.
 
     stage 0     decides what is due there, once it has read the group of N, or found that there is none
     the items   carry the decision: all activations of that group, or the end of the data
@@ -11,10 +11,10 @@ is a multiple of the group size, `minibatches_between_drains`.
         stage 0   F4 B3 U3 | F5    B4 U4      B5 U5      the boundary N = 5, two in flight:
                              begin       reach           U4 has made version N
 
-A boundary may begin before the one before it is reached. No stage waits for another, and none looks ahead
-into its data. The last group may be incomplete. A replica without a microbatch of that group would not learn
-of events at the boundary before it, so these events are moved to the end of the data. Owned by the worker's
-compute thread.
+A boundary may begin before the one before it is reached. No stage waits for another stage, and no stage looks
+ahead into its data. The last group may be incomplete. A replica without a microbatch of the last group would
+not learn of events at the boundary before that group. So these events are moved to the end of the data. Owned
+by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ class BoundaryListener(Protocol):
         """Called before the stage's forward of this minibatch, after all its earlier forwards."""
 
     def reach(self, stage: int, minibatch: int, events: int) -> None:
-        """Called after begin(), between the stage's updates of the minibatch before and of this one. A
-        replica has then updated its own shard, but may not have pulled the others' yet."""
+        """Called after begin(), between the stage's update of minibatch - 1 and the update of `minibatch`. A
+        replica has then updated its own shard, but may not have pulled the shards of the other replicas
+        yet."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An event whose place follows from the position alone, so that all replicas of stage 0 plan it alike."""
+    """An event that is due at boundaries known from the data's length and epochs. So all replicas of stage 0
+    plan the same boundaries."""
 
     event: int
     every: int | str
@@ -80,7 +82,7 @@ class StageZeroGate:
         """evaluates: whether this replica runs the evaluations.
         saving: decides on a SNAPSHOT that does not follow from the data.
         first_of_run: the boundary at which the run begins.
-        begins_with: the only events that are due at first_of_run."""
+        begins_with: the events that are due at first_of_run, and no others."""
         self._source = source
         self._group_size = group_size
         self._planned = planned
@@ -117,7 +119,7 @@ class StageZeroGate:
         self._group, self.events = group, 0
         if is_first:
             return self._begin_run(group)
-        # A replica without a part of a short last group would not learn of a stop before that group.
+        # A replica without a microbatch of a short last group would not learn of a stop before that group.
         is_whole = self._source.num_minibatches >= group + self._group_size
         if self._group_size > 1 and is_whole and self._stops_before(group):
             return self._end(group, STOP | self._saved_at_stop())
@@ -141,7 +143,7 @@ class StageZeroGate:
         return True
 
     def _begin_run(self, group: int) -> bool:
-        """Decides at the first group of the run. Returns what admits() returns."""
+        """Decides which events are due before the first group of the run. The return value is admits()'s."""
         if self._begins_with & STOP:
             return self._end(group, self._begins_with)
         if self._source.num_minibatches < group + self._group_size:
@@ -171,7 +173,8 @@ class StageZeroGate:
             self._asking.note_loss(minibatch, part)
 
     def _saved_at_stop(self) -> int:
-        """Returns SNAPSHOT if the run writes checkpoints: then it also writes one where it is stopped."""
+        """Returns SNAPSHOT if the run writes checkpoints, because it then also writes a checkpoint where it
+        is stopped."""
         return SNAPSHOT if any(planned.event == SNAPSHOT for planned in self._planned) else 0
 
     def _stops_before(self, group: int) -> bool:
@@ -212,8 +215,8 @@ class StageZeroGate:
         return events
 
     def _epochs_ended_in(self, group: int) -> list[tuple[int, int]]:
-        """Returns (epoch, end) of the epochs that end after the last boundary, up to and including this
-        group's."""
+        """Returns (epoch, end) of the epochs that end after the previous boundary and not after the boundary
+        of this group."""
         epoch_of = self._source.epoch_of
         return [
             (epoch_of(end - 1), end)
@@ -237,9 +240,10 @@ class Boundaries:
         first = schedule.first_minibatch
         self._begun = dict.fromkeys(stages, -1)
         self._updated_to = dict.fromkeys(stages, first)
-        """By stage: the updates of all minibatches before this one are done."""
+        """By stage: the minibatch before which all updates are done."""
         self._due: dict[int, list[tuple[int, int]]] = {stage: [] for stage in stages}
-        """By stage: (boundary, events) of the boundaries that have begun and are not reached, in order."""
+        """By stage, in order: (boundary, events) of the boundaries for which begin() was called, and reach()
+        not yet."""
         self._newest = (-1, 0)
         """(boundary, events) of the boundary that began last at any stage here."""
 

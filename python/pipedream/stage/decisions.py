@@ -1,4 +1,5 @@
-"""Decisions about a run that do not follow from its data: where it ends early, and what its callbacks want.
+"""A run may end early or be changed by its callbacks. This module makes these decisions, which do not follow
+from the data.
 
     a wish to end   Rank 0 ends the run at its next boundary. If stage 0 has replicas, it names a later one,
                     which none of them has passed.
@@ -51,7 +52,7 @@ _BITS, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 
 
 class StopOrder(Protocol):
-    """The wish to end the run early, and the boundary at which that happens."""
+    """A request to end the run early, and the boundary at which the run then ends."""
 
     @property
     def is_stop_asked(self) -> bool: ...
@@ -62,11 +63,12 @@ class StopOrder(Protocol):
 
 
 class Stopping:
-    """Decides where a run ends that somebody wants to end: at rank 0's next boundary.
+    """Decides where a run ends that the user or a callback wants to end early. It ends at rank 0's next
+    boundary.
 
-    If stage 0 has replicas, rank 0 names a boundary that none of them has passed. Each replica needs rank
-    0's pushes of every round, and rank 0 writes the order before it pushes on. So each reads the order in
-    time."""
+    If stage 0 has replicas, rank 0 names a boundary that no replica has passed. Rank 0 writes the order
+    before its next push. No replica can pass a round without rank 0's push, so each replica reads the order
+    in time."""
 
     def __init__(self, order: StopOrder, *, decides: bool, lead: int) -> None:
         """decides: whether this is rank 0. lead: minibatches from the boundary at which rank 0 decides to
@@ -92,15 +94,16 @@ class SaveWords(Protocol):
         """Sends the word of this boundary, at rank 0."""
 
     def hear(self, boundary: int, check: Callable[[], None]) -> list[int]:
-        """Waits for the word of this boundary, at any replica. check: called during the wait. It raises the
-        error that ends the run."""
+        """Waits, at any replica, for rank 0's message about this boundary. check: called during the wait. It
+        raises the error that ends the run."""
 
 
 class Saving:
-    """Decides where a run is saved when that does not follow from its data: at rank 0's next boundary.
+    """Decides where a run is saved if the data do not decide that, for example if checkpoints are due by
+    time. Rank 0 saves at its next boundary.
 
-    If stage 0 has replicas, all must save at the same boundary. So rank 0 sends a word at some boundaries B,
-    which all replicas know in advance:
+    If stage 0 has replicas, all must save at the same boundary. So rank 0 sends a message, the word, at some
+    boundaries B, which all replicas know in advance:
 
         rank 0    at B           says whether to save at B + lead, and names the next B
         all       at B + lead    read the word, and save or go on
@@ -157,7 +160,8 @@ class Saving:
 
 
 class AnswerWay(Protocol):
-    """Carries questions to the callbacks and answers to the stages. Boundaries count through all runs."""
+    """Carries questions to the callbacks and answers to the stages. Boundaries are counted from the first run
+    on, if a run continues earlier runs."""
 
     def ask(self, question: Question) -> None:
         """Asks the callbacks, at rank 0."""
@@ -171,8 +175,8 @@ class AnswerWay(Protocol):
     def wait(self, boundary: int, losses: list[float], check: Callable[[], None]) -> int:
         """Returns the events of the answer that is due at this boundary, at any replica of stage 0.
 
-        losses: losses of the question's minibatches, as far as this replica knows them. Those of all
-            replicas add up.
+        losses: this replica's parts of the losses of the question's minibatches. The losses are the sums over
+        all replicas.
         check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:
@@ -198,7 +202,7 @@ class Asking:
     ) -> None:
         """asks: whether this is rank 0.
         rates: returns the present learning rates.
-        first_minibatch: the run's first.
+        first_minibatch: the run's first minibatch.
         origin: the minibatch from which callbacks count.
         answered: events of answers from before the run, by boundary."""
         self._way = way
@@ -213,11 +217,12 @@ class Asking:
         """Raises the failure of a link, if the segment has one."""
         self._told_to = first_minibatch
         self._evaluations: list[int] = []
-        """Boundaries of evaluations that no question has told of yet."""
+        """Boundaries of evaluations that no question has reported to the callbacks yet."""
         self._due: list[tuple[int, int]] = []
         """(boundary of the answer, boundary of the question) of the answers that are still due."""
         self._losses: dict[int, float] = {}
-        """This replica's losses by minibatch. The sum lacks microbatches whose backward has not come back."""
+        """This replica's losses by minibatch. A loss lacks the microbatches whose gradients have not come
+        back to stage 0."""
         self._waited_to = first_minibatch
 
     def note_loss(self, minibatch: int, part: float) -> None:
@@ -249,7 +254,7 @@ class Asking:
         *,
         evaluates: bool = False,
     ) -> int:
-        """Asks the callbacks if a question is due, and returns the events that they want at the boundary
+        """Asks the callbacks if a question is due. Returns the events that the callbacks want at the boundary
         before this group.
         evaluates: as in holds_at(). If that returned True, the evaluation is over."""
         if evaluates:
@@ -290,7 +295,7 @@ class Asking:
             self._due.append((takes_effect, group))
 
     def finish(self, num_minibatches: int, source: MinibatchSource) -> None:
-        """Tells callbacks at the end about the minibatches that no question has told of."""
+        """Reports at the end the minibatches to the callbacks that no question has reported."""
         if self._asks:
             samples = self._samples_to(num_minibatches, source)
             self._way.ask(Question(num_minibatches, None, [], samples, self._rates()))
@@ -360,16 +365,16 @@ def stop_lead(schedule: _core.ScheduleOptions, *, sync_every: int) -> int:
     rounds = _core.rounds_of(schedule, 0)
     if rounds.num_replicas == 1:
         return 0
-    # Counts the round that rank 0 has pushed last, the one that the other replica has begun, and those by
-    # which it may be stale.
+    # The sum counts the round that rank 0 has pushed last, the round that the other replica has begun, and
+    # the rounds by which its weights may be stale.
     num_rounds = 2 + schedule.staleness + sync_every
     return _in_groups(schedule, _in_flight(schedule) + num_rounds * rounds.minibatches_per_round)
 
 
 def answer_lead(schedule: _core.ScheduleOptions) -> int:
-    """Returns the minibatches from a question's boundary to that of its answer. When stage 0 gets there,
-    all minibatches before the question have come back to it. So it knows their losses, and waits for
-    callbacks alone."""
+    """Returns the minibatches from a question's boundary to the boundary of its answer. When stage 0 gets to
+    the second one, the backwards of all minibatches before the question have come back to it. So it knows
+    their losses, and waits for nothing but the callbacks."""
     if _core.drains_every_minibatch(schedule):
         return 0
     return _in_groups(schedule, _in_flight(schedule))

@@ -1,4 +1,4 @@
-"""The device clock: it tells when a device did the user's work of each item, by device events.
+"""The device clock measures with device events when a device ran the user's code for each work item.
 
 The host only enqueues work, so its own clock would measure how long launching takes. So one event is
 recorded before the user's first call of an item, and one after the last. Both are read once the device has
@@ -42,13 +42,13 @@ class _Item:
     """One work item. Its events are None if the item called no user code."""
 
     recorded_ns: int
-    """The host's time of recording. The device began no earlier."""
+    """The host's time when the first event was recorded. The device did not begin the item earlier."""
     begin: TimingEvent | None
     end: TimingEvent | None
 
 
 class DeviceClock:
-    """Tells when the device worked on each completed item, in the order of completion."""
+    """Reports when the device worked on each completed item, in the order of completion."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DeviceClock:
         tell: Callable[[int, int], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """tell: called as tell(began_ns, ended_ns), for the oldest item that was not told of yet. Construct
+        """tell: called as tell(began_ns, ended_ns), for the oldest item that was not reported yet. Construct
         the clock while the device is idle.
         """
         self._make_event = make_event
@@ -84,24 +84,24 @@ class DeviceClock:
         self._doing.end.record()
 
     def complete(self) -> None:
-        """Ends the item: the calls so far belong to it."""
+        """Ends an item, to which the calls since the last item belong."""
         if self._doing.begin is None:
             self._doing.recorded_ns = self._now_ns()
         self._pending.append(self._doing)
         self._doing = _Item(0, None, None)
 
     def drop(self) -> None:
-        """Forgets the calls so far: they belong to no item."""
+        """Forgets the calls since the last item, because they belong to no item."""
         self._release(self._doing)
         self._doing = _Item(0, None, None)
 
     def tell_done(self) -> None:
-        """Tells of the items that the device has done. Does not wait."""
+        """Reports the items that the device has finished. Does not wait."""
         while self._pending and _is_done(self._pending[0]):
             self._place(self._pending.popleft())
 
     def finish(self) -> None:
-        """Waits until the device has done all items, and tells of them."""
+        """Waits until the device has finished all items, and reports them."""
         for item in self._pending:
             if item.end is not None:
                 item.end.synchronize()

@@ -1,8 +1,8 @@
-"""The transfers that are work items of their own, outside of forwards and backwards: gradients and versions
-of tied parameters, norms, and the pushes of replicas.
+"""Some transfers are separate work items, not part of a forward or backward: gradients and versions of tied
+parameters, norms, and the pushes of replicas.
 
 The engine decides when each happens, and carries tensors to other workers. If both stages belong to this
-worker, the tensors are handed over here. Owned by the worker's compute thread.
+worker, this module passes the tensors from one stage to the other. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class EdgeTransfers:
         }
 
     def do(self, work: _core.WorkItem, gradient_slot: int = 0) -> list[Tensor]:
-        """Returns the tensors that leave the worker. gradient_slot: the slot of the version that the stage's
-        last backward read."""
+        """Does the work item, and returns the tensors to send to another worker. gradient_slot: the slot of
+        the version that the stage's last backward read."""
         edge = work.edge
         assert edge is not None
         if edge.kind == "push":  # the core does the other exchanges of replicas

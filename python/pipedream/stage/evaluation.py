@@ -1,13 +1,13 @@
-"""Evaluations: the forwards of validation minibatches at the stages of one worker. The last stage measures
-loss and metrics.
+"""An evaluation runs the forwards of validation minibatches at the stages of one worker. The last stage
+measures loss and metrics.
 
     begin     before the first FORWARD of a boundary's minibatch: copies the buffers, tells the core
     EVALUATE  layers in eval mode, with the weights of the boundary and those buffers
     the last EVALUATE of a block finds no more minibatches; the last stage then has a result
 
 Evaluations make no gradients. Layers run on copies of the buffers, so buffers, generators and modes are
-unchanged afterwards. No other item stands between the EVALUATEs of a block. If a stage has replicas, only
-the first one evaluates, with its own buffers. Owned by the worker's compute thread.
+unchanged afterwards. The EVALUATEs of one evaluation form a block, without other items in between. If a stage
+has replicas, only the first one evaluates, with its own buffers. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class Evaluations:
         return []
 
     def finish(self) -> None:
-        """Gives modules their own modes and buffers back; after a failure, too."""
+        """Gives modules their own modes and buffers back. Also called after a failure."""
         if self._running is not None:
             self._running.close()
             self._running = None

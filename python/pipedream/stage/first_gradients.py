@@ -1,4 +1,5 @@
-"""The norms of the gradients of minibatch 0. With PIPEDREAM_CHECK=1 the caller compares them with its own.
+"""Workers write the norms of the gradients of minibatch 0. With PIPEDREAM_CHECK=1 the caller compares them
+with the norms that it computes itself.
 
 Owned by the worker's compute thread.
 """

@@ -58,7 +58,7 @@ _SETTINGS_OF_STATE = ("schedule", "microbatches", "autocast", "codec", "sync", "
 
 
 def _stages_of(plan: Plan) -> str:
-    """Describes in a line the part of a plan that decides which state its workers have."""
+    """Describes in one line the part of a plan that decides which state each worker has."""
     stages = [
         f"layers {stage.first_layer} to {stage.last_layer}"
         + (f" x {stage.num_replicas}" if stage.num_replicas > 1 else "")
@@ -143,10 +143,10 @@ class JobOptions:
         default=None, metadata=compared(said=lambda value: value and value.said())
     )
     evaluation_cut: EvaluationCut | None = field(default=None, metadata=OWN)
-    """Cuts of the eval-mode forward. None if it is cut as the training's layers are."""
+    """Cuts of the eval-mode forward. None if it is cut at the same places as the forward in training."""
     checkpoints: Checkpoints | None = field(default=None, metadata=compared(said=_said_of_checkpoints))
     continues: Continued | None = field(default=None, metadata=OWN)
-    """The checkpoint from which the run continues. All workers take rank 0's."""
+    """The checkpoint from which the run continues. All workers use rank 0's value."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
     """For each entry of the data, the minibatch in which it is largest (planning.shapes.largest_in). For
     errors."""
@@ -157,7 +157,7 @@ class JobOptions:
 
     @property
     def first_minibatch(self) -> int:
-        """The first minibatch of this run. Runs that go on from one another count on."""
+        """The first minibatch of this run. A run that continues another run does not start again from 0."""
         if self.continues is not None:
             return self.continues.minibatch
         return 0 if self.state is None else self.state.minibatch
@@ -176,13 +176,13 @@ class JobOptions:
 
     @property
     def reduces_together(self) -> bool:
-        """Whether replicas of a stage update by a collective, not by shards."""
+        """Whether replicas of a stage update with an all-reduce, and not by shards."""
         is_asked_for = self.replication.sync == "allreduce" or self.replication.sync_every > 1
         return is_asked_for and self.has_replicas
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether every gradient of a replica is an update of its own."""
+        """Whether every gradient of a replica makes a separate update."""
         return self.replication.sync == "asp" and self.has_replicas
 
     def has_shards_at(self, stage: int) -> bool:
@@ -201,7 +201,7 @@ class JobOptions:
 
     @property
     def sums_shares(self) -> bool:
-        """Whether replicas of a stage update by the mean over their own microbatches alone."""
+        """Whether each replica of a stage updates with the mean gradient over its own microbatches only."""
         return self.has_replicas and (self.replication.sync == "asp" or self.replication.sync_every > 1)
 
     def schedule_options(
@@ -215,9 +215,8 @@ class JobOptions:
         other.
 
         ties: (owner, user) of parameters that stages share.
-        first_minibatch: the one with which the pipeline begins.
-        oldest_minibatch: the one with which an earlier run began, if this one goes on with versions that it
-            kept.
+        first_minibatch: the minibatch with which the pipeline begins. oldest_minibatch: the minibatch with
+        which an earlier run began, if this run continues with stored versions of that run.
         """
         program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(
@@ -228,7 +227,7 @@ class JobOptions:
             placement=self.plan.placement,
             recompute=list(self.memory.recompute or ()),
             ties=ties,
-            # Replicas that reduce together each have the whole gradient.
+            # After an all-reduce each replica has the whole gradient, so it computes the norm alone.
             exchanges_norms=self.measures_gradients and not self.reduces_together,
             staleness=self.replication.staleness,
             uses_allreduce=self.reduces_together,
@@ -239,8 +238,8 @@ class JobOptions:
         )
 
     def job(self, ties: Sequence[tuple[int, int]] = ()) -> Job:
-        """Returns the description of this run from which exclusions of options are decided. ties: as in
-        schedule_options()."""
+        """Returns the description of this run that is used to decide which options exclude each other. ties:
+        as in schedule_options()."""
         replicas = [stage.num_replicas for stage in self.plan.stages]
         is_float16 = self.autocast is torch.float16
         exchanges = self.reduces_together and self.measures_gradients and len(replicas) > 1
@@ -290,7 +289,7 @@ class JobOptions:
             self.state.seed_data()
 
     def settings_of_state(self) -> dict[str, Any]:
-        """The settings that a run must share with the one that it goes on from, by argument of run()."""
+        """The settings that a run must share with the run that it continues, by argument of run()."""
         settings = settings_of(self)
         return {"plan": _stages_of(self.plan)} | {name: settings[name] for name in _SETTINGS_OF_STATE}
 
@@ -303,16 +302,16 @@ class WorkerPlace:
     world_size: int
     local_rank: int
     run_id: int
-    """64 random bits, which no other run has. All workers take rank 0's."""
+    """64 random bits that identify the run. All workers use rank 0's."""
     incarnation: int
     """How often the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
     stop_order: StopOrder | None = None
-    """Carries the wish to end the run early; None if nobody may end it."""
+    """Carries a request to end the run early; None if nobody may end it."""
     folder: Path | None = None
-    """The folder in which a local worker leaves files for its caller. None: the caller is this process, and
-    gets its model back on the device where it was."""
+    """The folder in which a local worker leaves files for its caller. None if the caller is this process: its
+    model is then put back on the device where it was."""
 
     @property
     def returns_model(self) -> bool:
@@ -320,7 +319,8 @@ class WorkerPlace:
 
     @property
     def ranks_of_machine(self) -> range:
-        """The ranks of this worker's machine. A launcher numbers them one after the other."""
+        """The ranks on this worker's machine. A launcher gives consecutive ranks to the workers of a
+        machine."""
         first = self.rank - self.local_rank
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
@@ -357,7 +357,7 @@ _PRECISION_NAMES = (
     *("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
     *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 )
-"""Parts of torch.backends that have an fp32_precision, a general one before its special ones."""
+"""Parts of torch.backends that have an fp32_precision. A general part comes before its special parts."""
 
 
 def _precision_holders() -> dict[str, Any]:
@@ -383,7 +383,7 @@ def matmul_precision() -> str | None:
 @dataclass(frozen=True)
 class CallerSettings:
     """Settings of the whole process that decide what a model computes or how its data are loaded. Local
-    workers take over the caller's."""
+    workers use the caller's settings."""
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -396,13 +396,14 @@ class CallerSettings:
     anomalies: tuple[bool, bool]
     """Whether autograd's anomaly detection is on, and whether it checks for NaN."""
     start_method: str
-    """How a DataLoader starts its processes. Without this a spawned worker would use "spawn"."""
+    """How a DataLoader starts its processes. A spawned worker would otherwise use "spawn"."""
     sharing_strategy: str
     """How a DataLoader's processes hand over tensors (torch.multiprocessing)."""
 
     @classmethod
     def capture(cls) -> CallerSettings:
-        # allow_none, because without it the call sets a start method if none is set, for the caller, too.
+        # allow_none: otherwise the call would set a start method if none is set, and the caller's process
+        # would keep that method.
         start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
             default_dtype=torch.get_default_dtype(),

@@ -1,7 +1,7 @@
 """Measured memory: the peak of each memory term of a worker, beside the plan's prediction.
 
-On the host measuring costs time per operator, so it stops soon after the pipeline has been full once. A GPU
-counts at no cost. Owned by the worker's compute thread.
+On the host measuring slows down each operator, so it stops soon after the pipeline has been full once. A GPU
+counts memory at no cost. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = ["MeasuredMemory", "measured_until"]
 def measured_until(plan: Plan, schedule: _core.ScheduleOptions, device: torch.device) -> int | None:
     """Returns the last minibatch that is measured on the host; None measures all.
 
-    With n microbatches in flight at each of r replicas, the n r-th one fills the pipeline. One round more
-    is measured, because it has a backward and an update beside them."""
+    With n microbatches in flight at each of r replicas, microbatch n r fills the pipeline. Measuring goes on
+    for one more round, in which a backward and an update run while the pipeline is full."""
     num_replicas_max = max(stage.num_replicas for stage in plan.stages)
     num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
     return None if device.type == "cuda" else schedule.first_minibatch + num_measured

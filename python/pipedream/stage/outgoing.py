@@ -1,5 +1,5 @@
-"""The tensors that leave a stage. Their memory must not change until it has been sent. The core copies
-those that are not plain contiguous memory (exportable() in model/boundary.py). Stateless."""
+"""Prepares the tensors that a stage sends. Their memory must not change until it has been sent. The core
+copies tensors that are not plain contiguous memory (exportable() in model/boundary.py). Stateless."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the gradients of the received tensors that can have one. A tensor without a gradient in this
-    backward gives one without elements. There is always at least one tensor, which says that the backward
-    is done."""
+    """Returns the gradients of the received tensors that can have one. For a tensor without a gradient in
+    this backward, an empty tensor is returned. There is always at least one tensor, because its arrival
+    upstream says that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 
 
 def nothing_like(boundary: Boundary, device: torch.device, *, gradients: bool) -> list[Tensor]:
-    """Returns tensors without elements, which stand for those of a boundary in an empty microbatch."""
+    """Returns empty tensors, which an empty microbatch sends in place of a boundary's tensors."""
     specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
     if not specs:
         return [_no_gradient(device)]
@@ -51,7 +51,8 @@ def memory_of(tensor: Tensor) -> int:
 def _gradient_of(leaf: Tensor) -> Tensor:
     gradient = leaf.grad
     if gradient is None:  # the loss may not depend on every received tensor
-        # Zeros would be a gradient: upstream, momentum and weight decay would still move the parameters.
+        # A gradient of zeros would not do: upstream, momentum and weight decay would then still change the
+        # parameters.
         return leaf.new_empty((0, *leaf.shape[1:])) if leaf.dim() > 0 else torch.zeros_like(leaf)
     # Autograd may give a parameter the same memory (x + p.unsqueeze(0) with one sample). The next backward
     # would add to that memory while it is being sent.

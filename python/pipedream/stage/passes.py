@@ -60,8 +60,8 @@ class StagePasses:
     ) -> None:
         """statistics, torch_region, around_backward: contexts around the layers, each None if it is not
             needed.
-        clones_inputs: whether the first stage works on copies of the inputs. None leaves it to the first
-            forward, which shows whether the first layer works in place.
+        clones_inputs: whether the first stage works on copies of the inputs. None: the first forward decides,
+        because it shows whether the first layer works in place.
         """
         self._stage = stage
         self._boundary_in = boundary_in
@@ -98,8 +98,8 @@ class StagePasses:
         return leaves, boundary.unflatten(leaves)
 
     def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        """Returns the stage's output, or the loss at the last stage. is_next: whether its backward is the
-        stage's next."""
+        """Returns the stage's output, or the loss at the last stage. is_next: whether the next backward of
+        the stage is this microbatch's."""
         if self._stage.draws is not None:
             self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
         if not self._around_forward:
@@ -145,8 +145,8 @@ class StagePasses:
         return []
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
-        """Returns the loss that the microbatch would have if `others` replaced its labels. Call it before
-        the microbatch's forward. It leaves no trace."""
+        """Returns the loss that the microbatch would have if `others` replaced its labels. Call it before the
+        microbatch's forward. It changes no state of the model or the generators."""
         with untouched([self._stage], self._loss_fn), entered(self._around_again), torch.no_grad():
             output = self._calls.layers(with_other_labels(stashed.value, labels, others))
             targets = to_device(with_other_labels(stashed.piece.targets, labels, others), self._device)
@@ -189,7 +189,7 @@ class StagePasses:
 
 
 def _history_of(given: Any) -> list[tuple[int, Any]]:
-    """Returns a value that changes when something works on one of the tensors in place."""
+    """Returns a value that changes when an operation writes to one of the tensors in place."""
     return [(tensor._version, tensor.grad_fn) for tensor in tensors_of(given)]
 
 
@@ -220,7 +220,7 @@ def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: 
 
 
 class RecomputedPasses(StagePasses):
-    """The passes of a stage that recomputes: it keeps no graph from the forward to the backward."""
+    """The passes of a stage that recomputes. No graph is kept from the forward to the backward."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -228,7 +228,8 @@ class RecomputedPasses(StagePasses):
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         """Runs the forward without a graph, and keeps what the recompute needs."""
-        # If the first layer works in place it gets a copy, because the recompute needs the input unchanged.
+        # If the first layer works in place, it gets a copy of the input, because the recompute needs the
+        # input unchanged.
         in_place = self._works_in_place is not False
         given = map_tensors(
             lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), stashed.value
@@ -267,7 +268,7 @@ class Stashed:
     leaves: list[Tensor]
     """The received tensors. Their gradients go upstream."""
     value: Any
-    """The stage's input. None after the forward, or with recompute after the second forward."""
+    """The stage's input. None after the forward; with recompute, None after the second forward."""
     piece: Microbatch
     read_slot: int
     """The slot of the version that the forward read."""
@@ -294,23 +295,23 @@ class OffloadedStash:
     def saving(
         self, stashed: Stashed, given: Any, *, is_next: bool
     ) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which the microbatch's graph is made. is_next: whether its backward is the
-        stage's next."""
+        """Returns the context in which the microbatch's graph is made. is_next: whether the next backward of
+        the stage is this microbatch's."""
         kept = [*stashed.leaves, *tensors_of(given)]
         kept += [buffer for _, buffer in self._stage.stage_buffers()]
         stashed.saved = self._offload.forward(kept, is_next=is_next)
         return contextlib.nullcontext() if stashed.saved is None else stashed.saved
 
     def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors at which the backward begins. A stash that leaves the device keeps no
-        outputs: it keeps the roots of their graph instead."""
+        """Returns the tensors at which the backward begins. A stash that is moved to the host keeps the roots
+        of the outputs' graph in place of the outputs."""
         if stashed.saved is None or not stashed.saved.leaves_device:
             return outputs
         return [graph_root(output) for output in outputs]
 
     def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
-        """Waits until the stash is back on the device, before its backward. following: the stash of the
-        next backward, which is fetched meanwhile."""
+        """Waits until the stash is back on the device, before its backward. following: the stash of the next
+        backward, which is then fetched in the background."""
         if stashed.saved is not None:
             stashed.saved.arrive()
         if following is None:

@@ -1,5 +1,5 @@
-"""The position of a worker's compute thread in its work, for errors; and the parts of a report that
-replicas and spares share. Owned by that thread."""
+"""Errors name the work item that a worker's compute thread is at. This module also has the parts of a report
+that replicas and spares share. Owned by that thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LEAVE_TIMEOUT_S", "Position", "located", "memory_rows", "num_receive
 
 @dataclass
 class Position:
-    """The work item at which the worker is; called, it describes it for an error."""
+    """The work item at which the worker is. A call returns a description of the item for an error."""
 
     plan: Plan
     rank: int
@@ -31,8 +31,8 @@ class Position:
 
 @contextlib.contextmanager
 def located(position: Position) -> Iterator[None]:
-    """Adds the position to errors of the device. Such an error comes out of the next call that waits for
-    the device, which may be one of ours."""
+    """Adds the position to errors of the device. A device reports an error at the next call that waits for
+    it, which may be a call outside the user's code."""
     try:
         yield
     except (PipelineError, _core.RunFailure):
@@ -48,8 +48,8 @@ LEAVE_TIMEOUT_S = 5.0
 def memory_rows(
     core: _core.Worker, predicted: Mapping[str, int], measured: Mapping[str, int | None]
 ) -> dict[str, dict[str, int | None]]:
-    """Returns predicted and peak bytes by term. measured: peaks of the terms that are not the core's; None
-    for a term that cannot be measured."""
+    """Returns predicted and peak bytes by term. measured: peaks of the terms that the core does not measure;
+    None for a term that cannot be measured."""
     rows: dict[str, dict[str, int | None]] = {
         name: {"predicted": planned, "peak": peak} for name, planned, peak in core.memory()
     }
@@ -61,6 +61,6 @@ def memory_rows(
 
 
 def num_received_bytes(stats: Mapping[str, Mapping[str, Any]], channels: Iterable[str]) -> int:
-    """Returns the bytes that came through a socket, or that a sender of this host wrote into this worker's
-    memory. stats: figures of the core's channels, by name."""
+    """Returns how many bytes were received through sockets, or written into this worker's memory by senders
+    on this host. stats: figures of the core's channels, by name."""
     return sum(stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"] for name in channels)

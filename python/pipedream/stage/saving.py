@@ -1,4 +1,4 @@
-"""The saver: copies a worker's stages at boundaries, for checkpoints (boundaries.py).
+"""The saver copies a worker's stages at boundaries, for checkpoints (boundaries.py).
 
     begin   before the stage's first forward after the boundary   its buffers, the data's position, generators
     before a backward in between, of a stage that does not stash  the version that its update writes over
@@ -42,20 +42,20 @@ from pipedream.update.stage_state import HeldVersions
 __all__ = ["DATA", "EVALUATED", "KINDS", "PENDING", "PROCESS", "Record", "StageSaver"]
 
 KINDS = "kinds"
-"""The key of a part's state for the planned kinds: the shapes of minibatches that memory is planned for."""
+"""The key, in a part's state, of the shapes of minibatches that memory is planned for."""
 EVALUATED, PENDING = "evaluated", "evaluates"
-"""Keys of a part's state. EVALUATED: the evaluations so far, as the last stage's first replica reports
-them. PENDING: whether an evaluation is due at the snapshot's boundary and comes after the snapshot."""
+"""Keys of a part's state. EVALUATED: the evaluations so far, as the last stage's first replica reports them.
+PENDING: whether an evaluation is due at the snapshot's boundary, but runs only after the snapshot."""
 DATA, PROCESS = "data", "process"
 """Keys of a part's state: the data's position, and the generators of the worker's process."""
 Record = Mapping[str, Sequence[Any]]
-"""Reports of earlier minibatches. "losses" are this worker's, "losses_before" those of all workers in the
-runs before; the other keys are "samples", "epochs" and "evaluated"."""
+"""Reports of earlier minibatches. "losses" are this worker's losses, and "losses_before" the losses of all
+workers in the runs before. The other keys are "samples", "epochs" and "evaluated"."""
 
 
 @dataclass
 class _Begun:
-    """A boundary that a stage has begun and not reached yet."""
+    """A boundary at one stage, between the calls of begin() and reach()."""
 
     minibatch: int
     buffers: dict[str, Tensor]
@@ -88,8 +88,8 @@ class StageSaver:
         names: the result of names_of_stage(), by stage.
         before: the reports of the minibatches before this segment.
         keep_residuals: returns the residuals of the worker's channels, once everything is sent.
-        meet: called with a stage and a minibatch. It waits until all replicas of the stage have called it
-            with them.
+        meet: called with a stage and a minibatch. It waits until all replicas of the stage have made the same
+        call.
         """
         self._writer = writer
         self._header = header
@@ -159,8 +159,8 @@ class StageSaver:
     # Calls by the worker's loop.
 
     def before_backward(self, work: _core.WorkItem) -> None:
-        """Keeps the newest version at a stage that does not stash: an update may follow and overwrite its
-        only slot."""
+        """Copies the newest version at a stage that does not stash, because the next update may overwrite the
+        stage's only slot."""
         for begun in self._begun[work.stage]:
             self._keep_current(work.stage, begun)
 
@@ -182,8 +182,8 @@ class StageSaver:
         part, minibatch = self._parts[stage], begun.minibatch
         held = {**self.runners[stage].kept.contents, **begun.held.contents}
         kept = part.weights.own.contents_at_once(dict(sorted(self._slot_of[stage].items())))
-        # A stage that uses parameters of another may not have their newest version yet. A run that goes on
-        # reads it from the owner's snapshot.
+        # A stage that uses tied parameters of another stage may not have their newest version yet. A run that
+        # continues reads that version from the owner's snapshot.
         owned_slots = part.tied.kept_owned_slots(minibatch)
         owned = part.weights.tied[stage].contents_at_once(owned_slots) if owned_slots else {}
         if isinstance(part.gradients, AsynchronousServer):
@@ -221,9 +221,9 @@ class StageSaver:
         return {"loss_scaling": scaling.state(minibatch * self._schedule.num_microbatches // num_replicas)}
 
     def _own_pieces(self, layout: ShardLayout) -> tuple[list[Piece], list[Piece]]:
-        """Returns the pieces of the newest version that this replica saves: those of the parameters that
-        this stage alone trains, and those of the tied parameters that it owns. A replica saves its own
-        shard, because it does not have the others' shards of that version yet."""
+        """Returns the pieces of the newest version that this replica saves: (of parameters that only this
+        stage has, of tied parameters that it owns). A replica saves only its own shard, because it does not
+        have the other replicas' shards of that version yet."""
         own = [chunk for chunk in layout.chunks_of(self._replica) if not chunk.is_tied]
         shared = layout.shared_pieces() if self._replica == 0 else []
         pieces = [piece for chunk in own for piece in chunk.pieces]
@@ -232,8 +232,8 @@ class StageSaver:
     def _own_part(
         self, versions: Mapping[int, Mapping[str, Tensor]], pieces: Sequence[Piece]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns this replica's pieces of the newest version. All replicas have the older versions, so the
-        first one saves those."""
+        """Returns the versions that this replica saves. Of the newest version it saves only its own pieces.
+        All replicas have the older versions, so only the first replica saves those."""
         own: dict[int, dict[str, Tensor]] = {}
         for version, contents in versions.items():
             if version == max(versions):
@@ -263,8 +263,8 @@ class StageSaver:
         }
 
     def _num_own(self, minibatch: int) -> int:
-        """Returns the number of minibatches before this boundary that this replica of the last stage has a
-        part of."""
+        """Returns in how many minibatches before this boundary this replica of the last stage has
+        microbatches."""
         rounds = _core.rounds_of(self._schedule, self._schedule.num_stages - 1)
         return minibatch // max(1, rounds.num_replicas // self._schedule.num_microbatches)
 

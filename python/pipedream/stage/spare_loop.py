@@ -1,5 +1,5 @@
-"""The loop of a spare. A spare is a worker beside the replicas of a stage: it owns a shard of the stage's
-parameters and has no minibatches.
+"""A spare is a worker beside the replicas of a stage. It owns a shard of the stage's parameters and has no
+minibatches. This module is its loop.
 
     round t                      who                    what travels, chunk by chunk
     RECV push                    all with a minibatch   their gradients of its shard
@@ -34,8 +34,8 @@ from pipedream.update.stage_optimizer import StageOptimizer
 __all__ = ["SpareLoop"]
 
 _NO_FIELDS = _core.ItemFields()
-# The number of updates that are measured; the first one makes the optimizer's state. Measuring costs time
-# per operator.
+# The number of updates that are measured. The first update makes the optimizer's state. Measuring slows down
+# each operator, so it stops then.
 _NUM_MEASURED = 8
 
 
@@ -67,15 +67,15 @@ class SpareLoop:
         self._predicted = predicted
         stage = options.plan.spare_stage_of(place.rank)
         assert stage is not None
-        # This is no method of the loop: it would hold the loop and its pool in a reference cycle.
+        # A bound method of the loop would keep the loop and its pool alive in a reference cycle.
         self._position = Position(options.plan, place.rank, stage)
         self._user = UserCode(self._position)
         self._step_meter = StepMeter(make_meter(torch.device("cpu")))
         self._num_unmeasured = _NUM_MEASURED
 
     def serve(self) -> dict[str, Any]:
-        """Serves until the replicas say that there are no more rounds, and returns a report. The stage's
-        parameters have the newest version of its shard then."""
+        """Serves until the replicas say that there are no more rounds, and returns a report. Then the newest
+        version of the spare's shard is in the stage's parameters."""
         core, user = self._core, self._user
         core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
         newest_slot = self._newest_slot
@@ -88,8 +88,8 @@ class SpareLoop:
         return self._report()
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of the shard's optimizer; the replicas save the weights. Raises ValueError for
-        state that cannot be kept."""
+        """Copies the state of the shard's optimizer. The replicas save the weights. Raises ValueError for
+        state that cannot be stored."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         tensors, document = self._optimizer.state()

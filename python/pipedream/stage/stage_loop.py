@@ -1,5 +1,5 @@
-"""The loop of one worker. It takes work items from the core, has the runner of the item's stage do each,
-and reports what was done.
+"""The loop of one worker gets work items from the core. The runner of the item's stage executes each item,
+and the loop reports it to the core.
 
 Owned by the worker's compute thread.
 """
@@ -118,15 +118,15 @@ class WorkerLoop:
     ) -> None:
         """prepared: this worker's stages in ascending order.
         input_boundary: the boundary that the inputs of stage 0 are checked against. None checks nothing.
-        draws: keys the random draws of these stages. None keys nothing.
+        draws: makes the random draws of these stages depend on the microbatch. None: draws come from the
+        process's generators.
         backward_seeds: seeds of the backwards' random draws, by stage.
         boundaries: the cuts at these stages, by the index of the stage upstream.
         in_microbatches: whether the data yield Microbatches.
         edges: the edges with one end at this worker, each with the name of its channel.
         predicted: bytes of each memory term.
-        torch_pool: the memory in which forwards and backwards make their tensors. None leaves that to
-            torch.
-        steered: what ends or steers the run.
+        torch_pool: the memory in which forwards and backwards make their tensors. None: torch allocates them.
+        steered: the objects that can end the run early or change it.
         evaluation: None without validation.
         make_saver: makes the saver of the stages. None where no checkpoint is written.
         saving: decides on checkpoints that do not follow from the data."""
@@ -170,7 +170,7 @@ class WorkerLoop:
         )
         self._losses = self._make_losses()
         self.has_updated = False
-        """Whether any stage has made a version after its first."""
+        """Whether any stage has made an update."""
         self._saving = saving
         self._saver = None if make_saver is None else make_saver(prepared)
         self.was_stopped = False
@@ -303,7 +303,7 @@ class WorkerLoop:
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
-        # Minibatches from one that this replica has a part of to its next one.
+        # The number of minibatches from one that this replica has microbatches of to the next.
         stride = -(-num_replicas // self._options.microbatches)
         show = functools.partial(_show, self._progress, self._data, board, self._replica, stride)
         if board is not None and not self._options.output.progress:
@@ -319,9 +319,9 @@ class WorkerLoop:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
         # Data are copied if their memory may change while they are in flight: autograd saves them, and a
-        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. That
-        # layer would change the data of the next epoch at stage 0, but not at the last stage, which reads
-        # its own. None: it is not known before the first forward whether the layer does.
+        # recompute reads them again. Stage 0 also copies inputs if its first layer works in place. Such a
+        # layer would change the data of the next epoch at stage 0, but not at the last stage, which reads the
+        # data itself. None: only the first forward shows whether the layer works in place.
         copies_data = self._data.stream.may_reuse_memory and self._has_several_in_flight(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
@@ -371,7 +371,7 @@ class WorkerLoop:
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = {part.stage.stage_index: part.start.newest_slot for part in self._prepared}
         self._memory = MeasuredMemory(self._predicted, self._runners, self._servers, self._device)
-        # After a failure, too, the user's modules get their own parameters back.
+        # The user's modules get their own parameters back, even after a failure.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
             if self._draws is not None:
@@ -392,7 +392,7 @@ class WorkerLoop:
 
     def take_snapshots(self) -> list[StageSnapshot]:
         """Copies the state of the stages after all work is done. Raises ValueError for state that cannot be
-        kept."""
+        stored."""
         minibatch = self._core.num_minibatches()
         assert minibatch is not None
         return [
@@ -415,7 +415,8 @@ class WorkerLoop:
         return self._options.plan.stages[part.stage.stage_index].num_replicas
 
     def _end_boundary(self, done: _core.WorkItem, newest_slots: dict[int, int]) -> None:
-        """Does what is due after the last minibatch. newest_slots: as in _work_through()."""
+        """Does the work that is due at the boundary after the last minibatch. newest_slots: as in
+        _work_through()."""
         self.was_stopped = bool(done.boundary_events & STOP)
         if not self.was_stopped:  # after a stop the data would go on
             self._check_end(done.num_minibatches)
@@ -489,7 +490,8 @@ class WorkerLoop:
         return []
 
     def _prepare(self, upcoming: _core.WorkItem | None) -> None:
-        """Works while the core waits for the tensors of the next item: reads data ahead, and binds weights.
+        """Uses the time while the core waits for the tensors of the next item. Reads data ahead, and binds
+        weights.
         upcoming: the next item, if it is known."""
         if self._reads:
             self._reader.read_ahead()
@@ -536,13 +538,13 @@ class WorkerLoop:
                 part.weights.tied[owner].restore(slot)
 
     def _check_end(self, num_minibatches: int) -> None:
-        """Checks that the data end here at the minibatch at which this worker was told that they end.
-        Without replicas stage 0 finds the end itself, so it checks nothing."""
+        """Checks that this worker's data end at the same minibatch as the data of the worker that found the
+        end. Without replicas stage 0 finds the end itself, so it checks nothing."""
         replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
         for runner in self._runners.values():
             is_told = replicas if runner.is_first else runner.is_last
-            # Data that look ahead may also end because a minibatch is larger than planned. Only fetch() tells
-            # which, so such a worker asks. At other workers only the last stage compares.
+            # Data that look ahead may also end because a minibatch is larger than planned. Only fetch() shows
+            # the reason, so a worker with such data calls it. Other workers check only at the last stage.
             if not is_told or not (runner.is_last or looks_ahead):
                 continue
             if self._user.run("reading data", self._data.fetch, num_minibatches):
@@ -594,8 +596,8 @@ class WorkerLoop:
         }
 
 
-# These are functions and not methods. A bound method holds the loop, and the loop's objects that hold the
-# method would keep the loop and its pool alive in a reference cycle.
+# These are functions and not methods. A bound method refers to the loop. If the loop's objects stored it, a
+# reference cycle would keep the loop and its pool alive.
 
 
 def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
@@ -616,9 +618,9 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
 
 
 def _end_of(source: MinibatchSource, *, is_continued: bool) -> int | None:
-    """Returns the minibatch after the last, if the data have a length. is_continued: whether the run
-    continues from a checkpoint. Its data then begin with minibatch 0, and not with the first one that it
-    trains on."""
+    """Returns the index after the last minibatch, if the data have a length. is_continued: whether the run
+    continues from a checkpoint. Then the data begin with minibatch 0, and not with the first minibatch that
+    this run trains on."""
     num_minibatches = source.stream.num_minibatches
     if is_continued:
         return num_minibatches
@@ -640,7 +642,8 @@ def _show(
     share: float,
 ) -> None:
     """Shows a loss. loss: this replica's part of the minibatch's loss. share: the fraction of the minibatch
-    that the replica has. stride: minibatches from the replica's previous minibatch to this one."""
+    that the replica computes. stride: the number of minibatches from the replica's previous one to this
+    one."""
     if progress.is_shown:  # estimates the samples of the other replicas
         index = minibatch - source.first_minibatch
         samples = sum(source.samples[max(0, index + 1 - stride) : index + 1])
@@ -658,10 +661,10 @@ def _mean_scale(
     """Returns the factor that turns a stage's gradients into the mean over their round, without the loss
     scale.
 
-    A stage with replicas has means already. At a stage without replicas the gradients are a sum over the
-    round, because it computes all of the round's minibatches. If no stage has replicas, a round is one
-    minibatch.
-    minibatch: the round's first."""
+    At a stage with replicas the gradients are means already. At a stage without replicas they are a sum over
+    the round, because the stage computes all of the round's minibatches. If no stage has replicas, a round is
+    one minibatch.
+    minibatch: the round's first minibatch."""
     if runner.parts.gradients.takes_means:
         return 1.0
     if minibatches_per_round == 1:
@@ -674,8 +677,8 @@ def _mean_scale(
 def _figures_of(
     runners: Iterable[StageRunner], mean_scale: Callable[[StageRunner, int], float], minibatch: int
 ) -> GradientFigures:
-    """Returns the figures of the mean gradients, without the loss scale, over a worker's stages. All
-    gradients of the round must be there."""
+    """Returns the figures of the mean gradients, without the loss scale, over a worker's stages. Call it when
+    all gradients of the round have arrived."""
     figures = GradientFigures()
     for runner in runners:
         runner.parts.gradients.take(minibatch, runner.gradient_slot)

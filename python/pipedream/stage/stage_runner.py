@@ -1,4 +1,4 @@
-"""The work items of one stage. Each kind reads, computes and keeps:
+"""The runner executes the work items of one stage. Each kind of item reads and makes:
 
     FORWARD    data or received tensors -> outputs, stashed       BACKWARD  stashed, gradients -> gradients
     RECOMPUTE  stashed -> stashed with its graph                  UPDATE    gradients -> the next version
@@ -57,7 +57,7 @@ class StageParts:
     boundary_out: Boundary | None
     """The boundary with the stage downstream; None at the last stage."""
     in_microbatches: bool
-    """Whether the data yield Microbatches. Each of their batches steps the batch norms by itself."""
+    """Whether the data yield Microbatches. Then batch norms count each batch of a minibatch as one step."""
     reader: BatchReader | None
     """Reads the data at the first and the last stage; None at others."""
     losses: LossRecord | None
@@ -72,16 +72,17 @@ class StageParts:
     """Seed of the backward's random draws. None if it draws nothing, or draws from the process's
     generators."""
     clones_inputs: bool | None
-    """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
+    """Whether the first stage works on copies of the inputs. None: the first forward decides."""
     copies_targets: bool
     """Whether the last stage works on copies of the targets."""
     offload: StageOffload | None = None
     loss_scaling: LossScaling | None = None
     """The scale of the loss; None except in float16."""
     held: HeldVersions | None = None
-    """Versions that lie in no slot. A stage that does not stash needs them after a checkpoint."""
+    """Versions that lie in no slot. A stage that does not stash needs them when a run continues."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    """The region in which torch computes, so that its tensors lie in the pool. None leaves memory to torch.
+    """The region in which torch computes, so that its tensors lie in the pool. None: torch allocates its own
+    memory.
     """
 
 
@@ -114,8 +115,8 @@ class StageRunner:
         self.gradient_slot = 0
         """The slot of the version whose leaves hold the gradients."""
         self.loss_scale = 1.0
-        """The factor of the latest backward's loss, and so of its gradients. If replicas update alone, it is
-        the sum of the weights of their microbatches of the round so far."""
+        """The factor of the latest backward's loss, and so of its gradients. If each replica updates with its
+        own gradients only, it is the sum of the weights of its microbatches of the round so far."""
         self._share = 0.0
         self.meter: WorkMeter | None = None
         """Measures forwards, recomputes and backwards while there is one."""
@@ -145,15 +146,17 @@ class StageRunner:
         self._tied = parts.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
         self._held = parts.held
-        """Versions that were kept before this pipeline began. None once no microbatch reads them any more."""
+        """Versions that an earlier run stored for this run's first microbatches. None after the last
+        microbatch that reads them."""
         self.kept = HeldVersions()
-        """Versions that lie in no slot, kept for a run that goes on from this one."""
+        """Versions that lie in no slot, stored for a run that continues this one."""
         self._schedule = schedule
         self._loss_scaling = parts.loss_scaling
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
-        # With offloading a bind moves weights. With ties the slots depend on the versions that are received.
+        # With offloading a bind moves weights. With tied parameters the slot is known only when the versions
+        # have been received.
         self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
@@ -171,7 +174,7 @@ class StageRunner:
         )
 
     def prepare(self, work: _core.WorkItem) -> None:
-        """Binds the weights of the next item before its tensors have come."""
+        """Binds the weights of the next item before its tensors have been received."""
         if self._binds_early:
             self._bind(work)
 
@@ -228,8 +231,8 @@ class StageRunner:
         return boundary.sent([settled(tensor, self._buffer_memory) for tensor in crossing])
 
     def _judge_labels(self, stashed: Stashed) -> None:
-        """Raises ValueError if ignored labels (-100) would give microbatches other weights than their
-        numbers of samples do."""
+        """Raises ValueError if ignored labels (-100) would make a microbatch's weight in the loss differ from
+        its share of the samples."""
         reader, piece = self.parts.reader, stashed.piece
         assert reader is not None
         for uneven in piece.uneven_labels:
@@ -266,8 +269,8 @@ class StageRunner:
         return fetch(minibatch) if self._gate is None else self._gate.admits(minibatch, fetch)
 
     def _begin_boundary(self, work: _core.WorkItem) -> int:
-        """Returns the events that are due at the boundary before the forward's group, after telling the
-        listeners of them. Later forwards of the group tell nobody again."""
+        """Returns the events that are due at the boundary before the forward's group. The group's first
+        forward also calls the listeners."""
         events = work.boundary_events
         if self._gate is not None:
             events = self._gate.events
@@ -286,20 +289,20 @@ class StageRunner:
             self.fields.gradients_overflowed = overflowed or told
 
     def _take_overflow(self) -> bool:
-        """Returns whether an update was skipped since the last call. Counts those of the previous segment,
-        too."""
+        """Returns whether an update was skipped since the last call, perhaps in the previous segment."""
         assert self._loss_scaling is not None
         before = self._loss_scaling.take_kept()
         return self._gradients.take_overflow() or before
 
     def keep_version(self, work: _core.WorkItem) -> None:
-        """Copies the version that the next backward reads, for a run that goes on from this one. The update
-        after that backward may overwrite it."""
+        """Copies the version that the next backward reads, for a run that continues this one. The update
+        after that backward may overwrite the version."""
         version = _core.backward_version(self._schedule, self.stage_index, work.minibatch, work.microbatch)
         self.kept.keep(version, self._weights.own, work.read_slot)
 
     def _load_held(self, work: _core.WorkItem, *, is_forward: bool) -> None:
-        """Loads the version that the item reads into its slot, if that version lay in no slot."""
+        """Loads the version that the item reads into the slot, if the version is one of the stored ones that
+        lie in no slot."""
         assert self._held is not None
         read = _core.forward_version if is_forward else _core.backward_version
         version = read(self._schedule, self.stage_index, work.minibatch, work.microbatch)
@@ -315,7 +318,7 @@ class StageRunner:
 
     def _look_at_what_was_made(self) -> None:
         """Finds the buffers that the first forward has made, and the references to parameters that layers
-        have kept in it."""
+        stored during that forward."""
         self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self._weights.follow_new_references()
@@ -413,8 +416,8 @@ class StageRunner:
             self._note_scale(work, stashed)
         if self._held is not None:
             self._load_held(work, is_forward=False)
-        # Layers with activation checkpointing run their forward again in the backward. They read the weights
-        # that are bound then.
+        # Layers with activation checkpointing run their forward again in the backward. So their weights must
+        # be bound during the backward.
         self._bind(work)
         following: Stashed | None = None
         if self._offload is not None:  # backwards have the order of forwards
@@ -486,15 +489,14 @@ class StageRunner:
     # Update.
 
     def figures(self, minibatch: int) -> GradientFigures:
-        """Returns the figures of the gradients that an update takes, and whether the round was told of an
-        overflow.
-        minibatch: the round's first."""
+        """Returns the figures of the gradients of an update, with a flag that says whether the round received
+        a report of an overflow. minibatch: the round's first minibatch."""
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
         return self._gradients.figures()._replace(told=told)
 
     def hear(self, minibatch: int, total: GradientFigures) -> None:
-        """Takes the sum of an update's figures over all workers that exchange them. minibatch: the round's
-        first."""
+        """Notes the sum of an update's figures over all workers that exchange them. minibatch: the round's
+        first minibatch."""
         if self._loss_scaling is not None:
             round_index = self._rounds.round_of(minibatch)
             self._loss_scaling.hear(round_index, overflowed=total.overflowed or total.told)
@@ -513,8 +515,8 @@ class StageRunner:
         own.end_update(write_slot)
 
     def finish(self, newest_slot: int, *, is_over: bool) -> None:
-        """Called after all updates. newest_slot: the slot of the last version. is_over: whether the run is
-        over, and not only a segment of it."""
+        """Called after all updates. newest_slot: the slot of the last version. is_over: whether the whole run
+        is over, not only a segment."""
         self._gradients.finish(newest_slot, is_over=is_over)
         if self._loss_scaling is not None and not is_over:
             self._loss_scaling.keep(overflowed=self._gradients.take_overflow())
@@ -531,7 +533,7 @@ class StageRunner:
 
 
 def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
-    """Makes the error. worker: describes the worker that has read other data than rank 0."""
+    """Returns the error. worker: describes the worker that has read other data than rank 0."""
     return DataMismatch(
         f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
         " every worker iterates `data` itself, so its order must follow from the seeded generators of"

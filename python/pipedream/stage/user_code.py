@@ -1,10 +1,11 @@
-"""The user's own code inside a run. It is timed, and its errors are told with stage and minibatch.
+"""Runs the user's own code inside a run. The time is measured, and errors are reported with stage and
+minibatch.
 
 Owned by the worker's compute thread.
 
 After a loss of NaN has failed a run, the last stage's forward runs once more to find where the NaN began.
-Every operation is examined: if an input had a NaN, the result has the same origins. A NaN that does not
-reach the loss is ignored, as one that code between modules computes from stand-ins. The search takes the
+Every operation is examined: if an input had a NaN, the result has the same origins. A NaN that does not reach
+the loss is ignored. For example, code between modules may compute a NaN from stand-ins. The search takes the
 time of a forward and about 50 us per operation.
 """
 
@@ -32,7 +33,7 @@ _now_ns = time.perf_counter_ns
 
 
 class UserCode:
-    """Runs the user's own code: times it, and tells its errors with stage and minibatch."""
+    """Runs the user's own code, measures its time, and reports its errors with stage and minibatch."""
 
     def __init__(self, where: Callable[[str], str]) -> None:
         """where: describes what is being run, for errors."""
@@ -41,7 +42,7 @@ class UserCode:
         """Nanoseconds of user code since the last item was completed."""
 
     def take_elapsed_ns(self) -> int:
-        """Returns the time of an item that is being completed, and starts to count from 0 again."""
+        """Returns the time of user code in the item that ends now, and starts again from 0."""
         elapsed_ns, self.elapsed_ns = self.elapsed_ns, 0
         return elapsed_ns
 
@@ -62,8 +63,8 @@ class UserCode:
 
 
 def origins_of_nan(stage: StageModule, received: Iterable[Tensor], run: Callable[[], Tensor]) -> list[str]:
-    """Returns the origins of a NaN in words, each once; empty if the loss is no NaN. received: the tensors
-    that came from upstream. run: runs the forward on these very tensors, and returns the loss."""
+    """Returns a description of each origin of a NaN, each once; empty if the loss is not NaN. received: the
+    tensors that came from upstream. run: runs the forward on these same tensors, and returns the loss."""
     modules = [(name, module) for prefix, root in stage.roots() for name, module in _modules_of(prefix, root)]
     finder = _Finder({id(module): name for name, module in modules})
     for tensor in received:
