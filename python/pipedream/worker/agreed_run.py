@@ -1,5 +1,5 @@
-"""The agreement of a run's workers. All take rank 0's plan, seed and run id, and compare their options with
-rank 0's.
+"""The workers of a run agree before they start. All use rank 0's plan, seed and run id, and compare their
+options with rank 0's options.
 
 Workers exchange all this through the rendezvous, before any link is open. On the worker's compute thread.
 """
@@ -44,24 +44,24 @@ __all__ = ["AgreedRun", "agree", "segment_key", "wait_for", "wait_while_linked"]
 
 @dataclass(frozen=True)
 class AgreedRun:
-    """The run that all ranks have agreed on, and the place of this one in it."""
+    """The run that all ranks have agreed on, and the place of this rank in it."""
 
     place: WorkerPlace
     options: JobOptions
     base_seed: int
     stages: list[StageModule]
-    """All stages. Those of other ranks have the weights that this process's model has."""
+    """All stages. The stages of other ranks have the weights of this process's model."""
     ties: list[Tie]
     evaluated: Sequence[StageModule] = ()
     """All stages of the eval-mode forward, where there is validation."""
     is_made_by_stages: bool = False
-    """Whether the model came without values. Then each worker has the values of its own stages alone."""
+    """Whether the caller's model has no values. Then each worker makes only the values of its own stages."""
     segment_index: int = 0
     first_minibatch: int = 0
     """The first minibatch of the segment (segment.py)."""
     oldest_minibatch: int | None = None
-    """The minibatch with which the pipeline first began, if the segment goes on with its versions; None if
-    it begins anew."""
+    """The minibatch with which the earlier pipeline began, if the segment continues with the weight versions
+    of that pipeline; otherwise None."""
 
     @property
     def rank(self) -> int:
@@ -89,7 +89,7 @@ class AgreedRun:
 
     @property
     def served_stage(self) -> StageModule | None:
-        """The stage of which this rank owns a shard as a spare; None if it is no spare."""
+        """The stage of which this rank owns a shard as a spare; None if the rank is not a spare."""
         stage = self.plan.spare_stage_of(self.rank)
         return None if stage is None else self.stages[stage]
 
@@ -114,8 +114,8 @@ class AgreedRun:
         return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of all stages. They are the model's own; during the run its modules read
-        weight versions in their place."""
+        """Returns the parameters of all stages. They are the parameters of the user's model. During the run
+        the modules read weight versions in place of them."""
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
@@ -144,7 +144,8 @@ class AgreedRun:
 
 
 def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[AgreedRun, RngStream | None]:
-    """Returns the run, and the generators from which its data draw; None for the process's own."""
+    """Returns the run, and the generators from which its data draw. None: the data draw from the process's
+    generators."""
     agreed: dict[str, Any] | None = None
     if place.rank == 0:
         _check_world(options.plan, place.world_size)
@@ -174,7 +175,7 @@ def agree(place: WorkerPlace, options: JobOptions, model: Model) -> tuple[Agreed
         evaluated = evaluation_stages(model, stages, options.evaluation_cut, options.validation.forward)
     run = AgreedRun(place, options, base, stages, find_ties(stages), evaluated, on_meta)
     if state is not None:
-        # With asynchronous shards no replica alone could say what a version contains.
+        # With asynchronous shards no single replica knows which gradients a version contains.
         oldest = None if options.is_asynchronous else state.begun_at
         run = replace(run, first_minibatch=state.minibatch, oldest_minibatch=oldest)
     elif options.continues is not None:
@@ -222,8 +223,8 @@ def wait_for(
 ) -> list[Any]:
     """Returns the values of the keys, which other ranks publish.
 
-    Raises another rank's failure as its kind of error, and what `meanwhile` raises. Raises PeerLost if a
-    rank does not join within START_TIMEOUT_S, or is lost after it joined."""
+    Raises another rank's failure as an error of the same kind. Errors of `meanwhile` pass through. Raises
+    PeerLost if a rank does not join within START_TIMEOUT_S, or is lost after it joined."""
     with failures_of_others():
         return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
 
@@ -245,7 +246,8 @@ def _check_world(plan: Plan, world_size: int) -> None:
 
 
 def _with_plan(options: JobOptions, plan: Plan) -> JobOptions:
-    """Returns the options with rank 0's plan. If they leave the schedule to the plan, it gets the plan's."""
+    """Returns the options with rank 0's plan. If the options name no schedule, they get the plan's
+    schedule."""
     schedule, microbatches = schedule_to_run(plan, options.schedule, options.microbatches)
     return replace(options, plan=plan, schedule=schedule, microbatches=microbatches)
 
@@ -266,6 +268,6 @@ def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
 
 
 def _first_stage(plan: Plan, rank: int) -> int:
-    """The first stage of the rank, or a number of its own if it has none."""
+    """The first stage of the rank. A rank without stages gets a number that no other rank has."""
     stages = plan.stages_of(rank) if rank < plan.workers_used else ()
     return stages[0] if stages else plan.num_stages + rank

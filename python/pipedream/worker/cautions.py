@@ -1,5 +1,5 @@
-"""Cautions about a run. Its options are allowed, but the user may not have meant them. Each caution is said
-once, before any process starts."""
+"""A caution warns about options of a run that are allowed, but that the user may not have meant. Each caution
+is shown once, before any process starts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pipedream.splitting.cut_model import CutModel
 
 __all__ = ["cautions_of", "check_data_apart", "warn_if_coarse", "warn_if_late", "warn_the_caller"]
 
-# With class weights or ignore_index, these divide by the weights of the samples that count, not by the number
-# of samples.
+# With class weights or ignore_index, these losses divide by the sum of the weights of the samples that count,
+# and not by the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _IGNORED_BY_DEFAULT = -100
 _MICROBATCHES_TRIED_MAX = 64  # to find the fewest at which gradients are at most one update late
@@ -52,7 +52,7 @@ def cautions_of(
 ) -> Iterator[str]:
     """Yields the cautions, one line each. world_size: ranks that torchrun has started; None without it.
     in_microbatches: whether the data are known to yield Microbatches.
-    rates_by_update: whether each stage has a scheduler of its own, which steps with its updates. codec: the
+    rates_by_update: whether each stage has its own scheduler, which steps once per update. codec: the
         codec of the links. autocast, schedule: as in run().
     """
     layers = [layer for _, layer in layers_of(model)]
@@ -141,8 +141,8 @@ def _cautions_of_plan(plan: Plan, schedule: str, microbatches: int) -> Iterator[
 
 
 def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
-    """Yields cautions about the loss. Torch's own losses show whether they are means over samples, so that a
-    mean of means is the same."""
+    """Yields cautions about the loss. Torch's losses have attributes that show whether they are means over
+    samples. Only then is the mean over microbatches equal to the mean over the minibatch."""
     if isinstance(loss_fn, functools.partial):
         kind, settings = loss_fn.func, loss_fn.keywords
     else:
@@ -166,8 +166,9 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
 
 
 def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller if gradients are more than one update late and an optimizer has momentum. The two
-    together cost minibatches (docs/statistical_efficiency.md). optimizers: those of some stages."""
+    """Warns the caller if gradients are more than one update late and an optimizer has momentum. With both,
+    training needs more minibatches (docs/statistical_efficiency.md). optimizers: the optimizers of some
+    stages."""
     delay = mean_delay(options)
     names = [type(made).__name__ for made in optimizers if _has_momentum(made)]
     if delay <= 1 or not names:
@@ -188,8 +189,8 @@ def warn_if_late(plan: Plan, options: ScheduleOptions, optimizers: Iterable[Opti
 
 
 def warn_if_coarse(optimizers: Iterable[Optimizer]) -> None:
-    """Warns the caller of an optimizer that steps in bfloat16, which loses small steps. optimizers: those
-    of some stages."""
+    """Warns the caller of an optimizer that steps in bfloat16, because small steps are then rounded away.
+    optimizers: the optimizers of some stages."""
     for made in optimizers:
         keeps_masters = isinstance(made, MasterWeights) or type(made) in NATIVE_OPTIMIZERS
         if not keeps_masters and any(has_master(p) for group in made.param_groups for p in group["params"]):
@@ -214,8 +215,9 @@ def _has_momentum(optimizer: Optimizer) -> bool:
 
 
 def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
-    """Yields a line if data hold a part of the model: its newest weights are not where data are read. Raises
-    ValueError if a sampler holds a part, because it can only want the weights to choose samples."""
+    """Yields a line if data hold a part of the model, because workers that read data may not have its newest
+    weights. Raises ValueError if a sampler holds a part, because a sampler can only use the weights to choose
+    samples."""
     if plan.num_stages == 1 and plan.workers_used == 1:
         return  # the data hold the model that is trained
     roots = [root for _, root in roots_of(model)]
@@ -260,7 +262,8 @@ def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def warn_the_caller(caution: str) -> None:
-    """Warns at the line of the script that called us, however many decorators are in between."""
+    """Warns at the line of the user's script that called this library, however many decorators are in
+    between."""
     frame: FrameType | None = sys._getframe()
     stack_level = 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

@@ -1,4 +1,4 @@
-"""The checkpoints that one worker writes, for the whole run. On the worker's compute thread."""
+"""Writes the checkpoints of one worker, for the whole run. Runs on the worker's compute thread."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Checkpointing:
         """The evaluations of earlier segments that this worker has reported."""
         self.writer: CheckpointWriter | None = None
         self.saving = _saving_of(run, checkpoints)
-        """Decides on checkpoints beside the planned ones. None if the replicas of stage 0 could not agree on
-        a boundary."""
+        """Decides on checkpoints that are not planned. None if the replicas of stage 0 could not agree on a
+        boundary."""
 
     def prepare(self, num_bytes: Mapping[int, int]) -> None:
         """Allocates the memory for copies. num_bytes: by stage."""
@@ -62,8 +62,8 @@ class Checkpointing:
         check_links: Callable[[], None],
         prepared: Sequence[PreparedStage],
     ) -> StageSaver:
-        """Makes the saver of a segment. run: the run as the segment has it. kinds: the shapes of
-        minibatches that its memory is planned for."""
+        """Makes the saver of a segment. run: the run with the options of this segment. kinds: the shapes of
+        minibatches that the segment's memory is planned for."""
         assert self.writer is not None
         if self.saving is not None:
             self.saving.check = check_links
@@ -108,14 +108,15 @@ def _meet(run: AgreedRun, check_links: Callable[[], None], stage: int, minibatch
 
 
 class _StoredWords:
-    """Carries the words about where the run is saved, through the rendezvous (decisions.SaveWords)."""
+    """Carries rank 0's messages about where the run is saved, through the rendezvous
+    (decisions.SaveWords)."""
 
     def __init__(self, run: AgreedRun, num_kept: int) -> None:
-        """num_kept: the most words that a replica may not have read yet."""
+        """num_kept: the most messages that a replica may not have read yet."""
         self._rendezvous = run.place.rendezvous
         self._num_kept = num_kept
         self._said: deque[str] = deque()
-        """The keys of the words that are in the rendezvous."""
+        """The keys of the messages that are in the rendezvous."""
 
     def say(self, boundary: int, word: list[int]) -> None:
         self._rendezvous.publish(_word_key(boundary), word)

@@ -1,4 +1,4 @@
-"""Continues a run from a checkpoint: the state that its workers begin with.
+"""Continues a run from a checkpoint, which gives each worker its initial state.
 
     same plan, schedule, microbatches, ...    all kept versions, so that it continues exactly, as with
                                               run(state=)
@@ -65,8 +65,8 @@ _Versions = dict[int, dict[str, Tensor]]
 def found_checkpoint(
     checkpoints: Checkpoints, model: Model, group_size: int, evaluates_every: int | str | None = None
 ) -> Continued | None:
-    """Returns the checkpoint to continue from; None if there is none, and the run begins with minibatch 0.
-    Raises ValueError if the checkpoint does not fit the model.
+    """Returns the checkpoint to continue from; None if there is no checkpoint, so that the run begins with
+    minibatch 0. Raises ValueError if the checkpoint does not fit the model.
 
     Makes the folder, if it is missing. Removes incomplete checkpoints of an earlier run from it, and sets
     aside those that this run would overwrite.
@@ -98,7 +98,7 @@ def found_checkpoint(
     evaluates = False
     if minibatch == reached:
         last = _state_of_last(found.checkpoint, found.manifest)
-        # A run that was ended by Ctrl-C has left out the evaluation planned there.
+        # A run that was ended by Ctrl-C has left out the evaluation that was planned at this minibatch.
         is_due = _is_due(found.checkpoint, found.manifest, evaluates_every, group_size, epoch)
         is_done = any(each[0] == minibatch for each in last.get(EVALUATED, ()))
         evaluates = last.get(PENDING, False) or (is_due and not is_done)
@@ -118,7 +118,7 @@ def _is_due(
 
 
 def _epoch_at(checkpoint: Path, manifest: Manifest, minibatch: int) -> int:
-    """The epoch of a minibatch up to that of the checkpoint."""
+    """The epoch of a minibatch that is not after the checkpoint's."""
     if minibatch == manifest.header.minibatch and manifest.header.epoch is not None:
         return manifest.header.epoch
     epochs: list[int] = _read_record_of(checkpoint, manifest.parts[0])["epochs"]
@@ -134,7 +134,7 @@ def kinds_of(continued: Continued) -> list[Shapes]:
 
 
 class _CheckpointState(RunState):
-    """A checkpoint of a run with the same plan, as the state that the workers go on from."""
+    """The state from which workers continue, read from a checkpoint of a run with the same plan."""
 
     def __init__(self, checkpoint: Path, options: JobOptions) -> None:
         manifest = read_manifest(checkpoint)
@@ -173,8 +173,8 @@ class _CheckpointState(RunState):
             snapshot.tied[stage] = self._whole_versions(snapshot.tied[stage], stage, "tied")
         names: dict[str, list[Any]] = state[NAMES]["tied"]
         for owner in sorted({owner for owner, _ in names.values()}):
-            # With sync_every each replica has its own version, from the owner's replica with the same
-            # minibatches.
+            # With sync_every each replica has its own version of a tied parameter. It came from the owner's
+            # replica with the same minibatches.
             part = parts.get((owner, replica), parts[owner, 0])
             of_owner = read_snapshot(self._checkpoint, part).tied[owner]
             snapshot.tied[owner] = {
@@ -184,9 +184,9 @@ class _CheckpointState(RunState):
         return snapshot
 
     def _whole_versions(self, own: _Versions, stage: int, kind: str) -> _Versions:
-        """Returns a stage's versions as whole parameters. If replicas have shards, the newest is put
-        together from the pieces of all. Older ones are whole at the first replica. own: the versions of one
-        replica. kind: the kind of the files."""
+        """Returns a stage's versions as whole parameters. If replicas have shards, the newest version is put
+        together from the pieces of all replicas. Older versions are whole at the first replica. own: the
+        versions of one replica. kind: the kind of the files."""
         parts = [part for part in self._manifest.parts if part.stage_index == stage]
         files = [file for part in parts for file in part.newest_of_kind(kind)]
         newest = read_kind(self._checkpoint, files)
@@ -208,8 +208,8 @@ class _CheckpointState(RunState):
 
 
 def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
-    """Returns the options, with the checkpoint's state if the run can go on exactly; and the base seed, if
-    there is a checkpoint. Raises ValueError for another seed than the checkpoint's."""
+    """Returns (options, base seed). The options have the checkpoint's state if the run can continue exactly.
+    The seed is None without a checkpoint. Raises ValueError for another seed than the checkpoint's."""
     if options.continues is None:
         return options, None
     checkpoint = Path(options.continues.path)
@@ -228,7 +228,7 @@ def with_checkpoint(options: JobOptions) -> tuple[JobOptions, int | None]:
 
 
 def read_record(continued: Continued | None) -> dict[str, list[Any]]:
-    """Losses, samples and epochs of the minibatches before the checkpoint, and evaluations."""
+    """Returns losses, samples, epochs and evaluations of the minibatches before the checkpoint."""
     if continued is None:
         return {}
     checkpoint = Path(continued.path)
@@ -252,7 +252,8 @@ def _read_record_of(checkpoint: Path, part: Part) -> dict[str, list[Any]]:
 
 
 def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
-    """Brings the data and the process's generators to their place before a run that continues begins."""
+    """Sets the data and the process's generators to the checkpoint's position, before the run starts to
+    train."""
     continued = run.options.continues
     if continued is None:
         return
@@ -271,8 +272,9 @@ def go_to_position(run: AgreedRun, source: MinibatchSource) -> None:
 
 
 def take_newest(run: AgreedRun) -> list[tuple[Mapping[str, Tensor], Mapping[str, Any]]]:
-    """Gives this worker's stages the newest version of their parameters, and their buffers, for another
-    plan or schedule. Returns the optimizers' states of all stages, for StageOptimizer.go_on_from_parts."""
+    """Loads the newest parameters and the buffers from the checkpoint into this worker's stages. Used if the
+    plan or schedule has changed. Returns the optimizers' states of all stages, for
+    StageOptimizer.go_on_from_parts."""
     continued = run.options.continues
     if continued is None or run.options.state is not None:
         return []

@@ -23,7 +23,7 @@ def choose_device_type() -> str:
     $PIPEDREAM_DEVICE chooses it: auto, host or cuda.
 
     Raises ValueError if torch finds a GPU that the core cannot use. Otherwise a training that is meant for
-    the GPU would run on the CPU without a word.
+    the GPU would run on the CPU without a warning.
     """
     wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
     if wanted not in ("auto", "host", "cuda"):

@@ -1,5 +1,5 @@
-"""Chooses the layers whose gradients are pushed as factors. All replicas of a stage make the same choice,
-layer by layer, before the run.
+"""Chooses the layers whose gradients are pushed as factors (two small matrices whose product is the
+gradient). All replicas of a stage make the same choice, layer by layer, before the run.
 
 A layer is chosen if its factors are smaller than its gradient; update/factors.py has the rule. The rehearsed
 minibatch gives the sizes. The layer must also pass a trial: all replicas multiply the same two matrices and
@@ -40,7 +40,8 @@ class FactorChoice:
     """The factored weights of stages with shards."""
 
     def __init__(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
-        """Publishes the layers that this worker proposes for its stages. footprints: those of its stages."""
+        """Publishes the layers that this worker proposes for its stages. footprints: the measurements of its
+        stages."""
         self._run = run
         self._footprints = footprints
         self._is_asked_for = pushes_factors(run.options.links.codec)
@@ -89,9 +90,9 @@ class FactorChoice:
         stage: int,
         layers: Sequence[FactorLayer],
     ) -> list[FactorLayer]:
-        """Returns the layers with as many rows as a larger minibatch needs at any replica. layers: those
-        chosen for the stage, which is one of this worker's. Raises ValueError if replicas get different bits
-        with that many rows."""
+        """Returns the layers with as many rows as a larger minibatch needs at any replica. layers: the layers
+        chosen for the stage, which must be one of this worker's stages. Raises ValueError if replicas get
+        different bits with that many rows."""
         if not layers:
             return []
         self._run, self._footprints = run, footprints
@@ -160,8 +161,8 @@ class FactorChoice:
 
 
 def _try(layer: FactorLayer, num_replicas: int, device: torch.device) -> int:
-    """Returns a checksum over the bits of a product of random factors, which are as large as the layer's and
-    the same at all replicas."""
+    """Returns a checksum over the bits of a product of two random matrices. They are as large as the layer's
+    factors, and the same at all replicas."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def make(width: int) -> torch.Tensor:

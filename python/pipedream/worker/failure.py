@@ -1,7 +1,7 @@
 """Finds out why a local run failed, and makes one error of it.
 
-A worker that fails leaves a record of its error in the folder of the run. A worker that is killed leaves
-none; its exit code tells how it ended. Any thread.
+A worker that fails leaves a record of its error in the folder of the run. A worker that is killed leaves no
+record; its exit code tells how it ended. Any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the c
 
 
 def write_error(folder: Path, rank: int, error: Exception) -> None:
-    """Writes the record of the rank's error. If the rank has left a record already, that one stays."""
+    """Writes the record of the rank's error, unless the rank has already written one."""
     if error_path(folder, str(rank)).exists():
         return
     record = {
@@ -82,7 +82,7 @@ def is_explained(codes: Mapping[int, int], folder: Path) -> bool:
 
 
 def _silent(codes: Mapping[int, int], folder: Path) -> list[int]:
-    """Returns the ranks that ended without a record, as a killed one does, in the order of their ends."""
+    """Returns the ranks that ended without a record (for example killed ones), in the order of their ends."""
     return [rank for rank in codes if not error_path(folder, str(rank)).exists()]
 
 

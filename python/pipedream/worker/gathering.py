@@ -1,4 +1,5 @@
-"""Gathering: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
+"""At the end of a run final weights and results are sent up the tree of ranks to rank 0. Then the result is
+sent down the tree to all ranks.
 
 If a stage has replicas, the first one sends its weights. Its floating-point buffers (the running statistics
 of batch norm) are the means over all replicas, because each replica has its own. Local workers write
@@ -8,7 +9,7 @@ user names a folder.
 The reports of several segments (segment.py) are joined. Counts and times are added, without the time
 between two segments; for memory the highest figure counts.
 
-No worker closes its links before all have what they need. On the worker's compute thread.
+No worker closes its links before all workers have received everything. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ def gather(
     record: Mapping[str, list[Any]],
     averages: Mapping[str, Tensor],
 ) -> RunResult:
-    """Gathers, and returns the result at every rank. The spans and transfers of the trace come to rank 0
-    only.
+    """Gathers, and returns the result at every rank. Only rank 0's result has the spans and transfers of the
+    trace.
 
-    report: this rank's. channels: the run's. loss_state: the loss's state, at the last stage. kept: this
-        rank's part of the state. averages: those of callbacks.EMA for the weights that this rank updates.
+    report: this rank's report. channels: the run's channels. loss_state: the loss's state, at the last stage.
+    kept: this rank's part of the run's state. averages: the averages of callbacks.EMA for the weights that
+    this rank updates.
 
     An error here says where the trained weights are.
     """
@@ -142,15 +144,15 @@ def _gather(
     result = combine_reports(plan, schedule, between, in_order, record)
     if found:
         result.ema = whole_averages(run.stages, found)
-    # The farewell: nobody closes its links before all have what they need. Only rank 0 gets the trace,
-    # because it can be large.
+    # No rank closes its links before the result arrives here, because then all ranks are done. Only rank 0
+    # gets the trace, because it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved, _STATE: document}
     _hand_down(run, core, shared, of_loss)
     return result, unsaved, document
 
 
 def _joined_state(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's state, with the reasons why ranks have none."""
+    """Returns rank 0's state. It also has the reasons why some ranks could not store their state."""
     missing = [of_rank["missing"] for of_rank in of_ranks if of_rank["missing"]]
     return of_ranks[0] | {"missing": missing[0] if missing else ""}
 
@@ -199,8 +201,8 @@ def _hand_down(
     of_loss: dict[str, Tensor],
     above: str = "",
 ) -> None:
-    """Sends the result down the tree; all weights and the loss's state, too, if all ranks want them. above:
-    the channel from which they come; empty at rank 0."""
+    """Sends the result down the tree. Also sends all weights and the loss's state, if all ranks shall have
+    them. above: the channel from the rank above; empty at rank 0."""
     rank = run.rank
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
@@ -236,8 +238,8 @@ def _sends_loss(run: AgreedRun, rank: int) -> bool:
 
 def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
     """Saves this worker's files before the report goes up, so that rank 0 finds all of them. If the weights
-    cannot be saved where the user wants them, returns a text that says so, and where they are instead. The
-    text becomes the run's error once all workers have what they need."""
+    cannot be saved in the user's folder, returns a text that says so and names the folder where they are.
+    After all workers are done, the text becomes the run's error."""
     if run.place.folder is not None and run.options.output.gather != "none":
         if run.reads_targets:
             write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
@@ -255,8 +257,8 @@ def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
 
 
 def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
-    """Gives all of the user's files their names, or none. Returns texts that say what failed, and where the
-    weights are."""
+    """Renames the user's files to their final names, either all of them or none. Returns texts that say what
+    failed, and where the weights are."""
     text = ""
     if not unsaved:
         try:
@@ -319,8 +321,8 @@ def _joined_stage(of_segments: Sequence[_Report]) -> _Report:
 
 
 def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
-    """Joins the records of an asynchronous shard (AsynchronousServer.record). Each segment begins with all
-    gradients of the one before, whatever the replica had read of them."""
+    """Joins the records of an asynchronous shard (AsynchronousServer.record). Each segment's first version
+    contains all gradients of the segment before, even those that the replica had not received yet."""
     *before, last = of_segments
     order = _chained(each["order"] for each in of_segments)
     is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)
@@ -366,7 +368,7 @@ def _joined_memory(
 
 
 def _most(values: Iterable[int | None]) -> int | None:
-    """Returns the highest value; None if one is not known."""
+    """Returns the highest value; None if any value is unknown."""
     found = list(values)
     known = [value for value in found if value is not None]
     return max(known) if len(known) == len(found) else None

@@ -43,24 +43,26 @@ class _Sink(Protocol):
 
 
 class HostPickler(pickle.Pickler):
-    """Pickles the contents of tensors from host memory; those of a GPU are copied there first. An unpickled
-    tensor is in host memory. Tensors that share memory still share it, such as a buffer and a view of it."""
+    """Pickles the contents of tensors from host memory. Tensors of a GPU are copied to host memory first. An
+    unpickled tensor is in host memory. Tensors that share memory still share it, such as a buffer and a view
+    of it."""
 
     def __init__(self, content: _Sink, memory: MemoryFile | None) -> None:
-        """memory: the file for tensors and arrays of mapped_bytes_min and more. None leaves all in the
-        pickle, and pickles functions by their names.
+        """memory: the file for tensors and arrays of at least mapped_bytes_min. None: all tensors are in the
+        pickle, and functions are pickled by their names.
         """
         super().__init__(content)
         self.mapped_bytes_min = _MAPPED_BYTES_MIN
         self.sends_functions = memory is not None
         self._memory = memory
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """Storages by address. The pickler knows an object again, so there is one for each."""
+        """Storages by address. There is one object per address, because the pickler recognizes shared memory
+        by the object."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
-            # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
+            # These hooks are removed: weight_norm's hook cannot be pickled, and no worker loads a state_dict.
             attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
             return _bare, (kind,), attributes, None, None, _parametrize_again
         if isinstance(value, types.FunctionType) and self.sends_functions:
@@ -106,7 +108,7 @@ class HostPickler(pickle.Pickler):
 
 
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[str, str, int] | None:
-    """Returns (path, mode, offset) of memory that the user has mapped from a file. None: a worker that maps
+    """Returns (path, mode, offset) of memory that the user has mapped from a file. None if a worker that maps
     the file might find other contents."""
     filename, mapping, mode = array.filename, getattr(array, "_mmap", None), str(array.mode)
     if mapping is None or filename is None or mode not in ("r", "r+", "w+") or not os.path.isfile(filename):
@@ -123,7 +125,8 @@ def _users_file(path: str, mode: Any, offset: int, dtype: Any, shape: tuple[int,
 
 
 class MemoryFile:
-    """The memory of large tensors and arrays, one behind the other. The file is made when the first comes."""
+    """A file with the memory of large tensors and arrays, one behind the other. The file is made with the
+    first of them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,7 +162,8 @@ class MemoryFile:
 
 
 class HostUnpickler(pickle.Unpickler):
-    """Reads what a HostPickler has written. A page that this reader writes to becomes its own."""
+    """Reads what a HostPickler has written. If this process writes to a mapped page, it gets a private copy
+    of the page."""
 
     def __init__(self, content: BinaryIO) -> None:
         super().__init__(content)
@@ -173,13 +177,13 @@ class HostUnpickler(pickle.Unpickler):
             _mappings.reset(token)
 
 
-# Mappings of the reader at work, by path. An object that was read from a mapping keeps it alive.
+# Mappings of the reader that is running, by path. An object that was read from a mapping keeps the mapping
+# alive.
 _mappings: ContextVar[dict[str, mmap.mmap]] = ContextVar("_mappings")
 
 
 def _mapping_of(path: str, num_bytes: int) -> mmap.mmap:
-    """Returns a mapping of at least so many bytes. The file may have grown since another part of it was
-    read."""
+    """Returns a mapping of at least num_bytes. The file may have grown since it was mapped before."""
     mappings = _mappings.get()
     if path not in mappings or len(mappings[path]) < num_bytes:
         with open(path, "rb") as file:
@@ -211,8 +215,8 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Whether pickle can find the method by its name, which is all that it sends. A method cannot be found
-    if it was made for this one object, or replaces the class's own."""
+    """Whether pickle can find the method by its name, because pickle sends only the name. A method cannot be
+    found if it was made for this one object, or replaces the method of the class."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
         return False  # the object has something else under this name
@@ -225,8 +229,8 @@ def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
 
 
 def _is_of_a_kind_of_its_own(value: Any) -> bool:
-    """Whether the value is a parameter of a subclass of nn.Parameter that pickle would send as a plain
-    one."""
+    """Whether the value belongs to a subclass of nn.Parameter, but pickle would send it as a plain
+    nn.Parameter."""
     kind = type(value)
     reduce: Any = kind.__reduce_ex__
     is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
@@ -246,7 +250,8 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 
 def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Gives the module the class that torch.nn.utils.parametrize makes for each, which cannot be sent."""
+    """Gives the module the class that torch.nn.utils.parametrize makes for each module. Such a class cannot
+    be pickled."""
     vars(module).update(attributes)
     parametrize._inject_new_class(module)
     for name in attributes["_modules"]["parametrizations"]:

@@ -1,4 +1,5 @@
-"""Ctrl-C during a run: the first one ends it as an early stop would, the second one at once.
+"""Handles Ctrl-C during a run. The first Ctrl-C ends the run like an early stop, the second one ends it at
+once.
 
 Python runs signal handlers on the main thread alone. On another thread, and where the script has a handler
 of its own, nothing changes.
@@ -28,12 +29,13 @@ _ENDING = (
 )
 _ALONE = b"pipedream: ending at once: other ranks of stage 0 were not interrupted\n"
 _HEARD_S = 10.0
-"""Seconds that rank 0 trains on, at most, until all replicas of stage 0 have heard of an interrupt."""
+"""The most seconds that rank 0 trains on while not all replicas of stage 0 have been interrupted."""
 _ORDER_KEY = "where the run stops"
 
 
 class Interrupt:
-    """Whether somebody wants the run of this process to end, and where it does (decisions.StopOrder)."""
+    """Stores whether the user has asked to end the run of this process, and the boundary where it ends
+    (decisions.StopOrder)."""
 
     def __init__(self) -> None:
         self.is_stop_asked = False
@@ -48,8 +50,8 @@ class Interrupt:
 
 
 class SharedInterrupt:
-    """The interrupts of a rank of torchrun, if the first stage has replicas. Each replica gets an interrupt
-    of its own. Only interrupted ranks ask the store:
+    """The interrupts of a rank of torchrun, if the first stage has replicas. The signal reaches each replica
+    separately. Only interrupted ranks read the store:
 
         replica r    says that it has heard, and looks for the order at each of its boundaries from then on
         rank 0       when all have heard, chooses a boundary and writes the order, before it goes on
@@ -65,7 +67,7 @@ class SharedInterrupt:
         self.is_asked = False
         """Whether this rank was interrupted."""
         self._asked_s: float | None = None
-        """The time at which this rank came to a boundary after it was interrupted."""
+        """The time at which this rank came to its first boundary after the interrupt."""
         self._stop_at = -1
 
     def ask_for_stop(self) -> None:
@@ -73,8 +75,8 @@ class SharedInterrupt:
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether all ranks know of the interrupt, at rank 0. Raises KeyboardInterrupt where that takes too
-        long."""
+        """At rank 0, whether all replicas of stage 0 know of the interrupt. Raises KeyboardInterrupt if that
+        takes too long."""
         if not self.is_asked:
             return False
         if self._asked_s is None:
@@ -107,7 +109,7 @@ def _heard_key(rank: int) -> str:
 
 
 def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> Interrupt | SharedInterrupt | None:
-    """The stop order of a rank of torchrun, or None where nobody may end the run early."""
+    """Returns the stop order of a rank of torchrun, or None if the run cannot end early."""
     if not options.may_choose_boundaries:
         return None
     num_replicas = options.plan.stages[0].num_replicas
@@ -117,7 +119,8 @@ def stop_order(options: JobOptions, rendezvous: Rendezvous, rank: int) -> Interr
 
 @contextlib.contextmanager
 def interrupts_end(*, speaks: bool) -> Iterator[None]:
-    """Lets an interrupt in the block end the run at once, and say why the run cannot end early instead."""
+    """Makes an interrupt in the block end the run at once, with a message that says why the run cannot stop
+    early and keep its result."""
 
     def speak() -> None:
         if speaks:
@@ -132,8 +135,9 @@ def interrupts_end(*, speaks: bool) -> Iterator[None]:
 def interrupts_stop(
     ask: Callable[[], None], has_begun: Callable[[], bool], *, speaks: bool
 ) -> Iterator[None]:
-    """Lets the first SIGINT in the block call ask(), and the next one raise KeyboardInterrupt. The first one
-    raises it, too, before the training has begun. speaks: says so on stderr."""
+    """Makes the first SIGINT in the block call ask(), and the second one raise KeyboardInterrupt. Before the
+    training has begun, the first SIGINT also raises KeyboardInterrupt. speaks: whether to say on stderr that
+    the run will end."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

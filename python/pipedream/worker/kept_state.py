@@ -1,7 +1,8 @@
-"""One worker's part of a run's state: kept at its end, and taken up by the run that goes on from there.
+"""Stores one worker's part of a run's state at the end of the run. A later run that continues this run loads
+it.
 
-Local workers write theirs into the run's folder, as they do with their weights. A run whose state cannot be
-kept ends all the same, and the state says why. On the worker's compute thread.
+Local workers write their parts and their weights into the run's folder. If the state cannot be stored, the
+run still ends without an error, and the state says why. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ STATE_FOLDER = "state"
 
 
 def snapshots_of(run: AgreedRun, state: RunState) -> dict[int, StageSnapshot]:
-    """Returns this worker's snapshots, by stage index, and puts each one's buffers into its stage.
+    """Returns this worker's snapshots, by stage index, and loads the buffers of each snapshot into its stage.
 
-    The stages also get their weights, if the earlier run has not gathered them into the model. If it has,
-    raises ValueError for a weight that has changed since."""
+    Also loads the weights, unless the earlier run has gathered them into the model. In that case raises
+    ValueError for a weight that has changed since."""
     snapshots = {snapshot.stage_index: snapshot for snapshot in state.of_rank(run.rank).snapshots}
     for stage in run.own_stages():
         snapshot = snapshots[stage.stage_index]
@@ -91,8 +92,8 @@ def _take_weights(stage: StageModule, snapshot: StageSnapshot) -> None:
 
 
 def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]) -> WorkerState | None:
-    """Keeps this worker's part of the state once the run is over. Returns None if the part is in the
-    folder, or if it cannot be kept: the report then says why."""
+    """Stores this worker's part of the state after the run. Returns None if the part is in the folder, or if
+    it cannot be stored; in the second case the report says why."""
     run, place = segment.run, segment.run.place
     state: dict[str, Any] = {"missing": ""}
     report["state"] = state
@@ -124,8 +125,8 @@ def keep_state(segment: Segment, source: MinibatchSource, report: dict[str, Any]
 
 def _data_generators(segment: Segment, source: MinibatchSource, end: int) -> RngStream | None:
     """The generators from which the next run's data draw. If a run was stopped, its readers have read ahead
-    by different numbers of minibatches. Then all begin with new generators, which follow from the
-    minibatch."""
+    by different numbers of minibatches. Then all of them begin with new generators, whose seed follows from
+    the minibatch."""
     run = segment.run
     if segment.was_stopped:
         if run.plan.workers_used == 1:
@@ -143,8 +144,8 @@ def _document_of(
     minibatch: int,
     kinds: Sequence[Shapes],
 ) -> dict[str, Any]:
-    """The part of the state that all ranks know, without the generators of whoever reads the data. kinds:
-    the shapes of minibatches that memory is planned for."""
+    """The part of the state that is the same at all ranks. It lacks the generators of the process that reads
+    the data. kinds: the shapes of minibatches that memory is planned for."""
     options = run.options
     return {
         "name": secrets.token_hex(8),
@@ -172,6 +173,6 @@ def check_room(folder: Path, num_bytes: int, num_workers: int) -> None:
 
 
 def _multiple_of(run: AgreedRun) -> int:
-    """Returns m: a run can go on only after a multiple of m minibatches. Rounds are over then, and replicas
-    alike."""
+    """Returns m: a run can be continued only after a multiple of m minibatches. Then no round is open, and
+    all replicas have the same weights."""
     return _core.minibatches_between_drains(run.schedule()) * run.options.replication.sync_every

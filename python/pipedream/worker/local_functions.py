@@ -4,7 +4,7 @@ the globals of the worker's own copy of its module.
 
 A function holds the variables of the surrounding function that it reads, its defaults and its attributes.
 These may only be plain values, functions and methods of modules. A tensor, a model or a list is refused,
-because each worker would silently get a copy of its own. Stateless; any thread.
+because each worker would silently get its own copy. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """Returns the function in the form of pickle's __reduce__: what the worker calls, and the arguments.
-    None: pickle sends its name, which is enough, or no worker could find the function in any case. Raises
-    ValueError if the function holds a value that it may not; the error names the first."""
+    """Returns the function in the form of pickle's __reduce__: a callable for the worker, and its arguments.
+    None: pickle sends the function's name, either because that is enough, or because this function cannot be
+    sent in any form. Raises ValueError if the function holds a value that it may not; the error names the
+    first."""
     module = sys.modules.get(function.__module__ or "")
     if module is None or vars(module) is not function.__globals__:
         return None
@@ -63,14 +64,14 @@ def _found(module: types.ModuleType, qualified_name: str) -> Any:
 
 
 def _as_imported(module_name: str, qualified_name: str) -> Any:
-    """Returns the function as the import makes it. The caller's script has put another one in its place; the
-    worker has not done that yet."""
+    """Returns the function as the import of its module makes it. The caller's script has replaced the
+    function in the module; the worker has not done so yet."""
     return _found(importlib.import_module(module_name), qualified_name)
 
 
 def namespace_of(module: types.ModuleType) -> dict[str, Any]:
     """Returns the dictionary in which a module's functions look up their globals. It is not always
-    vars(module): where multiprocessing imports a script, it gives the module a copy of the dictionary."""
+    vars(module), because multiprocessing gives a script that it imports a copy of the dictionary."""
     for value in vars(module).values():
         held = vars(value).values() if isinstance(value, type) else (value,)
         for function in held:
@@ -80,7 +81,7 @@ def namespace_of(module: types.ModuleType) -> dict[str, Any]:
 
 
 def _is_simple(function: types.FunctionType) -> bool:
-    """Whether it is at the top level, and holds nothing but plain values."""
+    """Whether the function is at the top level of its module, and holds nothing but plain values."""
     is_open = "." in function.__qualname__ or function.__closure__
     return not is_open and all(_is_plain(value) for _, value in _held_by(function))
 
@@ -120,7 +121,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, types.MethodType):  # a function that patches a module holds the old method
         return isinstance(value.__self__, nn.Module)
-    # A function that is held is checked when the pickler comes to it.
+    # A function that is held by another function is checked when the pickler comes to it.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 

@@ -1,6 +1,7 @@
 """A local worker's process: reads its part of the run from the folder, trains, and leaves its result there.
 
-Runs on the main thread of the process. The fork server makes the process, and it dies with the caller.
+Runs on the main thread of the process. The fork server makes the process. If the caller dies, the process
+dies, too.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, 
 
 
 def _forked_children_die_with_this_process() -> None:
-    """Makes the processes of a DataLoader die with this one. They inherit its sockets and memory, and would
-    keep both for seconds after it was killed."""
+    """Makes the processes of a DataLoader die with this one. They inherit this process's sockets and memory,
+    and would keep both open for seconds after this process was killed."""
     forks_on_main_thread, pid = False, 0
 
     def note_fork() -> None:
@@ -144,7 +145,7 @@ def register_classes(model: Model) -> None:
             continue
         for module in modules:
             if hasattr(module, "_can_record_outputs"):
-                # All versions use the class's text as the key. Newer ones take the module in __setitem__ and
-                # make the key themselves; dict.__setitem__ serves all of them.
+                # All versions of transformers use str(class) as the key. In newer versions __setitem__ takes
+                # the module and makes the key. dict.__setitem__ works with all versions.
                 dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
         return
