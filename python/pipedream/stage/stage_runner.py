@@ -146,8 +146,8 @@ class StageRunner:
         self._tied = parts.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
         self._held = parts.held
-        """Versions that an earlier run stored for this run's first microbatches. None after the last
-        microbatch that reads them."""
+        """Versions that an earlier run stored for the first microbatches. None once no microbatch reads
+        them."""
         self.kept = HeldVersions()
         """Versions that lie in no slot, stored for a run that continues this one."""
         self._schedule = schedule
@@ -155,8 +155,7 @@ class StageRunner:
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
-        # With offloading a bind moves weights. With tied parameters the slot is known only when the versions
-        # have been received.
+        # With offloading a bind moves weights. With ties the slot is known only after versions are received.
         self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,

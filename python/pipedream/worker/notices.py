@@ -1,5 +1,6 @@
-"""Checkpoints on notice. A notice is SIGTERM or SIGUSR1: Slurm and clouds send them before they take a
-machine away. The file `save` in the folder of the checkpoints is a notice, too; anybody may make it.
+"""A run writes a checkpoint when it gets a notice. A notice is SIGTERM or SIGUSR1, which Slurm and clouds
+send before they take a machine away. A file named `save` in the folder of the checkpoints is also a notice,
+and anybody may make it.
 
     process that gets the signal    makes the file       waits for a new checkpoint, grace at most, and ends
     rank 0                          finds it, decides    at its next boundary
@@ -48,7 +49,7 @@ def ask_to_save(path: Path) -> None:
 
 
 class SaveRequests:
-    """Rank 0's decisions to save that do not follow from the data: on a notice, and every so many seconds."""
+    """Rank 0 decides to save on a notice, and after a number of seconds since the last checkpoint."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._request = checkpoints.folder / _REQUEST_NAME
@@ -83,9 +84,9 @@ def noticed_checkpoints(options: JobOptions) -> Checkpoints | None:
 
 @contextlib.contextmanager
 def notices_save(checkpoints: Checkpoints | None, *, has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Handles notices inside the block. SIGTERM saves a checkpoint, and then ends the process as it would
-    have without this handler. SIGUSR1 saves one. has_begun: whether the training has begun; before that,
-    SIGTERM ends the process at once."""
+    """Handles notices inside the block. SIGTERM saves a checkpoint, and then does what it would have done
+    without this handler. SIGUSR1 only saves a checkpoint. has_begun: whether the training has begun; before
+    that, SIGTERM ends the process at once."""
     if checkpoints is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -138,7 +139,8 @@ def _pass_on(number: int, frame: FrameType | None, handler: Any) -> None:
 
 
 def _is_saved_since(path: Path, asked_s: float) -> bool:
-    """Whether a checkpoint was completed since asked_s. The time is the wall clock's, as files have it."""
+    """Whether a checkpoint was completed since asked_s. asked_s is wall-clock time, to be compared with the
+    times of files."""
     complete = [checkpoint for checkpoint in checkpoints_in(path) if is_complete(checkpoint)]
     with contextlib.suppress(OSError, IndexError):
         return (complete[-1] / MANIFEST_NAME).stat().st_mtime >= asked_s
@@ -146,8 +148,8 @@ def _is_saved_since(path: Path, asked_s: float) -> bool:
 
 
 def signals_left_to_caller(checkpoints: Checkpoints | None) -> None:
-    """Ignores notices in a local worker. If all processes get a notice, the caller acts on it, and ends this
-    process."""
+    """Makes a local worker ignore notices. If all processes get a notice, the caller acts on it, and ends
+    this process."""
     if checkpoints is None:
         return
     owner = os.getpid()

@@ -28,7 +28,7 @@ class _HandlerSettings:
 
     @classmethod
     def of(cls, handler: logging.Handler) -> _HandlerSettings | None:
-        """Returns None for a handler that a worker cannot make anew."""
+        """Returns the settings of the handler; None if a worker cannot make such a handler."""
         target = ""
         if type(handler) is logging.StreamHandler:
             names = [name for name in _STREAMS if handler.stream in (getattr(sys, name), _own(name))]

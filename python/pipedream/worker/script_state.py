@@ -1,5 +1,5 @@
 """ScriptState holds the values that a script has set since its modules were imported. A worker imports the
-modules anew, and ScriptState gives it these values.
+modules again, and ScriptState then sets these values in it.
 
 launch/script_capture.py finds the values. task_files.py sends them, in the same graph of objects as the
 model. A worker applies them on its main thread, before its model runs.
@@ -29,8 +29,8 @@ class ScriptState:
     """Values as they are in the caller's process."""
 
     names: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values of global names, by module and name. Modules of libraries are among them, if the script has put
-    a function there."""
+    """Values of global names, by module and name. A library's module is included if the script has replaced a
+    function in it."""
     attributes: list[tuple[type, str, Any]] = field(default_factory=list)
     """Attributes of classes: (class, name, value)."""
     hooks: dict[str, dict[int, Any]] = field(default_factory=dict)
@@ -56,8 +56,9 @@ class ScriptState:
 
 
 def _is_same(own: Any, sent: Any) -> bool:
-    """Whether the script has set nothing here. Then the worker keeps its own object, because functions may
-    hold it as a default. Tensors and modules are never the same: a sent one may be part of the sent model."""
+    """Whether the sent value equals the worker's own value. Then the worker keeps its own object, because
+    functions may hold the object as a default. Tensors and modules never count as equal, because a sent one
+    may be part of the sent model."""
     try:
         return _is_equal(own, sent)
     except Exception:  # a user's object may raise anything, and a list that holds itself has no end
@@ -93,6 +94,6 @@ def _is_equal(own: Any, sent: Any) -> bool:
 
 
 def _placed_as(own: Any, sent: Any) -> Any:
-    """Returns the sent value. A tensor comes in host memory, and is moved to the device of the worker's
-    own."""
+    """Returns the sent value. A sent tensor is in host memory, so it is moved to the device of the worker's
+    own value."""
     return sent.to(own.device) if isinstance(own, Tensor) and isinstance(sent, Tensor) else sent

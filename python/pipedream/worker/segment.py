@@ -1,5 +1,4 @@
-"""A segment of a run: the part of it that is trained with one plan of the memory. Most runs have one
-segment.
+"""A segment is the part of a run that is trained with one memory plan. Most runs have one segment.
 
     open     channels and pool as planned, links to the other workers
     train    until the data are over, or a minibatch is larger than planned
@@ -9,10 +8,10 @@ segment.
     F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
                            3 is larger, rehearsed    planned for it
 
-The pipeline drains between two segments. The next one begins with the newest version alone, as a run does.
-These live on: the modules with their weights and buffers, the optimizers with their state, the loss scaling
-of float16, the residuals of topk, the data (minibatch_source.py) and the reports. On the worker's compute
-thread.
+The pipeline drains between two segments. The next segment begins with only the newest version, like a run.
+These objects stay: the modules with their weights and buffers, the optimizers with their state, the loss
+scaling of float16, the residuals of topk, the data (minibatch_source.py) and the reports. On the worker's
+compute thread.
 """
 
 from __future__ import annotations
@@ -96,11 +95,10 @@ class Segment:
         snapshots: dict[int, StageSnapshot],
     ) -> None:
         """core: as WorkerLinks made it.
-        residuals: those of the segment before.
-        steered: the same in all segments.
-        snapshots: by stage, the state from which the run goes on, if it does. They are given up when
-            training begins. Raises ValueError, with a line for each memory term, if the segment does not
-            fit into memory.
+        residuals: the residuals of the segment before. steered: the same object in all segments. snapshots:
+        by stage, the state of the run that this run continues; empty if there is none. They are dropped when
+        training begins. Raises ValueError, with a line for each memory term, if the segment does not fit into
+        memory.
         """
         self.core = core
         self._device = device
@@ -137,7 +135,7 @@ class Segment:
         """The run as agreed, with the stages that recompute to save memory."""
 
     def close(self) -> None:
-        """Frees the segment, without its links: they belong to the worker."""
+        """Frees the segment's memory. The links stay open, because they belong to the worker."""
         if self._group is not None:
             self._group.close()
 
@@ -179,8 +177,8 @@ class Segment:
         return report
 
     def what_follows(self) -> Following | None:
-        """Returns why a segment follows, or None. Rank 0 decides, and tells every rank when this worker has
-        done its work. Raises DataMismatch if this worker has read other data."""
+        """Returns the reason for another segment, or None. Rank 0 decides when its own work is done, and
+        tells every rank. Raises DataMismatch if this worker has read other data."""
         if not self._heard:
             self._heard = (self._hear_what_follows(),)
         return self._heard[0]
@@ -203,12 +201,12 @@ class Segment:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the run was stopped before the end of the data, as far as this worker trains on them."""
+        """Whether the run was stopped before the end of the data. False at a worker that trains no stage."""
         return isinstance(self._loop, WorkerLoop) and self._loop.was_stopped
 
     def wait_for_all(self) -> None:
-        """Waits until no rank needs these links any more. From then on all watch each other in the
-        rendezvous again."""
+        """Waits until no rank needs these links any more. From then on the ranks again watch each other
+        through the rendezvous."""
         run, rendezvous = self.run, self.run.place.rendezvous
         key = run.key("drained")
         rendezvous.publish(f"{key}/{run.rank}", True)
@@ -217,12 +215,12 @@ class Segment:
 
     @property
     def kinds(self) -> tuple[Shapes, ...]:
-        """The kinds that it was planned for: shapes of minibatches, if this worker reads data."""
+        """The shapes of minibatches that this segment was planned for; empty if this worker reads no data."""
         return self._rehearsed.kinds
 
     def take_snapshots(self) -> list[StageSnapshot]:
-        """Copies the state of this worker when the run is over. Raises ValueError for state that it cannot
-        keep."""
+        """Copies the state of this worker when the run is over. Raises ValueError for state that cannot be
+        stored."""
         loop = self._loop or self._spare_loop
         if loop is None:
             return []
@@ -279,7 +277,8 @@ class Segment:
 
 
 def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
-    """The keyed draws of this worker's stages. One worker draws as a plain loop does."""
+    """Makes the random draws of this worker's stages depend on the microbatch. None with one worker, which
+    draws like a plain training loop."""
     stages = run.own_stages()
     if run.plan.workers_used == 1 or not stages:
         return None
@@ -325,9 +324,9 @@ def _channels_of(
 def _posted_into_versions(
     run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
 ) -> list[RunChannel]:
-    """Returns the channels. Those by which this worker pulls get no slots, because versions are received
-    directly into the weight slots. At a stage that owns tied parameters they keep their slots, because its
-    versions lie in two terms of the pool."""
+    """Returns the channels. Channels on which this worker pulls get no slots, because versions are received
+    directly into the weight slots. At a stage that owns tied parameters such channels keep their slots,
+    because the stage's versions lie in two terms of the pool."""
 
     def posted(channel: RunChannel) -> RunChannel:
         edge = channel.edge
@@ -343,8 +342,8 @@ def _posted_into_versions(
 def _placed_on_devices(
     run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
 ) -> list[RunChannel]:
-    """Returns the channels. Those between devices of one host need no staging if the devices reach each
-    other's memory, which the ranks find out here."""
+    """Returns the channels. Here the ranks find out which devices of one host can access each other's memory.
+    Channels between such devices need no staging buffers."""
     rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
     on_host = device.type != "cuda"
     reach = agree_on_device_memory(
@@ -396,7 +395,7 @@ def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
 def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
     def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
         def receive() -> tuple[list[Tensor], int] | None:
-            # Reading data counts as the user's time, even if the caller forwards them.
+            # Waiting for data counts as the user's time, even if the caller sends the data.
             item = core.receive_item(channel, counts_as_wait=False)
             assert item is not None  # there is no time-out
             if item.is_end:
@@ -417,7 +416,7 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
 
 
 def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
-    """Notes in the figures of each channel by which codec its tensors really travel."""
+    """Notes in the figures of each channel the codec that was really used for its tensors."""
     for channel in channels:
         if channel.name in report["channels"]:
             report["channels"][channel.name]["codec"] = channel.codec_used

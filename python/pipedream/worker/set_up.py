@@ -1,13 +1,13 @@
-"""The set-up of a worker: it finds out the facts of its stages from which its pool and channels are planned.
+"""The set-up of a worker measures the stages, so that the worker's pool and channels can be planned.
 
     read      the first minibatch, at workers that read data, before any link is open
     share     rank 0 sends its initial weights to all
     rehearse  each worker runs its stages once, on the first microbatch
 
-The set-up has links of its own. The training's channels depend on what crosses the cuts, and its pool on
-what optimizers make of the weights; both are not known yet. If a minibatch is larger than planned, workers
-rehearse again, with that one. OwnPart is the part of the model that the worker has in memory, now and
-later. On the worker's compute thread.
+The set-up has its own links. The channels of the training depend on the tensors that cross the cuts, and its
+pool depends on the optimizers' state. Both are not known yet. If a minibatch is larger than planned, workers
+rehearse again, with that minibatch. OwnPart is the part of the model that the worker has in memory. On the
+worker's compute thread.
 """
 
 from __future__ import annotations
@@ -62,20 +62,21 @@ class Rehearsed:
     """The knowledge that this worker has of its stages before it trains."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
-    """The boundaries at both ends of its stages, by the stage upstream."""
+    """The boundaries at both ends of this worker's stages, by the stage upstream of the boundary."""
     footprints: dict[int, Footprint] = field(default_factory=dict)
     """The memory that each stage needs, by stage."""
     input_boundary: Boundary | None = None
-    """The boundary of a whole minibatch's inputs. None: their sizes need no plan."""
+    """The boundary of a whole minibatch's inputs. None if nothing is planned by the sizes of inputs."""
     kinds: tuple[Shapes, ...] = ()
-    """The kinds that were rehearsed, where data are read. There is one, unless the plan fits shapes apart."""
+    """At workers that read data, the shapes of minibatches that were rehearsed. There is one kind, unless the
+    plan has shapes_apart."""
     in_microbatches: bool = False
     """Whether the data yield Microbatches."""
     evaluation: RehearsedEvaluation = field(default_factory=RehearsedEvaluation)
     """The rehearsal of the eval-mode forward."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
-        """Returns the knowledge that holds for minibatches of this kind and of the other's."""
+        """Returns the knowledge that holds for minibatches of this object's kinds and of other's kinds."""
         boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
         footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
         inputs = self.input_boundary
@@ -137,8 +138,8 @@ def rehearse_again(
     minibatch: int,
     larger: LargerMinibatch | None,
 ) -> Rehearsed:
-    """Rehearses the stages as trained so far: for everything rehearsed before, and for this larger
-    minibatch. larger: its sizes, if this worker reads data."""
+    """Rehearses the partly trained stages for this larger minibatch. Returns what holds for it and for
+    everything rehearsed before. larger: the sizes of the minibatch, if this worker reads data."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
@@ -155,22 +156,22 @@ def rehearse_again(
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """The first microbatch of a minibatch that is as large as any in the plan. Only at ranks that read
-    data."""
+    """The first microbatch of a minibatch that is as large as the largest one planned. Only ranks that read
+    data have it."""
 
     inputs: Any = None
     targets: Any = None
     input_boundary: Boundary | None = None
-    """The same as in Rehearsed, and so are the kinds."""
+    """This field and `kinds` are the same as in Rehearsed."""
     kinds: tuple[Shapes, ...] = ()
     name: str = "the first minibatch"
     in_microbatches: bool = False
 
 
 def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
-    """Returns the first microbatch. If the plan fits shapes apart, one microbatch of each kind follows it."""
-    # This happens before any link is open. A DataLoader starts its processes now, and they would inherit
-    # the sockets. A peer that closes such a link would wait until they close it, too.
+    """Returns the first microbatch. If the plan has shapes_apart, one microbatch of each kind follows."""
+    # This happens before any link is open. A DataLoader starts its processes now, and they would inherit open
+    # sockets. A peer that closes such a link would wait until the DataLoader's processes close it, too.
     kinds = run.plan.shapes_apart
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
@@ -182,7 +183,8 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
 
 
 def _read_first_validation(run: AgreedRun) -> tuple[Any, Any]:
-    """Returns (inputs, targets), as large as any in a list, at workers that read data."""
+    """Returns (inputs, targets) of a validation minibatch, at workers that read data. If the data are a list,
+    they are as large as its largest entries."""
     validation = run.options.validation
     if validation is None or not (run.reads_inputs or run.reads_targets):
         return None, None
@@ -226,8 +228,8 @@ def _first_microbatch(
     *,
     is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Makes the first microbatch of the minibatch, at least as large as the shapes say; for a kind, exactly
-    as large."""
+    """Makes the first microbatch of the minibatch. It is at least as large as the shapes say; if the shapes
+    are a kind, exactly as large."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
     inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)
@@ -286,8 +288,8 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
 
 def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
     """Gives all ranks rank 0's initial weights. This comes before the pool is planned, because optimizers are
-    constructed from the weights. Local workers need nothing: all have read the caller's weights. Each worker
-    makes for itself the weights that were on the meta device."""
+    constructed from the weights. Local workers need no transfer, because all have read the caller's weights.
+    Weights that were on the meta device are made by each worker itself."""
     if core is None or not run.place.returns_model:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
@@ -306,7 +308,7 @@ def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
 def _rehearse(
     run: AgreedRun, core: _core.Worker | None, device: torch.device, first: _FirstMicrobatch
 ) -> Rehearsed:
-    """Boundaries and footprints of this worker's stages, from the first microbatch."""
+    """Runs this worker's stages on the first microbatch, and returns their boundaries and footprints."""
     options = run.options
     handover = _handover(run, core, in_microbatches=first.in_microbatches)
     rehearsal = Rehearsal(
@@ -332,7 +334,7 @@ def _rehearse(
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:
-    """The stages whose replicas push gradients as factors where they can."""
+    """The stages whose replicas push gradients as factors (update/factors.py) where that is possible."""
     stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
     return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
 
@@ -345,7 +347,8 @@ def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
 
 
 def _adds_minibatches(run: AgreedRun) -> bool:
-    """Whether one replica of a stage here has several minibatches of a round, whose gradients add up."""
+    """Whether one replica of a stage of this worker has several minibatches in a round. Their gradients are
+    summed."""
     schedule, stages = run.schedule(), run.plan.stages
     own = run.plan.stages_of(run.rank)
     return any(_core.rounds_of(schedule, s).minibatches_per_round > stages[s].num_replicas for s in own)

@@ -1,7 +1,7 @@
-"""A spare's memory in its core's pool: the versions of its shard, and its optimizer's state.
+"""Plans the memory of a spare in its core's pool: the versions of its shard, and the state of its optimizer.
 
-The constructor adds them as terms, so it runs before the core is sealed. prepare() runs after that, and gives
-the loop in which the spare takes part in the exchange. Owned by the worker's compute thread.
+The constructor adds them as terms of the pool, so it runs before the core is sealed. prepare() runs
+afterwards, and returns the loop that serves the replicas. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SparePool:
         channels: Sequence[RunChannel],
         optimizers: WorkerOptimizers,
     ) -> None:
-        """stage: the one whose shard the spare has. Raises ValueError if the shard does not fit into run's
-        memory."""
+        """stage: the stage whose shard the spare has. Raises ValueError if the shard does not fit into the
+        memory limit of `run`."""
         self._run = run
         self._core = core
         self._stage = stage
@@ -92,14 +92,14 @@ class SparePool:
             * _core.slot_stride_bytes(optimizer.state_slot_bytes),
             MASTERS: optimizer.num_placed_masters * _core.slot_stride_bytes(optimizer.masters_slot_bytes),
             TORCH_OPTIMIZER_STATE: state_bytes,
-            # Means get memory of their own if the optimizer may keep them.
+            # Mean gradients get their own memory if the optimizer may keep references to them.
             TRANSIENT: step_bytes + self._layout.whole_tensors * self._version_bytes,
             MODEL: model_bytes(run.stages if is_whole else [self._stage]),
         }
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
 
     def prepare(self) -> SpareLoop:
-        """The spare's loop, with its shard of the initial weights in the pool."""
+        """Puts the spare's shard of the initial weights into the pool, and returns the spare's loop."""
         run, index, layout = self._run, self._stage.stage_index, self._layout.alone(self._owner)
         named = updated_parameters(self._stage, run.ties)
         pieces = [

@@ -1,8 +1,8 @@
-"""The memory of one worker's stages in its core's pool: weight versions, optimizer state, and host memory for
-offloaded versions and activations.
+"""Plans the memory of one worker's stages in its core's pool: weight versions, optimizer state, and host
+memory for offloaded versions and activations.
 
-The constructor adds its terms, so it runs before the core is sealed. prepare() hands the memory out after
-that. On the worker's compute thread.
+The constructor adds the terms to the pool, so it runs before the core is sealed. prepare() runs afterwards,
+and gives the memory to the stages. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class StagePool:
         evaluation_bytes: int = 0,
     ) -> None:
         """Decides which stages recompute and which offload. footprints: by stage of this worker. snapshots:
-        by stage, the state from which it goes on; empty if the pipeline starts afresh."""
+        by stage, the state from which the stage continues; empty if the run does not continue another."""
         self.run = run
         """The run as agreed, with the stages that recompute to save memory."""
         self.predicted: dict[str, int] = {}
@@ -140,8 +140,8 @@ class StagePool:
                 )
 
     def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
-        """Returns the stages with their weights and optimizer state in the pool. group: given if the
-        worker's only stage has replicas that reduce together."""
+        """Returns the stages with their weights and optimizer state in the pool. group: None unless the
+        worker's only stage has replicas that use an all-reduce."""
         return [self._prepare(stage, group) for stage in self.run.own_stages()]
 
     def make_torch_pool(self) -> TorchPool | None:
@@ -233,8 +233,8 @@ class StagePool:
         schedule = self.run.schedule()
         for stage in self.run.own_stages():
             index = stage.stage_index
-            # Without stashing, the versions that the first microbatches after a boundary read are held as
-            # well.
+            # Without stashing, copies of the versions that the first microbatches after a boundary read are
+            # also stored.
             stashes = _core.stashes_versions(schedule, index)
             num_versions = _core.num_versions_kept(schedule, index) if stashes else schedule.in_flight[index]
             versions = num_versions * own_bytes[index] + sum(
@@ -273,9 +273,9 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Returns the number of rounds whose gradients a replica may have at once. A spare takes a chunk only
-        when it can use it. So one more round may wait, unless the next round's forwards need the version
-        that the spare makes of it."""
+        """Returns the number of rounds whose gradients a replica may have at once. A spare receives a chunk
+        only when it can use the chunk. So the gradients of one more round may wait, unless the next round's
+        forwards need the version that the spare makes from them."""
         schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
         waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
         return _core.num_gradients_kept(schedule, stage) + waits
@@ -302,7 +302,7 @@ class StagePool:
         self._core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
 
     def _add_terms(self, memory: MemoryPlan) -> None:
-        """Adds the stages' terms to the pool, as they are planned."""
+        """Adds the planned terms of the stages to the pool."""
         for stage, own_bytes in memory.weight_bytes.items():
             offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
             self._offload[stage] = offload
@@ -341,7 +341,7 @@ class StagePool:
         index, schedule = stage.stage_index, self.run.schedule()
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
-            # The pool hands slots out in any order. It matters only that each slot belongs to one version.
+            # The pool returns slots in any order, which is fine: each slot only has to belong to one version.
             return [from_dlpack(self._core.hold_slot(_term(term, index))) for _ in range(num_slots)]
 
         num_versions = _core.num_versions_kept(schedule, index)

@@ -1,11 +1,11 @@
-"""Steering: carries questions from the first stage to the callbacks of a run, and answers back.
+"""Steering carries questions from the first stage to the callbacks of a run, and answers back.
 
     rank 0         asks: a line in a file of the run's folder          caller   looks, calls the callbacks
     stage 0        waits, where its schedule says, for the answer  <-- caller   writes it
     every stage    reads it where the learning rate changes
 
-Questions and answers are few, and no minibatch has to wait for them elsewhere. Answers are named by the
-boundary at which they are due. Under torchrun rank 0 calls the callbacks, and the rendezvous carries the
+Questions and answers are rare, and minibatches wait for them only at stage 0. An answer is stored under the
+boundary at which it is due. Under torchrun rank 0 calls the callbacks, and the rendezvous carries the
 answers. The workers' part runs on their compute thread, the other part on the caller's.
 """
 
@@ -48,7 +48,8 @@ _CHECKPOINTS_S = 0.25  # seconds between two looks for new checkpoints
 
 
 def steered(run: AgreedRun, optimizers: WorkerOptimizers, steering: Steering | None) -> Steered:
-    """Returns what steers this worker, in all segments of the run. steering: given at rank 0 of torchrun."""
+    """Returns the objects that steer this worker, in all segments of the run. steering: None except at rank 0
+    of torchrun."""
     schedule, place, points = run.schedule(), run.place, run.options.call_points
     stopping: Stopping | None = None
     if place.stop_order is not None:
@@ -202,8 +203,8 @@ class LocalSteering:
         self._steering.norms = self._board.norms()
 
     def _answer(self, question: Question) -> bool:
-        """Answers the question and returns True. Returns False if something that it is about is not known
-        yet."""
+        """Answers the question and returns True. Returns False if losses or figures that the question reports
+        are not known yet."""
         if question.takes_effect is None:
             self._steering.note_last(question)
             return True

@@ -1,10 +1,11 @@
-"""The task of local workers: files in a folder that only this user can read, and a message through a pipe.
+"""The caller gives local workers their task in two ways: files in a folder that only this user can read, and
+a message through a pipe.
 
     task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
                   buffer of the model holds it in each worker, too
     task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
 
-The caller writes the files. Every worker reads them, and so has objects of its own. Any thread.
+The caller writes the files. Every worker reads them into its own objects. Any thread.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class WorkerTask:
     store_port: int
     run_id: int
     keys: CurveKeys | None
-    """The secret keys. They are in no file, because a caller that is killed could not remove it."""
+    """The secret keys. They are not in a file, because a caller that is killed could not remove the file."""
 
 
 _GRAPH = "task"
 _FORWARDED = "forwarded data"
-# The order of the values in the file. A reader that needs only the first ones unpickles no others.
+# The order of the values in the file. A reader that needs only the first values does not unpickle the others.
 _OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "validation", "options")
 _VALIDATION_DATA = "validation data"
 _IN_GRAPH = (*_OF_TASK, "script", _VALIDATION_DATA, "data")
-# Smaller than for other values: each sample of the data may be a small tensor of its own.
+# Smaller than for other values, because each sample of the data may be a small tensor.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
 
@@ -92,14 +93,14 @@ class GraphWriter:
             ) from None
 
     def add_data(self, data: Any) -> bool:
-        """Adds the data, as the last value. Returns False if they cannot be sent; the files are then as they
-        were."""
+        """Adds the data, as the last value. Returns False if the data cannot be sent; the files are then
+        unchanged."""
         self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
         self._pickler.sends_functions = False  # data that hold such functions are iterated by the caller
         return self.may_add(data)
 
     def may_add(self, value: Any) -> bool:
-        """Adds the value if it can be sent. Returns False if not; the files are then as they were."""
+        """Adds the value if it can be sent. Otherwise returns False, and the files are unchanged."""
         size, memory_size, memo = self._file.tell(), self._memory.size, self._pickler.memo.copy()
         try:
             self._pickler.dump(value)
@@ -128,7 +129,8 @@ class GraphWriter:
 
 
 class _Output:
-    """The file. Its errors are PipelineErrors, which tells them from errors of the objects pickled."""
+    """The output file. It raises PipelineError for its errors, so that they differ from errors of pickled
+    objects."""
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._folder = folder
@@ -140,7 +142,8 @@ class _Output:
 
 
 class GraphReader:
-    """Reads the values that a GraphWriter has written, in their order, and none beyond the one asked for."""
+    """Reads the values that a GraphWriter has written, in their order, and stops after the value that is
+    asked for."""
 
     def __init__(self, folder: Path, names: Sequence[str] = _IN_GRAPH, file_name: str = _GRAPH) -> None:
         self._names = list(names)
@@ -168,7 +171,7 @@ class GraphReader:
 
 
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
-    """Writes a value that shares no objects with others into a file of its own."""
+    """Writes a value into its own file. The value must not share objects with other values."""
     with GraphWriter(folder, name) as graph:
         graph.add(name, value, remedy)
 
@@ -193,8 +196,8 @@ def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
 
 
 def write_validation_data(graph: GraphWriter, folder: Path, validation: Validation | None) -> bool:
-    """Writes the validation data, or a ForwardedValidation if they cannot be sent. Returns whether the caller
-    must forward them."""
+    """Writes the validation data, or a ForwardedValidation if the data cannot be sent. Returns whether the
+    caller must then read the data and forward the minibatches."""
     data = () if validation is None else without_processes(validation.data)
     if graph.may_add(data):
         return False
@@ -218,7 +221,7 @@ def read_validation_data(graph: GraphReader, rank: int) -> Any:
 
 
 def write_batch(path: Path, batch: Any) -> None:
-    """Writes a minibatch for another process. The file has its name only once it is whole."""
+    """Writes a minibatch for another process. The file gets its final name only when it is complete."""
     content = io.BytesIO()
     HostPickler(content, None).dump(batch)
     part = path.with_suffix(".part")
@@ -250,16 +253,16 @@ def read_data(graph: GraphReader, folder: Path) -> Any:
 
 
 def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
-    """Writes the forwarded data of the run's next segment (segment.py). Must run before the workers are told
-    that the segment at work ends, because they then look for this file."""
+    """Writes the forwarded data of the run's next segment (segment.py). Call it before the workers are told
+    that the current segment ends, because they then look for this file."""
     content = io.BytesIO()
     HostPickler(content, None).dump(forwarded)
     (folder / _larger_name(segment_index)).write_bytes(content.getvalue())
 
 
 def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:
-    """Returns the data of a segment, once the segment before has been told of its end. None: there is no such
-    segment, the data are over."""
+    """Returns the data of a segment. Call it after the end of the segment before has been announced. None
+    means that the data are over, so there is no such segment."""
     path = None if folder is None else folder / _larger_name(segment_index)
     if path is None or not path.exists():
         return None

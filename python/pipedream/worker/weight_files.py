@@ -1,14 +1,14 @@
-"""Files of weights, one per stage, for the caller of local workers and for the user. The worker that has
-the stage writes its file.
+"""Workers write weights into files, one per stage, for the caller of local workers and for the user. The
+worker that has a stage writes the stage's file.
 
     model-00001-of-00002.safetensors      stage 0, of replica 0
     model-00002-of-00002.safetensors      stage 1
     model.safetensors.index.json          by name, as Hugging Face's checkpoints have it
 
 Replicas differ only in their buffers. Each further replica of a stage writes its own buffers. The stage's
-buffers are the means over all replicas, and get a file of their own in the user's folder. A file is called
-*.part until it is complete. The user's files keep that name until all of them are complete. On the worker's
-compute thread, and the caller's.
+buffers are the means over all replicas, and get a separate file in the user's folder. A file is called *.part
+until it is complete. The user's files keep that name until all of them are complete. On the worker's compute
+thread, and the caller's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _PART = ".part"
 
 
 def check_room(model: Model, folder: str) -> None:
-    """Raises ValueError where the folder has no room for the trained weights."""
+    """Raises ValueError if the folder has no room for the trained weights."""
     place = Path(folder)
     while not place.exists():
         place = place.parent
@@ -86,9 +86,9 @@ def check_room(model: Model, folder: str) -> None:
 
 
 def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Reserves room before a run, so that no full disk keeps the trained weights from the caller of local
-    workers. A folder in host memory is only checked, because room there would be taken from the run
-    itself."""
+    """Reserves room before a run, so that the workers can write the trained weights even if the disk gets
+    full. In a folder in host memory the room is only checked, because reserved room would be missing in the
+    run."""
     files = [
         (stage.stage_index, replica, state_bytes(stage, only_buffers=replica > 0))
         for stage in stages
@@ -117,8 +117,8 @@ def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether files in the folder take host memory, by the kind of the file system. False if that is
-    unknown."""
+    """Whether files in the folder use host memory, judged by the type of the file system. False if the type
+    is unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -130,8 +130,8 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Writes the weights of this worker's stages. persistent: writes files for the user, with the tensors of
-    a state_dict alone; finish_weights() finishes them when all workers have written theirs."""
+    """Writes the weights of this worker's stages. persistent: writes files for the user, which contain only
+    the tensors of a state_dict. finish_weights() finishes these files when all workers have written them."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None
@@ -149,14 +149,15 @@ def write_averages(folder: Path, rank: int, averages: Mapping[str, Tensor]) -> N
 
 
 def read_averages(stages: Sequence[StageModule], plan: Plan, folder: Path) -> dict[str, Tensor] | None:
-    """Reads the averages of all local workers in the caller; None where they keep none."""
+    """Reads, in the caller, the averages that all local workers have written; None if the run has no
+    averages."""
     paths = [folder / _averages_file(rank) for rank in range(plan.workers_used)]
     found = {name: value for path in paths if path.exists() for name, value in saved_values(path).items()}
     return whole_averages(stages, found) if found else None
 
 
 def whole_averages(stages: Sequence[StageModule], pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The averages in memory of their own, put together where replicas have averaged pieces."""
+    """Returns copies of the averages. Pieces that replicas have averaged are joined to whole parameters."""
     named = [pair for stage in stages for pair in stage.trainable_parameters()]
     layouts = {name: [list(parameter.shape), list(parameter.stride())] for name, parameter in named}
     joined = join_pieces(pieces, {"layouts": layouts})
@@ -168,7 +169,7 @@ def _averages_file(rank: int) -> str:
 
 
 def write_loss_state(folder: Path, replica: int, state: dict[str, Tensor]) -> None:
-    """Writes the state of the loss for the caller of local workers; the last stage's workers do."""
+    """Writes the state of the loss for the caller of local workers. Workers of the last stage call it."""
     write_part(folder, _loss_file(replica), state, "")
 
 
@@ -191,7 +192,7 @@ def are_complete(plan: Plan, folder: Path) -> bool:
 
 
 def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Loads the weights that all workers saved into the stages. If that fails, the files are kept."""
+    """Loads the weights that all workers saved into the stages. If loading fails, the files stay."""
     try:
         for stage in stages:
             index = stage.stage_index
@@ -207,8 +208,8 @@ def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> Non
 
 
 def keep_newest(run: AgreedRun) -> None:
-    """Writes this worker's stages for the caller of local workers, after a failure. It writes all of them,
-    because it may be the only replica that is left."""
+    """Writes this worker's stages for the caller of local workers, after a failure. Every replica writes its
+    whole stages, because it may be the only one that is left."""
     folder = run.place.folder
     assert folder is not None
     replica = run.plan.replica_of(run.rank)
@@ -227,8 +228,8 @@ def is_keeping(folder: Path) -> bool:
 
 
 def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list[int] | None:
-    """Loads the weights that workers have kept after a failure. Returns the stages of which nothing is
-    left. Returns None if nothing was kept at all; the model is then as it was."""
+    """Loads the weights that workers have written after a failure. Returns the stages for which no file was
+    written. Returns None if there are no files at all; the model is then unchanged."""
     missing: list[int] = []
     has_loaded = False
     for stage in stages:
@@ -245,8 +246,8 @@ def load_newest(stages: Iterable[StageModule], plan: Plan, folder: Path) -> list
 
 
 def finish_weights(plan: Plan, folder: Path) -> None:
-    """Finishes the user's files when all workers have written theirs: the buffers' means, the files' names,
-    and the index. At rank 0."""
+    """Finishes the user's files when all workers have written them. Writes the buffers' means and the index,
+    and renames the files. Rank 0 calls it."""
     file_of: dict[str, str] = {}
     means: dict[str, Tensor] = {}
     for stage in range(plan.num_stages):
@@ -276,8 +277,8 @@ def drop_weights(plan: Plan, folder: Path) -> None:
 
 
 def move_weights(plan: Plan, folder: Path) -> Path | None:
-    """Moves weights that are written, but not for all stages, into a folder of their own. Returns None if
-    there are none."""
+    """Moves the written weights into another folder if some stages have no weights. Returns the folder; None
+    if there are no weights."""
     written = [path for path in _unfinished(plan, folder) if path.exists()]
     if not written:
         return None

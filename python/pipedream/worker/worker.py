@@ -1,4 +1,4 @@
-"""One worker of a run, from the agreement to the farewell.
+"""Runs one worker, in these phases:
 
     agree      all take rank 0's plan and seed                                agreed_run.py
     read       the first minibatch, at workers that read data                 set_up.py
@@ -56,8 +56,9 @@ __all__ = ["run_worker"]
 
 _log = logging.getLogger("pipedream")
 
-# Seconds that links linger between two segments. Nobody waits for anything on them any more. But a process of
-# a DataLoader may have inherited a socket; until it closes the socket, the peer takes the link for open.
+# Seconds that closing links wait between two segments. Nobody waits for data on these links any more. But a
+# process of a DataLoader may have inherited a socket. Until that process closes the socket, the peer
+# considers the link open.
 _LAST_WORDS_S = 1.0
 
 
@@ -70,14 +71,14 @@ def run_worker(
     steering: Steering | None = None,
     note_error: Callable[[Exception], None] = lambda error: None,
 ) -> RunResult:
-    """Runs this rank's part of the run. Returns the whole run's result at every rank; figures of the trace
-    at rank 0 only.
+    """Runs this rank's part of the run. Returns the result of the whole run at every rank; only rank 0's
+    result has the figures of the trace.
 
     steering: calls the callbacks, at rank 0 of torchrun.
 
     Afterwards `model` holds trained weights and buffers: of all stages at rank 0, and at the other ranks as
-    options.output.gather says. Before a failure is raised here, the other workers and note_error are told
-    of it. A local worker then also keeps what it has trained for the caller."""
+    options.output.gather says. Before a failure is raised here, it is reported to the other workers and to
+    note_error. A local worker then also writes its trained weights for the caller."""
     worker = _Worker(place, steering)
     with afterwards(worker.close):
         try:
@@ -122,7 +123,7 @@ class _Worker:
         return [*before, *([] if self._segment is None else self._segment.losses)]
 
     def minibatch(self) -> int | None:
-        """The minibatch at which this worker is, or None before its first."""
+        """The minibatch that this worker is working on, or None before its first minibatch."""
         return None if self._segment is None else self._segment.minibatch
 
     def keep_newest(self) -> None:
@@ -139,7 +140,7 @@ class _Worker:
         torch.set_num_threads(options.num_threads)
         _core.keep_freed_memory()
         rendezvous = self._place.rendezvous
-        # Before join(): it keeps the GIL, which signs of life need.
+        # This comes before join(), because it holds the GIL, which the thread that sends signs of life needs.
         is_spare = options.plan.spare_stage_of(self._place.rank) is not None
         device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
         rendezvous.join(options.links.peer_timeout_s)
@@ -174,7 +175,7 @@ class _Worker:
                 raise_failure(*failure.args)
 
     def _interrupts_stop(self) -> AbstractContextManager[None]:
-        """Lets interrupts stop the run if no caller hears of them."""
+        """Makes interrupts stop the run early if this worker has no caller that handles them."""
         order = self._place.stop_order
         if self._place.board is not None:
             return contextlib.nullcontext()
@@ -270,7 +271,7 @@ class _Worker:
         return segment
 
     def _leave(self, segment: Segment, following: Following) -> None:
-        """Leaves a segment. Afterwards nothing lies in its pool, and none of its links is open."""
+        """Ends a segment. Afterwards nothing lies in the segment's pool, and its links are closed."""
         rendezvous = segment.run.place.rendezvous
         if segment.run.place.board is not None:
             segment.run.place.board.write(segment.run.rank, following.minibatch)
@@ -288,7 +289,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _told_for(following: Following) -> Iterator[None]:
-    """Adds to an error in the block the minibatch for which memory is planned again."""
+    """Adds to an error in the block that memory was being planned again, and for which minibatch."""
     what = (
         f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )

@@ -1,7 +1,7 @@
-"""The links of one worker: a core with its pulse, from the first channel to the last word.
+"""Opens and closes the links of one worker. They belong to a core, which sends signs of life (the pulse).
 
-A worker has two cores, one after the other. The first is for the initial weights and the rehearsal, whose
-channels are known at once; the second is for the training. On the worker's compute thread.
+A worker has two cores, one after the other. The first core carries the initial weights and the rehearsal,
+whose channels are known at once. The second core carries the training. On the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class LinkedRun(Protocol):
 
 
 class WorkerLinks:
-    """The core that a worker has at the moment. The rendezvous opens its channels, and explains failures."""
+    """The current core of a worker. The rendezvous is used to open the core's channels, and to explain
+    failures."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -65,7 +66,7 @@ class WorkerLinks:
         self._peer_timeout_s = 0.0
 
     def make_core(self, run: LinkedRun, device: torch.device) -> _core.Worker:
-        """Makes the core, which lives until close(), and its pulse."""
+        """Makes the core and its pulse. Both live until close()."""
         on_cuda = device.type == "cuda"
         self._peer_timeout_s = run.links.peer_timeout_s
         core = self._core = _core.Worker(
@@ -81,7 +82,8 @@ class WorkerLinks:
         return core
 
     def check_ports(self, run: LinkedRun, *phases: Sequence[RunChannel]) -> None:
-        """Raises ValueError where the range has too few ports for the channels of one of these phases."""
+        """Raises ValueError if the user's range of ports is too small for the channels of one of these
+        phases."""
         here = run.place.ranks_of_machine
         num_needed = max(sum(channel.receiver in here for channel in phase) for phase in phases)
         check_ports(run.links.ports, num_needed, len(here))
@@ -123,16 +125,17 @@ class WorkerLinks:
             raise
 
     def wait_until_sent(self) -> None:
-        """Waits until everything is sent. A worker downstream may still be at the backward of another
-        stage."""
+        """Waits until everything is sent. That may take long, because a worker downstream may still run the
+        backward of another stage."""
         assert self._core is not None
         while not self._core.wait_for_transfers(_OPEN_POLL_S):
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)  # after a failure the call above does not wait
 
     def say_why(self, text: str) -> None:
-        """Tells the others why this worker failed, as far as possible. The links come first: the store may
-        not answer for as long as the peer timeout, and nobody beyond the lost worker would know meanwhile."""
+        """Tells the other workers why this worker failed, as far as possible. The links are used before the
+        store. The store may not answer until the peer timeout, and workers beyond a lost one would learn
+        nothing meanwhile."""
         core = self._core
         if core is not None:
             with contextlib.suppress(Exception):
@@ -144,7 +147,7 @@ class WorkerLinks:
                 core.close(_FAREWELL_S)
 
     def close(self, linger_s: float = _LINGER_S) -> None:
-        """Closes the links. linger_s: seconds for what has not left, and for the peers' last word."""
+        """Closes the links. linger_s: seconds to wait for unsent data, and for the peers' last message."""
         if self._core is not None:
             self._core.close(linger_s)
             self._core = None
@@ -154,7 +157,7 @@ class WorkerLinks:
 
     def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Checks that this worker and its peers may talk, and that they share memory if they must. Returns
-        when all peers have checked, too. So a mistake is told at once, and everywhere alike."""
+        when all peers have also checked. So all workers report a mistake at once, with the same error."""
         rank, links = run.rank, run.links
         if not links.checks_peers:
             return
@@ -171,10 +174,10 @@ class WorkerLinks:
         wait_for(self._rendezvous, [f"{key}/checked/{peer}" for peer in peers], no_word)
 
     def _look_for_the_lost(self) -> None:
-        """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent gives no
-        sign of life either, but that is known later."""
+        """Waits a little for the rendezvous to say which rank is lost. A peer whose link is silent also sends
+        no signs of life to the rendezvous, but the rendezvous notices that later."""
         deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
-        # No key can be waited for: this looks for the absence of signs of life.
+        # This polls, because missing signs of life are not a key that one can wait for.
         while time.monotonic() < deadline_s:
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)

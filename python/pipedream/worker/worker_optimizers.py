@@ -1,5 +1,5 @@
-"""The optimizers of one worker's stages. With replicas and ties, this module decides which pieces of a
-stage's parameters each replica updates, and which pieces of a tied parameter it sends.
+"""Makes the optimizers of one worker's stages. With replicas, this module decides which pieces of a stage's
+parameters each replica updates. With tied parameters, it decides which pieces each replica sends.
 
 On the worker's compute thread, before the pool is sealed.
 """
@@ -82,8 +82,8 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
-            # The process's generators serve data and forwards, on the compute thread. Asynchronous shards
-            # step on another thread, which must not touch these generators.
+            # Data and forwards draw from the process's generators, on the compute thread. Asynchronous shards
+            # step on another thread, which must not draw from these generators.
             if run.plan.workers_used > 1 and not run.options.is_asynchronous_at(index):
                 optimizer.draw_by_name(run.base_seed, index)
             decay = run.options.call_points.ema_decay
@@ -103,8 +103,9 @@ class WorkerOptimizers:
         }
 
     def averages(self) -> dict[str, Tensor]:
-        """Returns the averages of the weights that this worker updates, by name. The caller joins those of
-        all workers. Replicas that reduce together have the same averages, so only replica 0 returns them."""
+        """Returns the averages of the weights that this worker updates, by name. The caller joins the
+        averages of all workers. Replicas that use an all-reduce have the same averages, so only replica 0
+        returns them."""
         if (
             self._run.options.reduces_together
             and self.by_stage
@@ -119,7 +120,7 @@ class WorkerOptimizers:
         }
 
     def go_on_with_averages(self, whole: Mapping[str, Tensor], count: int) -> None:
-        """Takes over averages of the whole model. count: the versions that they are averages of."""
+        """Loads averages of the whole model. count: the number of versions in the averages."""
         for stage, optimizer in self.by_stage.items():
             if optimizer.averages is not None:
                 laid_out = {
@@ -147,7 +148,7 @@ class WorkerOptimizers:
 
     def _learn_layouts_of_owners(self) -> None:
         """Makes the layouts of other workers' stages that own tied parameters. Only those workers know
-        whether the optimizer there needs whole tensors, so they publish it."""
+        whether their optimizer needs whole tensors, so they publish that."""
         used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
         owners = [
             owner for owner in sorted(used - self.by_stage.keys()) if self._run.options.has_shards_at(owner)
@@ -165,7 +166,7 @@ class WorkerOptimizers:
                 self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
 
     def go_on(self, stage: int, snapshot: StageSnapshot) -> None:
-        """Takes over the state in a snapshot of the stage. Must run before the state gets slots in a pool.
+        """Loads the state from a snapshot of the stage. Must run before the state gets slots in a pool.
         Raises ValueError for the snapshot of another optimizer."""
         tensors = {**snapshot.optimizer, **snapshot.document_tensors}
         self.by_stage[stage].go_on(tensors, snapshot.optimizer_document)
@@ -173,16 +174,16 @@ class WorkerOptimizers:
             self.loss_scaling[stage].go_on(snapshot.document["loss_scaling"])
 
     def leave_slots(self) -> None:
-        """Takes the optimizers' state out of the pool before the pool is freed. The next pool takes it up
-        again."""
+        """Moves the optimizers' state out of the pool before the pool is freed. Later it is moved into the
+        next pool."""
         for optimizer in self.by_stage.values():
             optimizer.leave_slots()
             if optimizer.averages is not None:
                 optimizer.averages.leave_slot()
 
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
-        """Returns the pieces of the stage's tied parameters, by owning stage and by the shard that keeps
-        them. Piece.parameter is an index into the parameters that the stage shares with that owner."""
+        """Returns the pieces of the stage's tied parameters, by owning stage and by the shard that they
+        belong to. Piece.parameter is an index into the parameters that the stage shares with that owner."""
         found = {}
         for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
             layout = self.layouts.get(owner)
@@ -243,7 +244,8 @@ class WorkerOptimizers:
 
 
 def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
-    """Raises ValueError if a spare would own no part of the stage: it would have nothing to wait for."""
+    """Raises ValueError if a spare would own no part of the stage, because it would then have nothing to
+    do."""
     shards = range(layout.num_shards - num_spares, layout.num_shards)
     num_with_chunks = sum(bool(layout.chunks_of(shard)) for shard in shards)
     if num_with_chunks < num_spares:
@@ -267,8 +269,8 @@ def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None
 
 
 def _check_local_steps(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
-    """Raises ValueError if replicas that average their weights keep float32 masters. The mean is of the
-    weights alone, and each replica would go on from its own masters."""
+    """Raises ValueError if replicas that average their weights keep float32 masters. Only the weights are
+    averaged, so each replica would continue with its own masters."""
     if optimizer.keeps_masters and run.plan.stages[stage].num_replicas > 1:
         said = f"stage {stage} has bfloat16 parameters whose optimizer keeps float32 masters"
         check_together(replace(run.options.job(), float32_masters=said).traits())
