@@ -146,8 +146,7 @@ class StageRunner:
         self._tied = parts.tied or None
         self.stashes = _core.stashes_versions(schedule, self.stage_index)
         self._held = parts.held
-        """Versions that an earlier run stored for the first microbatches. None once no microbatch reads
-        them."""
+        """Versions of an earlier run for the first microbatches. None once no microbatch reads them."""
         self.kept = HeldVersions()
         """Versions that lie in no slot, stored for a run that continues this one."""
         self._schedule = schedule

@@ -236,7 +236,7 @@ class TiedParameters:
             self._received[user] = [None if part is None else part * factor for part in received]
 
     def kept_slots(self, minibatch: int) -> dict[int, dict[int, int]]:
-        """By owner and version, the slots of the versions that a run needs if it continues with this
+        """Returns by owner and version the slots of the versions that a run needs if it continues with this
         minibatch. Call it when all updates before the minibatch are here."""
         return {
             owner: {version: group.slot_of(version) for version in group.kept_from(minibatch)}
@@ -244,8 +244,8 @@ class TiedParameters:
         }
 
     def kept_owned_slots(self, minibatch: int) -> dict[int, int]:
-        """By version, the slots of the owned versions that a run needs if it continues with this minibatch.
-        This replica may have only its own shard of the newest version."""
+        """Returns by version the slots of the owned versions that a run needs if it continues with this
+        minibatch. This replica may have only its own shard of the newest version."""
         if self._owned is None:
             return {}
         oldest = self._owned.kept_from(minibatch).start
@@ -254,7 +254,7 @@ class TiedParameters:
 
     @property
     def newest_slots(self) -> dict[int, int]:
-        """By owner, the slot of the newest version of which all shards are here."""
+        """Returns by owner the slot of the newest version of which all shards are here."""
         return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
     def poison_freed_by(self, minibatch: int, microbatch: int = 0) -> None:
