@@ -1,5 +1,5 @@
-"""calibrate(): measures with short runs of the user's model which costs a run adds to the profile of its
-layers.
+"""calibrate() measures, with short runs of the user's model, the costs that a run adds to the profile of the
+model's layers.
 
     run                            what it measures
     one worker                     the runtime's own work, and an update in place
@@ -107,8 +107,8 @@ def calibration_runs(
     weights: WeightSource = None,
     progress: bool = True,
 ) -> tuple[Plan, Runs]:
-    """Does the runs of calibrate(), which has the same arguments. Returns them with the plan of those that
-    have several stages. bench/system/predictions.py compares its predictions with these runs."""
+    """Does the runs of calibrate(), which has the same arguments. Returns the runs, and the plan of the runs
+    with several stages. bench/system/predictions.py compares its predictions with these runs."""
     check_main_guard()
     if under_torchrun():
         raise ValueError(
@@ -128,7 +128,7 @@ def calibration_runs(
     threads, cores = torch.get_num_threads(), usable_cpus()
 
     def measure(plan: Plan, data: list[Any] = repeated, **options: Any) -> RunResult:
-        # In every run a worker has the threads that it would have if all `workers` were at work.
+        # In every run a worker has as many threads as if all `workers` shared the machine.
         torch.set_num_threads(max(1, min(threads, cores // workers)))
         try:
             return run(
@@ -185,8 +185,8 @@ def _typical_of(runs: Runs) -> Runs:
 
 
 def _typical(results: Sequence[RunResult]) -> list[RunResult]:
-    """Returns the middle half of the runs by their speed. A run may be a tenth slower than the same one a
-    second later, because its memory lies elsewhere or the machine was busy."""
+    """Returns the middle half of the runs by their speed. Equal runs may differ by a tenth, because their
+    memory lies elsewhere or the machine was busy."""
     left_out = len(results) // 4
     return sorted(results, key=lambda result: result.measured_ms)[left_out : len(results) - left_out]
 

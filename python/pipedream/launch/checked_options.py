@@ -1,4 +1,5 @@
-"""Makes the workers' options of run()'s arguments, and checks the arguments with each other, plan and model.
+"""Makes the workers' options from run()'s arguments. Checks whether the arguments fit each other, the plan
+and the model.
 
 run_options.py has the checks of one argument by itself. csrc/schedule/exclusions.cc has the pairs of options
 that exclude each other. On the caller's thread, before any process starts.
@@ -158,7 +159,7 @@ def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
 
 
 def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
-    """Returns where the trained weights go. A model on the meta device gets nothing back."""
+    """Returns where the trained weights go. A model on the meta device gets no weights back."""
     gather: str = arguments["gather"]
     if not on_meta:
         return gather
@@ -177,7 +178,8 @@ def _absolute(path: Any) -> Any:
 
 
 def _check_environment() -> None:
-    """Raises for a mistake in an environment variable that workers read, before any worker starts."""
+    """Raises an error for a mistake in an environment variable that workers read, before any worker
+    starts."""
     choose_device_type()
     wants_checksums()
     compares_losses()

@@ -8,9 +8,9 @@ Both use the initial weights. Nothing is compared if the losses may differ for a
 are drawn, the workers read another minibatch, a codec changes activations, the workers use another kind of
 device than the model's, or the model is on the meta device.
 
-If the model was cut, its loss is known from the forward that cut it. Otherwise the caller computes one
-forward in microbatches, which keeps no activations. With PIPEDREAM_CHECK=1 the caller computes gradients
-too, and compares their norms stage by stage. On the caller's thread.
+If the model was cut by a forward, that forward has given the loss. Otherwise the caller runs one forward in
+microbatches, without storing activations. With PIPEDREAM_CHECK=1 the caller computes gradients too, and
+compares their norms stage by stage. On the caller's thread.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from pipedream.worker.devices import choose_device_type
 
 __all__ = ["FirstLoss"]
 
-# The difference may be tolerance * max(value, least): workers have other numbers of threads and add up in
-# another order.
+# The difference may be tolerance * max(value, least). Workers have other numbers of threads, and so add
+# numbers in another order.
 _TOLERANCE, _LEAST = 1e-3, 1e-2
 _COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # if something may be rounded to 16 bits
 Outcome = Literal["unknown", "incomparable", "equal", "different"]
@@ -69,14 +69,16 @@ class FirstLoss:
         first: KeptMinibatch,
         read_first: Callable[[], tuple[Any, Any]],
     ) -> None:
-        """stages: the model's. first: has minibatch 0 if it was read before. read_first: reads it if not."""
+        """stages: the stages of the model. first: has minibatch 0 if it was read before. read_first: called
+        to read minibatch 0 otherwise."""
         self._model = model
         self._stages = stages
         self._options = options
         self._first = first
         self._read_first = read_first
         self.outcome: Outcome = "unknown" if self._is_comparable() else "incomparable"
-        # Gradients of float16 are scaled. Replicas push theirs to other workers while the backward runs.
+        # Gradients are not compared in two cases: with float16 they are scaled, and replicas push gradients
+        # to other workers while the backward runs.
         self._compares_gradients = (
             compares_gradients()
             and options.autocast is not torch.float16
@@ -88,8 +90,8 @@ class FirstLoss:
         self._fingerprint = 0
 
     def compute(self) -> None:
-        """Computes the caller's loss. If that fails, nothing is compared; the workers will report
-        why."""
+        """Computes the caller's loss. If that fails, nothing is compared, because the workers will report the
+        same error."""
         kept = self._first.take()
         if self.outcome != "unknown" or self._loss is not None:
             return
@@ -157,13 +159,13 @@ class FirstLoss:
             and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
             and not is_on_meta(self._roots())
             and device_of(self._roots()).type == choose_device_type()
-            # The cut's forward had the same model, minibatch and generators; it has no loss if it drew
-            # numbers.
+            # The forward that cut the model had the same model, minibatch and generators. It gave no loss if
+            # it drew random numbers.
             and not (isinstance(self._model, CutModel) and self._model.loss is None)
         )
 
     def _compute(self, inputs: Any, targets: Any) -> float | None:
-        """Returns the loss; None if random numbers were drawn. Leaves model and generators as they were."""
+        """Returns the loss; None if random numbers were drawn. The model and the generators are unchanged."""
         options = self._options
         loss_fn = spare_loss(options.loss_fn, self._roots())
         device = device_of(self._roots())

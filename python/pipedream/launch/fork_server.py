@@ -1,4 +1,4 @@
-"""The fork server: a child of this process that has imported torch and this package, and forks the workers.
+"""The fork server is a child of this process that has imported torch and this package, and forks the workers.
 
     caller (this process)         fork server                      worker
     start_server()  --exec------> imports; no thread, no CUDA
@@ -9,14 +9,14 @@
 
 A new process needs seconds to import torch and to make its first optimizer; a fork takes milliseconds. The
 server starts when it is first needed and stays until the caller ends, so that later runs use it too. It
-keeps nothing of a run: each worker gets the caller's environment, working folder, script and files 0, 1 and 2
-as they are at its start. But libraries read some environment variables only when they are loaded. If one of
-these has changed, another server is started.
+stores no state of a run. Each worker gets the environment, working folder, script and files 0, 1 and 2 that
+the caller has when the worker starts. But libraries read some environment variables only when they are
+loaded. If such a variable has changed, another server is started.
 
-After step 1 the middle process ends, and its child is an orphan. The caller is a subreaper meanwhile, so the
-kernel makes it the worker's parent: the caller learns the worker's exit status, and a worker ends with it.
-The server ends when the thread that started it ends, at the latest with the process. Any thread; only the
-server imports torch.
+After step 1 the middle process ends, and its child is an orphan. The caller is a subreaper at that time, so
+the kernel makes the caller the worker's parent. So the caller learns the worker's exit status, and the worker
+ends when the caller ends. The server ends when the thread that started it ends, at the latest with the
+process. Any thread; only the server imports torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# Modules that the server imports before any fork. Comments say what would import them in every worker.
+# Modules that the server imports before any fork. The comments say which code would otherwise import them in
+# every worker.
 _PRELOADED = (
     "torch",
     "pipedream.worker.local_worker",
@@ -56,8 +57,8 @@ _PRELOADED = (
     "numpy.random",  # the first seed
     "zmq",  # the first link
 )
-# torch's own optimizers import this module. The server imports it before the next fork if the caller has it
-# or asks for it; else when no request waits, if the caller may need it later.
+# torch's own optimizers import this module. If the caller has imported it or asks for it, the server imports
+# it before the next fork. If the caller may need it later, the server imports it when no request waits.
 _COMPILER = "torch._dynamo"
 # Prefixes of environment variables that are read when a program or a library is loaded.
 _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
@@ -72,8 +73,9 @@ _IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
 _SIZE = struct.Struct("<Q")  # bytes of the _Surroundings with which a task begins
 _NUM_FILES_MAX = 32
-# Terminals and batch systems (Slurm's --signal) send these to all processes of a job. Workers ignore them: a
-# handler in the caller's script decides, and without one the caller ends, and its workers with it.
+# Terminals and batch systems (Slurm's --signal) send these signals to all processes of a job. Workers ignore
+# them, because a handler in the caller's script decides. Without a handler the caller ends, and its workers
+# end with it.
 _OF_THE_CALLER = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -101,7 +103,7 @@ def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) 
 class Process(process.BaseProcess):
     """A process of multiprocessing that the fork server makes. Target and arguments are pickled.
 
-    environment: variables beside this process's. The worker has them when it imports the script.
+    environment: variables in addition to this process's. The worker has them when it imports the script.
     """
 
     _start_method = None
@@ -116,7 +118,8 @@ class Process(process.BaseProcess):
 
 
 class _InheritedFile:
-    """An open file among the arguments, such as a connection: its position among the files that are sent."""
+    """Stands for an open file among the pickled arguments, such as a connection. Has the file's position
+    among the files that are sent."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -152,8 +155,8 @@ class _Popen(popen_fork.Popen):
             reduction.dump(process_obj, task)
         finally:
             set_spawning_popen(None)
-        # Two pipes show when a process ends, because its end of a pipe closes then. This process waits for
-        # the end of the worker (the sentinel), and the worker may wait for the end of this process.
+        # There are two pipes, because a pipe closes when the process at one end of it ends. So this process
+        # can wait for the worker's end (the sentinel), and the worker for this process's end.
         end_read, end_write = os.pipe()
         task_read, task_write = os.pipe()
         self.finalizer = util.Finalize(self, _close_files, (end_read, task_write))
@@ -226,7 +229,7 @@ class _Server:
         return self.kind == _kind_of_server() and self._process.poll() is None
 
     def import_compiler(self) -> None:
-        """Lets the server, or its replacement, import the compiler before the next fork."""
+        """Makes the server, or the server that replaces it, import the compiler before the next fork."""
         if not self._has_compiler:
             self._has_compiler = True
             self._tell(_IMPORT_COMPILER)
@@ -294,7 +297,8 @@ def _close_server() -> None:
 
 
 def _close_server_at_exit() -> None:
-    """Closes the server of a process that ends. Ctrl-C has nothing left to end, and would be a traceback."""
+    """Closes the server when this process ends. Ignores Ctrl-C, which could only cause a traceback at this
+    point."""
     if threading.current_thread() is not threading.main_thread():
         _close_server()
         return

@@ -1,9 +1,9 @@
-"""Reference: a slow, simple, single-process implementation of the schedules, in plain PyTorch.
+"""The reference is a slow, simple, single-process implementation of the schedules, in plain PyTorch.
 
 It keeps a full copy of every weight version that may still be read, and computes one minibatch after another.
 It shows which numbers a schedule must give, not how to get them fast. The fast implementation is compared
 with it. For random numbers see seeding.py. All stages of a cut module are one module here, so a counter that
-its forward keeps in an attribute counts once per stage. Workers have modules of their own.
+its forward stores in an attribute counts once per stage. Each worker has its own copy of the module.
 
     a minibatch   1. Make leaves of every parameter, with the contents of the versions that its microbatches
                   read.
@@ -14,9 +14,9 @@ its forward keeps in an attribute counts once per stage. Workers have modules of
                      with the mean of the round's gradients. They are the newest version.
 
 Without replicas a round is one minibatch. With replicas, the microbatches go to a stage's r replicas in turn,
-and are computed one after another. A round has as many minibatches as give each replica equally many
-microbatches; if the schedule drains, each replica of every stage. The last round may be shorter. Each replica
-has its own buffers. At the end the model has their mean.
+and are computed one after another. A round has the smallest number of minibatches that gives each replica of
+the stage equally many microbatches. If the schedule drains, each replica of every stage gets equally many.
+The last round may be shorter. Each replica has its own buffers. At the end the model has their mean.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
                          Each part has an optimizer of its own for all of the stage's parameters; only the
                          part of the result is used.
 
-A replica's gradient is that of its microbatches in a round, divided by the sum of their shares.
+A replica's gradient is the sum over its microbatches in a round, divided by the sum of their shares.
 
-A replica's version j + 1 of a part is the part right after the replica's j-th gradient was applied. Where the
-pipeline drained, it is the part after all gradients.
+A replica's version j + 1 of a part is the part right after the replica's j-th gradient was applied. After a
+drain it is the part with the gradients of all replicas.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class AsynchronousWeights:
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
         self._early: dict[int, tuple[Gradients, float]] = {}
-        """Gradients and shares, by microbatch, that wait for an earlier microbatch of their replica."""
+        """Gradients and shares that were added too early, by microbatch. They wait for an earlier microbatch
+        of their replica."""
         self._num_added = [0] * num_replicas
         self._open: list[tuple[Gradients, float]] = [({}, 0.0)] * num_replicas
         """For each replica, the sums of its present round."""
@@ -131,8 +132,8 @@ class AsynchronousWeights:
     def _end_round(self, replica: int) -> None:
         sums, share_sum = self._open[replica]
         self._open[replica] = {}, 0.0
-        # A sum of shares of 1 causes no division, so that a single microbatch equals plain training bit for
-        # bit.
+        # If the shares sum to 1, nothing is divided, so that a single microbatch equals plain training bit
+        # for bit.
         divisor = share_sum or 1.0
         self._gradients[replica].append(
             {n: g if g is None or divisor == 1.0 else g / divisor for n, g in sums.items()}
@@ -169,7 +170,8 @@ class AsynchronousWeights:
             _in_memory(target[name])[first : first + count] = _in_memory(newest[name])[first : first + count]
 
     def drain(self) -> None:
-        """Makes the shards' state every replica's newest version. All gradients so far must be applied."""
+        """Gives every replica the shards' current state as its newest version. Call it when all gradients so
+        far are applied."""
         num_gradients = sum(map(len, self._gradients))
         newest = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         for shard in self._shards:
@@ -203,7 +205,8 @@ class _Flight:
     """The microbatch's share of its minibatch."""
     is_empty: bool
     leaves: dict[int, Tensor] = field(default_factory=dict)
-    """Leaves by the parameter's id, for stages that have run its forward."""
+    """The leaf tensor that stands for each parameter, by id(parameter), of the stages that have forwarded
+    this microbatch."""
     num_stages_done: int = 0
 
 
@@ -301,8 +304,8 @@ class AsynchronousTrainer(Trainer):
         return True
 
     def _backward(self, flight: _Flight, weights: Sequence[AsynchronousWeights]) -> float:
-        """Runs the backward and gives all stages their gradients. Returns the microbatch's part of the
-        loss.
+        """Runs the microbatch's backward, and adds the gradients to all stages. Returns the microbatch's part
+        of the loss.
         """
         loss_value = 0.0
         if flight.share > 0:  # without a share the loss may be NaN, a mean over nothing

@@ -124,6 +124,6 @@ def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int], mic
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """Raises ValueError for a norm to which no gradient can be clipped."""
+    """Raises ValueError unless max_grad_norm is a positive number or None."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")

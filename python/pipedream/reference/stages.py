@@ -43,21 +43,24 @@ class Stage:
 
     module: StageModule
     recomputes_newest: bool
-    """Whether its backward runs on a forward that is repeated with the newest version."""
+    """Whether the stage repeats the forward with the newest version before the backward, which then uses the
+    repeated forward."""
     backward_seed: int | None
-    """Seed for its backward's draws. None: they come from the process's generators."""
+    """The seed for random draws in the stage's backward. None: the draws come from the process's
+    generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
     """The loss function at the last stage, whose output is then the loss. None at other stages."""
     statistics_of: Sequence[MinibatchStatistics]
-    """One per replica if minibatches are cut into several microbatches; else empty."""
+    """One per replica if minibatches are cut into several microbatches; otherwise empty."""
     updaters: list[Updater]
-    """One for the stage, or one per replica, each with parameters of its own."""
+    """One updater for the stage, or one per replica. In the second case each replica has its own
+    parameters."""
     buffers: ReplicaBuffers
     replica: int = 0
     """The replica that computes next."""
     in_microbatches: bool = False
-    """Whether the minibatch came as Microbatches. Each of its batches then steps batch norms by itself."""
+    """Whether the data yield Microbatches. Then batch norms count each batch of a minibatch as one step."""
 
     @property
     def statistics(self) -> MinibatchStatistics | None:
@@ -80,7 +83,7 @@ class Stage:
         return leaf.grad
 
     def updater_of(self, replica: int) -> Updater:
-        """Returns the updater whose weights the replica reads, and which gets its gradients."""
+        """Returns the updater whose weights the replica reads. It also gets the replica's gradients."""
         return self.updaters[replica % len(self.updaters)]
 
     @torch.no_grad()
@@ -106,8 +109,8 @@ class Stage:
             seed_torch(_core.derived_seed(_core.derived_seed(self.backward_seed, at[0]), at[1]))
 
     def seeding_backward(self, value: Any, at: At) -> Any:
-        """Returns the stage's output. When its gradient arrives, the generators are seeded for the stage's
-        backward.
+        """Returns the stage's output with a hook: when the output's gradient arrives, the hook seeds the
+        generators for the stage's backward.
         """
         for tensor in tensors_of(value):
             if tensor.requires_grad:
@@ -120,7 +123,7 @@ class Stage:
         return self._forward(value, targets, {}, at, is_first_time=True)
 
     def forward_on_copies(self, value: Any, targets: Any, at: At) -> Any:
-        """Runs the forward if the buffers will change before the backward: the graph gets copies of them."""
+        """Runs the forward on copies of the buffers, because the buffers will change before the backward."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output = self._forward(value, targets, buffers, at, is_first_time=True)
         for name, buffer in self.module.named_buffers():
@@ -130,8 +133,8 @@ class Stage:
     def forward_again(
         self, value: Any, targets: Any, buffers: dict[str, Tensor], at: At | None = None
     ) -> Any:
-        """Repeats the forward with these buffers, and leaves the stage's own unchanged. at None: draws from
-        the generators as they are.
+        """Repeats the forward with these buffers; the stage's own buffers stay unchanged. at: None draws from
+        the generators in their current state.
         """
         return self._forward(value, targets, buffers, at, is_first_time=False)
 
@@ -180,7 +183,8 @@ class ReplicaBuffers:
         self._put(self._kept[self._in_use])
 
     def average(self) -> None:
-        """Sets floating-point buffers to their mean. Others, such as counts, become the first replica's."""
+        """Sets floating-point buffers to the mean over the replicas. Other buffers, such as counts, get the
+        first replica's value."""
         if self._num_replicas == 1:
             return
         self._keep()
@@ -212,7 +216,7 @@ class Recomputed:
         self._targets = targets
         self._buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
         self._generators = RngState.capture()
-        # Clones the inputs, because the first layer may work in place.
+        # The inputs are cloned, because the first layer may work in place.
         outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets, at)
         self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
 
@@ -238,7 +242,7 @@ CutFunction = Callable[[int, int, int, Tensor], Tensor]
 
 
 class _Cut(torch.autograd.Function):
-    """Passes a tensor from one stage to another, and its gradient back, through across_cut."""
+    """Passes a tensor from one stage to another, and the gradient back, and lets across_cut change both."""
 
     @staticmethod
     def forward(
@@ -270,8 +274,9 @@ def cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> An
 
 
 class MinibatchStatistics:
-    """A stage's batch norms with microbatches. Each microbatch is normalised by its own statistics. The
-    running statistics take one step per minibatch, by the mean and variance over all of its microbatches.
+    """The running statistics of a stage's batch norms, if minibatches are cut. Each microbatch is normalised
+    by its own statistics. The running statistics take one step per minibatch, by the mean and variance over
+    all of its microbatches.
 
     Source: GPipe (NeurIPS'19), section 2.2.
     """

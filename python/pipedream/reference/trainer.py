@@ -1,4 +1,4 @@
-"""Trainer: trains one minibatch after another, with the versions that a schedule reads."""
+"""Trains one minibatch after another, with the weight versions that a schedule reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Trainer:
     ) -> None:
         """tied: ids of the parameters that several stages use."""
         self.microbatch_versions: list[list[list[tuple[int, int]]]] = [[] for _ in stages]
-        """(read by the forward, read by the backward), by stage, minibatch and microbatch."""
+        """(version that the forward read, version that the backward read), by stage, minibatch and
+        microbatch."""
         self._stages = stages
         self._versions = versions
         self._tied = tied
@@ -99,7 +100,8 @@ class Trainer:
         shares: Sequence[float],
         scale: float | None,
     ) -> list[float]:
-        """Runs all microbatches and leaves their gradients in the leaves. Returns their losses."""
+        """Runs all microbatches of a minibatch. Their gradients are then in the leaves. Returns the
+        microbatches' losses."""
         losses = []
         backwards = []
         for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
@@ -138,8 +140,8 @@ class Trainer:
             stage.use(0)
 
     def _carry_gradients(self, leaves: Mapping[int, Tensor]) -> None:
-        """Moves the minibatch's gradients so far to the leaves of the next backward, whatever version they
-        are at, so that microbatches add up in their order.
+        """Moves the minibatch's gradients so far to the leaves of the next backward. Those leaves may have
+        another version. So gradients are added in the order of the microbatches.
         """
         found = {id(leaf): key for key, leaf in self._leaves.items()}
         for leaf in leaves.values():
@@ -167,8 +169,8 @@ class Trainer:
     def _shares(
         self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
     ) -> list[float]:
-        """Returns each microbatch's share of the minibatch. Raises ValueError if the loss needs other
-        shares.
+        """Returns each microbatch's share of the minibatch. Raises ValueError if the loss shows that these
+        shares are wrong.
         """
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
@@ -185,7 +187,7 @@ class Trainer:
         return weights(counts)
 
     def _loss_with(self, piece: tuple[Any, Any], labels: Tensor, others: Tensor) -> float:
-        """Returns the loss of a microbatch with other labels in place of these. Changes nothing."""
+        """Returns the loss that the microbatch would have if `others` replaced `labels`. Changes no state."""
         value, targets = (to_device(with_other_labels(part, labels, others), self._device) for part in piece)
         with untouched([stage.module for stage in self._stages], self._stages[-1].loss_fn), torch.no_grad():
             for stage in self._stages:
@@ -194,7 +196,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """A context around a backward, in which layers that checkpoint themselves run again."""
+        """Returns a context around a backward, because layers with activation checkpointing run their forward
+        again in it."""
         with contextlib.ExitStack() as around:
             for stage in self._stages:
                 if stage.statistics is not None:
@@ -202,8 +205,8 @@ class Trainer:
             yield
 
     def _bind(self, leaves: Mapping[int, Tensor]) -> None:
-        """Makes the layers read the leaves wherever they hold parameters. This includes the backward, in
-        which layers that checkpoint themselves run again.
+        """Makes the layers read the leaves in all places where they hold parameters. The leaves stay bound
+        for the backward, because layers with activation checkpointing run their forward again in it.
         """
         now = self._bound_leaves
         changed = {
@@ -282,7 +285,8 @@ class Trainer:
                 recomputed.append(Recomputed(stage, value, targets, at))
                 value = recomputed[-1].outputs()
             else:
-                # All stages have one graph. Each parameter's gradient is at the version that its stage read.
+                # All stages are in one graph. The gradient of a parameter is taken at the version that its
+                # stage read.
                 value = stage.forward(value, targets, at)
                 if stage_index + 1 < len(self._stages):
                     value = stage.seeding_backward(value, at)
@@ -322,7 +326,7 @@ class Trainer:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
     def _add_gradients(self, minibatch: int, shares: Sequence[float], scale: float | None) -> None:
-        """Adds a minibatch's gradients to those of its round, in the parameters' `grad`."""
+        """Adds a minibatch's gradients to the gradients of its round, in the parameters' `grad`."""
         shown = {
             id(of_replica): (stage, parameter)
             for stage in self._stages
@@ -372,7 +376,7 @@ class Trainer:
                 self._histories[id(parameter)].add()
 
     def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
-        """Returns those of these stages that skip the update at the end of their round. If the pipeline
+        """Returns the stages, among `stages`, that skip the update at the end of their round. If the pipeline
         drains, an overflow at one stage counts for all.
         """
         overflowed = {

@@ -1,4 +1,5 @@
-"""run(): a whole training like pipedream.run(), with evaluations by plain loops at the newest weights."""
+"""run() does a whole training like pipedream.run(). It evaluates with plain loops over the validation data,
+at the newest weights."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ class ReferenceResult:
 
     @property
     def versions(self) -> list[list[tuple[int, int]]]:
-        """versions[stage][minibatch]: those of its first microbatch's forward and its last microbatch's
-        backward.
+        """versions[stage][minibatch]: (version of the first microbatch's forward, version of the last
+        microbatch's backward).
         """
         return [[(read[0][0], read[-1][1]) for read in of_stage] for of_stage in self.microbatch_versions]
 
@@ -122,7 +123,7 @@ def run(
     update each stage's newest version j to version j + 1. Buffers have no versions. With one worker every
     schedule except 2bw is plain training; with one microbatch, bit for bit.
 
-    sync, staleness: bsp, allreduce or ssp, with staleness rounds; or asp.
+    sync, staleness: as in run().
     update_orders: needed for asp, where versions depend on which replica was faster. By stage and shard, the
         order in which gradients were applied, as RunResult has it.
     sync_every: each replica updates a copy of its stage, by its own gradients and with its own optimizer.
@@ -132,8 +133,8 @@ def run(
     across_cut: (sender, receiver, tensor_index, tensor) -> a new tensor. It replaces a floating-point
         activation, or a gradient on the way back, between two stages. It is called in the order of the
         microbatches. None: tensors are unchanged.
-    drained_at: minibatches before which the pipeline had drained, as RunResult.drained_at. They, and those
-        after them, read no version older than the newest one at that point.
+    drained_at: minibatches before which the pipeline had drained, as RunResult.drained_at. These and later
+        minibatches read no version older than the newest one at that point.
 
     Raises ValueError or TypeError for arguments that cannot run. Sources: PipeDream (SOSP'19), section 3.3;
     PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; docs/schedules.md.
@@ -304,8 +305,8 @@ def _versions_of(
 
 
 def _statistics_of(module: StageModule, num_replicas: int, microbatches: int) -> list[MinibatchStatistics]:
-    """Returns the batch norms' statistics by replica. There are none if a minibatch has one microbatch: its
-    norms then update themselves.
+    """Returns the batch norms' statistics by replica. The list is empty if a minibatch has one microbatch,
+    because batch norms then update themselves.
     """
     return [MinibatchStatistics(module) for _ in range(num_replicas if microbatches > 1 else 0)]
 
@@ -318,7 +319,8 @@ def _with_layers(
     dtype: torch.dtype | None,
     seed: int | None,
 ) -> Model:
-    """Returns the model cut into layers if it is no list of layers, by tracing minibatch 0, as run() does."""
+    """Returns the model as layers. If the model is not a list of layers, it is cut by tracing minibatch 0, as
+    run() does."""
     if plan.stages[-1].last_layer == 0 or not needs_cutting(model):
         return model
     assert isinstance(model, nn.Module)
@@ -395,7 +397,8 @@ def _draws(
     base = base_seed(seed)
     with generators_kept(), contextlib.ExitStack() as around:
         seed_all(data_seed(base))
-        # Assumes that all layers and the loss draw. Those that draw nothing are not affected.
+        # This assumes that all layers and the loss draw random numbers. Layers that draw nothing are not
+        # affected.
         seen = [
             SeenDraws(
                 frozenset(range(module.first_layer, module.last_layer + 1)), in_loss=module is modules[-1]

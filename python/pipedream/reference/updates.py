@@ -1,5 +1,5 @@
-"""A stage's parameters: the newest version, which an optimizer updates, and older ones that may still be
-read.
+"""Stores a stage's parameters: the newest version, which an optimizer updates, and older versions that may
+still be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class History:
     """The versions of one parameter that may still be read. The parameter itself is the newest."""
 
     def __init__(self, parameter: nn.Parameter, versions_back: int = 0) -> None:
-        """versions_back: by how many versions a read may be older than an earlier read."""
+        """versions_back: a read may ask for a version that is at most this much lower than the highest read
+        before it."""
         self.parameter = parameter
         self._versions_back = versions_back
         self._newest = 0
@@ -53,14 +54,14 @@ class Updater:
         lr_scheduler: SchedulerFactory | None,
         draws: int | None = None,
     ) -> None:
-        """draws: the seed for draws in steps. None: they come from the process's generators."""
+        """draws: the seed for random draws in steps. None: the draws come from the process's generators."""
         self._draws = draws
         self._num_steps = 0
         self.parameters = [parameter for _, parameter in owned]
         self.minibatches: set[int] = set()
         """The minibatches whose gradients are in this round's."""
         self.share = 0.0
-        """The sum of the shares of the microbatches that were added, in minibatches."""
+        """The sum of the shares of the added microbatches, in minibatches."""
         # A stage with nothing to train has no optimizer, because torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None

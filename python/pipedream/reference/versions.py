@@ -1,4 +1,4 @@
-"""Versions: which weight version each microbatch reads, and which minibatches make a version. Pure."""
+"""Computes which weight version each microbatch reads, and which minibatches make a version. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SCHEDULES = ("pipedream", "vertical_sync", "unstashed", "naive", "2bw", *DRAININ
 class Versions:
     """The table in docs/schedules.md: which version each microbatch reads, and which round makes it.
 
-    k is the number of a microbatch, counted through the run. At a stage with r replicas it goes to replica k
-    mod r, as that replica's microbatch number floor(k / r).
+    k is the number of a microbatch, counted through the run. At a stage with r replicas, microbatch k goes to
+    replica k mod r. There it is microbatch number floor(k / r).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Versions:
         num_microbatches: int = 1,
         drained_at: Sequence[int] = (),
     ) -> None:
-        """drained_at: minibatches, besides the first, before which all updates had been made."""
+        """drained_at: minibatches, besides the first, before which the pipeline had drained."""
         check_choice("schedule", schedule, SCHEDULES)
         self.schedule = "unstashed" if schedule == "naive" else schedule
         self._in_flight = in_flight
@@ -48,7 +48,7 @@ class Versions:
 
     @property
     def versions_back(self) -> int:
-        """The number of versions by which a read may be older than an earlier read."""
+        """A read may ask for a version that is at most this much lower than the highest read before it."""
         return 0
 
     def stashes(self, stage_index: int) -> bool:
@@ -63,7 +63,7 @@ class Versions:
         return self._num_replicas[stage_index]
 
     def own_per_round(self, stage_index: int) -> int:
-        """Returns the number of each replica's microbatches in a round of the stage."""
+        """Returns how many microbatches each replica has in a round of the stage."""
         return self._microbatches_per_round(stage_index) // self._num_replicas[stage_index]
 
     def replica_of(self, stage_index: int, minibatch: int, microbatch: int) -> int:
@@ -91,8 +91,8 @@ class Versions:
         """Returns the version that is read of a parameter that several stages use. It is the same at each
         stage, in forward and backward, and counts the owner's rounds.
 
-        If stages read different versions, it is the version that vertical sync would read there, minus the
-        staleness. Else it is the version that the owner reads.
+        If stages read different versions, it is the version that vertical sync would read at the owner, minus
+        the staleness. Otherwise it is the version that the owner reads.
         """
         if self.drains or self.schedule == "2bw":
             return self.of_forward(owner, minibatch, microbatch)
@@ -136,7 +136,7 @@ class Versions:
 
     @property
     def num_scales_in_flight(self) -> int:
-        """How many loss scales must pass after a backoff before the next one."""
+        """How many loss scales must pass after a backoff before the next backoff."""
         if self.drains:
             return 1
         last = len(self._num_replicas) - 1
@@ -178,8 +178,8 @@ class Versions:
         self, stage_index: int, k: int, *, microbatches: int | None = None
     ) -> set[tuple[int, int]]:
         """Returns the pairs (stage, round) that the stage updates between its forwards of an earlier
-        microbatch and of microbatch k. microbatches: how much earlier. None: the microbatch before, at the
-        same replica.
+        microbatch and of microbatch k. microbatches: by how many microbatches the first one is earlier. None:
+        the previous microbatch of the same replica.
         """
         before = k - (microbatches or self._num_replicas[stage_index])
         known = self._newest_updated(stage_index, before) if before >= 0 else -1
@@ -220,8 +220,8 @@ class WrittenVersions(Versions):
 
     def __init__(self, text: str, num_replicas: Sequence[int], drained_at: Sequence[int] = ()) -> None:
         self._stated: dict[tuple[str, int, int, int], int] = {}
-        """By opcode, stage, minibatch and microbatch: the version that is read. The opcode "UPDATED" stands
-        for the number of the worker's updates before a forward.
+        """The version that is read, by opcode, stage, minibatch and microbatch. Under the opcode "UPDATED":
+        the number of the worker's updates before a forward.
         """
         self._per_body = 1
         workers = self._workers_of(text)
@@ -265,8 +265,8 @@ class WrittenVersions(Versions):
         return workers
 
     def _walk(self, steps: Sequence[_Step]) -> int:
-        """Notes a worker's lines. Returns the most microbatches that it has in flight at stage 0; 0 if it
-        lacks that stage.
+        """Notes a worker's lines. Returns the most microbatches that the worker has in flight at stage 0; 0
+        for a worker without that stage.
         """
         updated: dict[int, int] = {}
         in_flight = in_flight_max = 0
@@ -282,8 +282,8 @@ class WrittenVersions(Versions):
         return in_flight_max
 
     def _is_drained(self, steps: Sequence[_Step]) -> bool:
-        """Whether each round ends at all of the worker's stages before the next one begins, with its updates
-        after its backwards, in the order of the stages.
+        """Whether each round ends at all of the worker's stages before the next round begins. The updates
+        must follow the backwards, in the order of the stages.
         """
         newest = dict.fromkeys(sorted({step.stage for step in steps}), 0)
         num_backwards = 0
@@ -335,8 +335,8 @@ class WrittenVersions(Versions):
         return self._of("BACKWARD", stage_index, minibatch, microbatch)
 
     def of_tied(self, owner: int, minibatch: int, microbatch: int = 0) -> int:
-        """Returns the version that the input stage's forward read, in the owner's rounds, or the owner's if
-        that is older.
+        """Returns the lower of two versions: the one that the input stage's forward read, counted in the
+        owner's rounds, and the one that the owner read.
         """
         seen = self.of_forward(0, minibatch, microbatch) * self._rounds[0] // self._rounds[owner]
         return min(seen, self.of_forward(owner, minibatch, microbatch))
@@ -345,8 +345,8 @@ class WrittenVersions(Versions):
         return self._of("UPDATED", stage_index, *divmod(k, self.num_microbatches)) - 1
 
     def _of(self, opcode: str, stage_index: int, minibatch: int, microbatch: int) -> int:
-        """Returns the version in the program's text. The program starts again where the pipeline has
-        drained.
+        """Returns the version that the program's text gives. After a drain the program starts again from its
+        beginning.
         """
         begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         # A lower bound of how often the body has repeated. The loop raises it until the line is found.

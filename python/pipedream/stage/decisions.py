@@ -176,7 +176,7 @@ class AnswerWay(Protocol):
         """Returns the events of the answer that is due at this boundary, at any replica of stage 0.
 
         losses: this replica's parts of the losses of the question's minibatches. The losses are the sums over
-        all replicas.
+            all replicas.
         check: called during the wait. It raises the error that ends the run."""
 
     def rate_factor(self, boundary: int) -> float:

@@ -215,8 +215,9 @@ class JobOptions:
         other.
 
         ties: (owner, user) of parameters that stages share.
-        first_minibatch: the minibatch with which the pipeline begins. oldest_minibatch: the minibatch with
-        which an earlier run began, if this run continues with stored versions of that run.
+        first_minibatch: the minibatch with which the pipeline begins.
+        oldest_minibatch: the minibatch with which an earlier run began, if this run continues with stored
+            versions of that run.
         """
         program = self.schedule if isinstance(self.schedule, Program) else None
         return _core.ScheduleOptions(

@@ -61,7 +61,7 @@ class StagePasses:
         """statistics, torch_region, around_backward: contexts around the layers, each None if it is not
             needed.
         clones_inputs: whether the first stage works on copies of the inputs. None: the first forward decides,
-        because it shows whether the first layer works in place.
+            because it shows whether the first layer works in place.
         """
         self._stage = stage
         self._boundary_in = boundary_in

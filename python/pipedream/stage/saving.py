@@ -89,7 +89,7 @@ class StageSaver:
         before: the reports of the minibatches before this segment.
         keep_residuals: returns the residuals of the worker's channels, once everything is sent.
         meet: called with a stage and a minibatch. It waits until all replicas of the stage have made the same
-        call.
+            call.
         """
         self._writer = writer
         self._header = header

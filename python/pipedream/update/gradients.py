@@ -202,7 +202,7 @@ class NormExchange:
         """measure: returns this worker's own figures of an update, given its minibatch. It is called once
             per update.
         is_first: whether this is the first of these workers. It computes the total, from the sums that arrive
-        from downstream.
+            from downstream.
         """
         self._measure = measure
         self._is_first = is_first

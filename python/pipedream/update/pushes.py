@@ -63,7 +63,7 @@ class RoundPushes:
         factored: the parameters whose gradients are pushed as factors.
         push_factors: called to push the gradients of these parameters, with the number of microbatches.
         before_sending: called before a chunk is sent: with the copy if a copy of the chunk is sent, otherwise
-        with None.
+            with None.
         """
         self._core = core
         self._channels = channels

@@ -134,9 +134,9 @@ class TiedParameters:
         versions: by owner, the versions of the parameters in the order of the ties.
         replica: this worker's replica of the stage.
         pieces: for owners with several shards, the pieces of this stage's parameters that each replica of the
-        owner sends. For owners without an entry one replica sends everything.
+            owner sends. For owners without an entry one replica sends everything.
         wait_until_sent: called as wait_until_sent(user, n). It returns when at most n versions, the newest,
-        are still to be sent to the user.
+            are still to be sent to the user.
         averages: takes the versions that come from owners."""
         self._stage = stage_index
         self._replica = replica

@@ -95,10 +95,12 @@ class Segment:
         snapshots: dict[int, StageSnapshot],
     ) -> None:
         """core: as WorkerLinks made it.
-        residuals: the residuals of the segment before. steered: the same object in all segments. snapshots:
-        by stage, the state of the run that this run continues; empty if there is none. They are dropped when
-        training begins. Raises ValueError, with a line for each memory term, if the segment does not fit into
-        memory.
+        residuals: the residuals of the segment before.
+        steered: the same object in all segments.
+        snapshots: by stage, the state of the run that this run continues; empty if there is none. They are
+            dropped when training begins.
+
+        Raises ValueError, with a line for each memory term, if the segment does not fit into memory.
         """
         self.core = core
         self._device = device
