@@ -1,1 +1,3 @@
-"""Helpers that every other part uses: checks of arguments, units, tables, documents, errors. Torch-free."""
+"""This package has helpers that every other part uses: checks of arguments, units, tables, documents, errors.
+Torch-free.
+"""

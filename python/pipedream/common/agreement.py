@@ -1,5 +1,5 @@
-"""Options that must be equal at all ranks: every field of the dataclasses that hold options, unless the field
-is declared otherwise (OWN, compared()). So a new option is compared by default.
+"""Compares options that must be equal at all ranks. These are all fields of the dataclasses that hold
+options, except fields that are declared otherwise (OWN, compared()). So a new option is compared by default.
 
 Torch-free; any thread.
 """
@@ -20,8 +20,8 @@ OWN: dict[str, Any] = {_HOW: None}
 
 
 def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """Returns metadata of a field that is not compared as it is. name: run()'s name for the argument. said:
-    converts the value to what is compared and shown, as JSON.
+    """Returns metadata of a field that is compared under another name or in another form. name: run()'s name
+    for the argument. said: function that converts the value to the JSON value that is compared and shown.
     """
     return {_HOW: (name, said)}
 
@@ -32,8 +32,8 @@ def given(value: Any) -> str | None:
 
 
 def settings_of(options: Any) -> dict[str, Any]:
-    """Returns the settings to compare, by run()'s names of the arguments, as they are after a round trip
-    through JSON.
+    """Returns the settings to compare, by run()'s names of the arguments. The values have gone through JSON,
+    so that tuples are lists as in another rank's settings.
     """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(options):

@@ -1,4 +1,4 @@
-"""Checks of arguments for several functions. Each error is one line that names the argument and its value."""
+"""Checks arguments for several functions. Each error is one line that names the argument and its value."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def check_data(name: str, value: Any) -> None:
 
 
 def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:
-    """Raises ValueError for a file that cannot be written, before hours of work. name: of the argument."""
+    """Raises ValueError for a file that cannot be written, so that hours of work are not lost. name: name of
+    the argument.
+    """
     shown = f"{name} is {os.fspath(path)!r}" if name else os.fspath(path)
     file = Path(path).absolute()
     if not file.parent.is_dir():

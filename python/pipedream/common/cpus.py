@@ -1,5 +1,5 @@
-"""The CPUs that a run may use, which under taskset or in a container are fewer than the machine has. Also an
-equal part of them for the compute thread of each worker on a machine.
+"""Finds the CPUs that a run may use. Under taskset or in a container these are fewer than the machine has.
+The module also divides them into equal parts, one for the compute thread of each worker on a machine.
 
 A worker has a part only if all workers compute on the host and there are enough CPUs for all. No thread is
 bound to its part (cpu_share.h), because the machine may have other work.
@@ -17,8 +17,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cpus(cgroups: Path = _CGROUPS, own_cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the number of CPUs that this process may use, at least 1. It is the smaller of its affinity and
-    the quota of its control group (version 2), in whole CPUs.
+    """Returns the number of CPUs that this process may use, at least 1. The number is the smaller of two: the
+    CPUs in the process's affinity mask, and the quota of its control group (version 2) in whole CPUs.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _folders(cgroups, own_cgroup) if (quota := _quota(folder / "cpu.max"))]
@@ -48,7 +48,9 @@ _SWITCH = "PIPEDREAM_OWN_CPUS"
 
 
 def own_cpus(local_rank: int) -> list[int]:
-    """Returns the CPUs of this machine's worker with that local rank. Empty if $PIPEDREAM_OWN_CPUS is 0."""
+    """Returns the CPUs for the worker with this local rank on this machine. Empty if $PIPEDREAM_OWN_CPUS is
+    0.
+    """
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_workers == 1 or os.environ.get(_SWITCH) == "0":
         return []
@@ -64,7 +66,7 @@ def share_of(cpus: list[int], local_rank: int, num_workers: int) -> list[int]:
 
 
 def _by_core(cpus: Collection[int]) -> list[int]:
-    """Returns the CPUs ordered by package and core, so that those of one core are neighbours."""
+    """Returns the CPUs ordered by package and core, so that the CPUs of one core are neighbours."""
     return sorted(
         cpus, key=lambda cpu: (_topology(cpu, "physical_package_id"), _topology(cpu, "core_id"), cpu)
     )

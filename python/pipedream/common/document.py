@@ -16,7 +16,7 @@ from typing import Any
 
 from pipedream.common.errors import FileFormatError
 
-# Larger numbers do not fit into a C++ int64.
+# The largest whole number: larger ones do not fit into a C++ int64.
 _WHOLE_MAX = 2**63 - 1
 
 
@@ -137,7 +137,9 @@ def check_figures(field: str, value: object, *, negative: bool = False) -> None:
 
 
 def require(fields: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Raises ValueError for a missing field, and suggests one that was meant: forward_us for forward_ms."""
+    """Raises ValueError for a missing field. The error names an existing field with a similar name:
+    forward_us for forward_ms.
+    """
     for name in names:
         if name in fields:
             continue

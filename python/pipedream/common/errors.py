@@ -34,12 +34,12 @@ class PipelineError(RuntimeError):
     """A run that could not continue. The base of all errors while a pipeline runs."""
 
     losses: Sequence[float] = ()
-    """Losses of the finished minibatches, in order. Under torchrun only a rank that alone has the last stage
-    has them. Any exception that ends a run has this attribute and `minibatch`.
+    """Losses of the finished minibatches, in order. Under torchrun only the rank of the last stage has them,
+    if that stage has no replicas. Any exception that ends a run has this attribute and `minibatch`.
     """
     minibatch: int | None = None
-    """The minibatch at which the run ended: the failed worker's, or else the newest that any worker has
-    begun. Under torchrun, this rank's. None: none had begun.
+    """The minibatch at which the run ended. It is the failed worker's minibatch if known, else the newest
+    that any worker has begun. Under torchrun it is this rank's minibatch. None: no minibatch had begun.
     """
 
 
@@ -48,11 +48,11 @@ class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
 
 
 class PeerLost(PipelineError):  # noqa: N818 (the words of the design)
-    """A neighbouring stage could not be reached in time. Names it and the last minibatch."""
+    """A neighbouring stage could not be reached in time. Names the stage and the last minibatch."""
 
 
 class DataMismatch(PipelineError):  # noqa: N818 (the words of the design)
-    """Two workers read different data for the same minibatch, so it was not trained on."""
+    """Two workers read different data for the same minibatch, so the minibatch was not trained on."""
 
 
 class NonFiniteLoss(PipelineError):  # noqa: N818 (the words of the design)
@@ -69,7 +69,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# An error of these types is raised again at the other workers. Any other arrives as a PipelineError.
+# An error of these types is raised again with its type at the other workers. An error of any other type is
+# raised there as a PipelineError.
 _TRAVELLING = {kind.__name__: kind for kind in (ValueError, TypeError, DataMismatch, NonFiniteLoss, PeerLost)}
 
 
@@ -95,8 +96,8 @@ def raise_failure(kind: str, message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int | None]) -> Iterator[None]:
-    """A context around a run. Any exception that ends it gets `error.losses`, the losses so far, and
-    `error.minibatch`.
+    """A context around a run. Any exception that ends the run gets the attributes `losses` (the losses so
+    far) and `minibatch`.
     """
     try:
         yield
@@ -109,8 +110,9 @@ def position_kept(losses: Callable[[], list[float]], minibatch: Callable[[], int
 
 @contextlib.contextmanager
 def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Calls clean_up at the end. If the block has failed, an error of clean_up becomes a note on the block's
-    error and does not replace it: after an error of a device, everything that uses the device fails.
+    """Calls clean_up after the with block. If the block has failed and clean_up fails too, the block's error
+    is raised, and the error of clean_up is added as a note. Otherwise a failed device would hide its first
+    error, because everything that uses the device fails afterwards.
     """
     try:
         yield

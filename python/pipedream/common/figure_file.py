@@ -1,4 +1,4 @@
-"""Files that matplotlib draws: .svg, .png and .pdf. matplotlib is imported only for drawing."""
+"""Saves figures that matplotlib draws, as .svg, .png and .pdf. matplotlib is imported only for drawing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def import_figure(path: str | os.PathLike[str], otherwise: str = "") -> type[Fig
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     import matplotlib
 
-    # Text stays text. The same figure gives the same bytes, so there is no date and no random identifier.
+    # Text is stored as text and not as shapes. The same figure always gives the same bytes, so files have no
+    # date and no random identifier.
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "pipedream", "pdf.fonttype": 42}
     suffix = Path(path).suffix
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})

@@ -1,4 +1,4 @@
-"""Checks where run() is called: not in a script without the `__main__` guard, and not inside another run.
+"""Refuses a call of run() in a script without the `__main__` guard, and inside another run.
 
 A local worker process imports the caller's script again to find its classes and functions. Without `if
 __name__ == "__main__":` this import would start another training in every worker. Torch-free; any thread.
@@ -17,7 +17,8 @@ from typing import Any
 
 __all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time", "write_record"]
 
-# The folder in which a local worker leaves its error for the caller. Set while local workers run.
+# The environment variable with the folder in which a local worker stores its error for the caller. It is set
+# while local workers run.
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
 
 _MESSAGE = (
@@ -58,10 +59,10 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def check_main_guard() -> None:
-    """Call this first in every function that an unguarded script would call. It returns at once unless a
-    worker is importing the script.
+    """Refuses a script without the guard. Call this first in every function that such a script may call. It
+    returns at once unless a worker is importing the script.
 
-    In that case it leaves the message for the caller and ends the process.
+    If a worker is importing it, this function stores an error for the caller and ends the process.
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return

@@ -1,4 +1,4 @@
-"""The rank of this process, from the environment that a launcher such as torchrun sets. Torch-free; any
+"""Reads the rank of this process from the environment that a launcher such as torchrun sets. Torch-free; any
 thread.
 """
 
@@ -14,12 +14,12 @@ def under_torchrun() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0. Without torchrun it always is."""
+    """Whether this process is rank 0. Always True without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process is the first of its machine. Without torchrun it always is."""
+    """Whether this process is the first of its machine. Always True without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 

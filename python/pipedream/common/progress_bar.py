@@ -1,4 +1,4 @@
-"""A progress bar on the terminal of standard error; none if that is no terminal. The caller's thread."""
+"""Shows a progress bar on standard error if that is a terminal. Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def progress_bar(
 
 @contextlib.contextmanager
 def seconds_bar(doing: str, seconds: float) -> Iterator[Callable[[], None]]:
-    """Shows a bar that fills as time passes. Yields a function that starts its clock; calling it again
-    changes nothing. Until then the bar only shows activity.
+    """Shows a bar that fills as time passes. Yields a function that starts the bar's clock. Before its first
+    call the bar only shows activity. Later calls change nothing.
     """
     console = _terminal()
     if console is None:

@@ -1,11 +1,11 @@
-"""The tree of ranks through which initial weights, final weights and results are sent between rank 0 and the
-others. However many ranks there are, no rank sends to more than NUM_CHILDREN_MAX ranks below it.
+"""Defines the tree of ranks through which initial weights, final weights and results are sent between rank 0
+and the other ranks. However many ranks there are, no rank has more than NUM_CHILDREN_MAX children.
 
             0                  rank r sends to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX.
       1  2 ... k               With up to k + 1 ranks, rank 0 sends to all others.
     k+1 ...
 
-Each rank passes on everything for the ranks below it, in the order of subtree_of(). Torch-free; pure.
+Each rank forwards everything for the ranks below it, in the order of subtree_of(). Torch-free; pure.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ __all__ = ["NUM_CHILDREN_MAX", "NUM_PIECES", "PIECE_BYTES", "children_of", "pare
 
 NUM_CHILDREN_MAX = 8
 PIECE_BYTES = 1 << 20
-"""The largest piece in which weights and results are sent."""
+"""Bytes of the largest piece in which weights and results are sent."""
 NUM_PIECES = 4
-"""The most pieces from each neighbour in the tree that a rank may have received and not used."""
+"""The largest number of pieces that a rank may have received from a neighbour in the tree and not yet
+used.
+"""
 
 
 def parent_of(rank: int) -> int:
@@ -34,6 +36,6 @@ def children_of(rank: int, num_ranks: int) -> range:
 
 
 def subtree_of(rank: int, num_ranks: int) -> list[int]:
-    """Returns the rank and all ranks below it. Each rank comes before those below it."""
+    """Returns the rank and all ranks below it in the tree. Each rank comes before the ranks below it."""
     subtrees = (subtree_of(child, num_ranks) for child in children_of(rank, num_ranks))
     return [rank, *itertools.chain.from_iterable(subtrees)]

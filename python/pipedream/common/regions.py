@@ -1,5 +1,5 @@
-"""Regions: contexts around parts of a stage's work. Each part enters a new one. A run without them pays
-nothing.
+"""A region is a function that makes a context around a part of a stage's work, such as one forward. Each part
+enters a new context. A run without regions has no cost.
 """
 
 from __future__ import annotations

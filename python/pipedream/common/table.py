@@ -1,4 +1,4 @@
-"""Plain-text tables for print(plan) and print(profile), and their form in a notebook."""
+"""Formats plain-text tables for print(plan) and print(profile), and shows them in a notebook."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned: str) -> str:
-    """Returns the table. Columns are two spaces apart. aligned: "<" or ">" for each. Empty columns are left
-    out.
+    """Returns the table. Columns are two spaces apart. aligned: "<" (left) or ">" (right) for each column.
+    Empty columns are left out.
     """
     kept = [c for c in range(len(headings)) if any(row[c] for row in rows)]
     widths = {c: max(len(headings[c]), *(len(row[c]) for row in rows)) for c in kept}
@@ -24,8 +24,8 @@ def html_of(text: str) -> str:
 
 
 def shorten(text: str, length_max: int) -> str:
-    """Shortens a text to length_max with ".." in its middle. Both ends are kept, because they tell layers
-    apart.
+    """Shortens a text to length_max with ".." in its middle. Both ends of a layer's name are kept, because
+    they distinguish layers.
     """
     if len(text) <= length_max:
         return text

@@ -1,7 +1,7 @@
 """Shortens tracebacks to the frames of the user's own code.
 
-PIPEDREAM_TRACEBACK=1 shows whole tracebacks. An error of an unexpected type, which is our bug, is always
-shown whole. Torch-free; any thread.
+PIPEDREAM_TRACEBACK=1 shows whole tracebacks. An error of an unexpected type is a bug of pipedream, so its
+traceback is always shown whole. Torch-free; any thread.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ __all__ = [
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# The messages of these errors say what is wrong. The place in our code would tell a user nothing.
+# The messages of these errors say what is wrong. The place in pipedream's code would not help a user.
 _FORESEEN = (ValueError, TypeError, OSError, PipelineError)
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Torch's frames around every forward, and around every operation while our dispatch mode counts bytes.
+# Files of torch whose frames are around every forward, and around every operation while the memory meter's
+# dispatch mode counts bytes.
 _CALLS = tuple(
     os.path.join("torch", *path)
     for path in (
@@ -52,8 +53,8 @@ def wants_whole_tracebacks() -> bool:
 
 
 def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates a function for users. Its errors show the user's frames and one of ours. An interrupt shows
-    one line. The error for an unknown argument names the nearest one.
+    """Decorates a function for users. The tracebacks of its errors have the user's frames and one frame of
+    pipedream. An interrupt shows one line. The error for an unknown argument names the nearest one.
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -76,7 +77,9 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
 
 
 def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
-    """Shows an interrupt that is not caught as one line. If another excepthook is installed, it stays."""
+    """Makes an interrupt that is not caught show one line. If the user has installed an excepthook, that hook
+    stays.
+    """
     if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
         return
     losses = getattr(interrupt, "losses", ())
@@ -106,8 +109,8 @@ def shorten(error: Exception) -> None:
 
 
 def describe_user_error(error: BaseException) -> str | None:
-    """Returns the traceback of the user's code that failed, as text to be shown beside the error's message.
-    None if the message says everything.
+    """Returns the traceback of the user's code that failed, as text to show with the error's message. None if
+    the message says everything.
     """
     if wants_whole_tracebacks():
         return "".join(traceback.format_exception(error))
@@ -123,14 +126,16 @@ def describe_user_error(error: BaseException) -> str | None:
 
 
 def place_of_user_code(error: BaseException) -> str | None:
-    """Returns the line of the user's code, called by ours, that raised. For output without a traceback."""
+    """Returns the file and line of the user's code that raised, if pipedream called that code. This is for
+    output without a traceback.
+    """
     users = [frame for frame in _users_frames(error.__traceback__) if _is_users(frame)]
     return f"{users[-1].tb_frame.f_code.co_filename}, line {users[-1].tb_lineno}" if users else None
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback from the first user frame inside our frames on, without our own frames. Without
-    any frame of ours it is returned whole.
+    """Returns the traceback without pipedream's frames, from the first user frame that pipedream called on. A
+    traceback without any frame of pipedream is returned whole.
     """
     frames = _frames(trace)
     if not any(map(_is_ours, frames)):
@@ -144,7 +149,9 @@ def _cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
-    """Returns the frames from the first user code that our code called; empty if our code called none."""
+    """Returns the frames from the first user code on that pipedream called; empty if pipedream called
+    none.
+    """
     frames = _frames(trace)
     ours = next((index for index, frame in enumerate(frames) if _is_ours(frame)), len(frames))
     users = next((index for index in range(ours, len(frames)) if _is_users(frames[index])), len(frames))
@@ -152,7 +159,9 @@ def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_users_error(trace: TracebackType | None) -> bool:
-    """Whether user code was called. Modules and losses of torch's count as user code."""
+    """Whether the error comes from user code that pipedream called. Torch's own modules and losses count as
+    user code.
+    """
     if _users_frames(trace):
         return True
     frames = _frames(trace)
@@ -172,8 +181,8 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    """Whether the frame is ours. A dataclass's __init__ has no file; then its module decides, because code of
-    python -c has none either.
+    """Whether the frame is pipedream's. The __init__ of a dataclass has no file, and neither has code of
+    python -c, so for such frames the module's name decides.
     """
     code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
     return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))

@@ -20,7 +20,7 @@ __all__ = [
 
 _BITS_PER_S = {"bit/s": 1e0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12}
 _SPELLINGS = {unit.replace("bit/s", "bps"): unit for unit in _BITS_PER_S}
-# A smaller value is a mistake: bits for bytes, or "10" for "10Gbit/s".
+# The smallest bandwidth. A smaller value is a mistake, such as "10" for "10Gbit/s".
 _BITS_PER_S_MIN = 1e3
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
@@ -53,8 +53,8 @@ def parse_bandwidth(bandwidth: str | float) -> float:
 
 
 def parse_size(size: str | int, name: str = "size") -> int:
-    """Returns bytes from "16GiB", or from a number of bytes. A fraction of a byte is dropped. name: of the
-    argument, for errors.
+    """Returns bytes from "16GiB", or from a number of bytes. A fraction of a byte is dropped. name: name of
+    the argument, for errors.
 
     Raises ValueError for an unknown or missing unit, and for a negative or infinite value.
     """
@@ -76,13 +76,15 @@ def format_bandwidth(bytes_per_s: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """ "1.53 GiB" for 1644167168. Below one KiB the number of bytes is whole."""
+    """Returns a size as text: "1.53 GiB" for 1644167168. Below one KiB the number of bytes is whole."""
     unit = _largest_unit(num_bytes, _BYTES)
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes / _BYTES[unit]:.2f} {unit}"
 
 
 def format_figure(number: float) -> str:
-    """ "0.08333", "15300": four digits, or all digits of a larger whole number."""
+    """Returns a number as text with four digits, as "0.08333", or with all digits of a larger whole number,
+    as "15300".
+    """
     return f"{number:.0f}" if 1000 <= abs(number) < 1e15 else f"{number:.4g}"
 
 
@@ -109,7 +111,7 @@ def _to_float(number: float, what: str, remedy: str) -> float:
 
 
 def _largest_unit(amount: float, units: dict[str, float] | dict[str, int]) -> str:
-    # Units are listed from small to large. The smallest also serves for values below 1.
+    # `units` is ordered from small to large. The smallest unit is also used for values below 1.
     names = list(units)
     return max(
         (name for name in names if abs(amount) >= units[name]), key=lambda name: units[name], default=names[0]

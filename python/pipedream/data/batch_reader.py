@@ -1,5 +1,5 @@
 """Reads minibatches, and cuts them into microbatches, at the stages that need data: the first, the last, or
-both. Also reads the validation minibatches, from the beginning for each evaluation.
+both. Validation minibatches are also read here, from the beginning for each evaluation.
 
 Owned by the worker's compute thread.
 """
@@ -37,14 +37,14 @@ class Microbatch:
     inputs: Any = None
     targets: Any = None
     fingerprint: int = 0
-    """The fingerprint of the whole minibatch. Both ends of the pipeline compare it."""
+    """The fingerprint of the whole minibatch. The first and the last stage compare their fingerprints."""
     weight: float = 1.0
     """Share of the minibatch's loss."""
     is_empty: bool = False
-    """Whether it has no samples, because torch.chunk made fewer pieces than microbatches."""
+    """Whether the microbatch has no samples, because torch.chunk made fewer pieces than microbatches."""
     uneven_labels: tuple[UnevenLabels, ...] = ()
-    """Labels of -100. With them the minibatch's microbatches may have to count by labels instead of
-    samples.
+    """Labels of -100 that the microbatches have in unequal shares. The weights of the microbatches may then
+    have to be numbers of labels instead of samples.
     """
 
 
@@ -65,8 +65,9 @@ class BatchReader:
         check_inputs: Callable[[Any, int], None],
         weight_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """check_inputs: (inputs, minibatch); raises ValueError for inputs that the pipeline was not planned
-        for. weight_fn: (targets) -> how much a microbatch counts in its minibatch. None: by its samples.
+        """check_inputs: function of (inputs, minibatch) that raises ValueError for inputs for which the
+        pipeline was not planned. weight_fn: function of a microbatch's targets that returns the microbatch's
+        weight. None: the weight is the number of samples.
         """
         self.source = source
         """The source of the minibatches. fetch() is called before a minibatch is read."""
@@ -128,8 +129,8 @@ class BatchReader:
         absent = [None] * len(sizes)  # stands for inputs or targets that this stage does not read
         cut_inputs = absent if inputs is None else cut(inputs, name="the inputs")
         cut_targets = absent if targets is None else cut(targets, name="the targets")
-        # Every stage that reads checks this: an error at one stage only would look like another fingerprint.
-        # The caller checks data that it forwards.
+        # Every stage that reads data makes this check. If only one stage failed, the other would report
+        # different fingerprints instead. The caller checks data that it forwards.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
         counts: list[float] = [*sizes]
         uneven: tuple[UnevenLabels, ...] = ()
@@ -146,14 +147,14 @@ class BatchReader:
 
 @dataclass(frozen=True)
 class ForwardedValidation:
-    """Validation data that cannot be pickled for local workers. The caller iterates them and passes them on
-    in files, a few at a time (launch/forwarder.py).
+    """Validation data that cannot be pickled for local workers. The caller iterates the data and writes the
+    minibatches to files, a few at a time (launch/forwarder.py).
 
         reader   writes N.wanted               when the evaluation before minibatch N begins
         caller   writes N-for-RANK-0, -1, ...  one minibatch each, and None at the end
 
-    Each side removes the other's files after reading them. If the data fail, the caller ends the run, and the
-    reader with it.
+    Each side removes the other side's files after reading them. If the data raise an error, the caller ends
+    the run and so the reader.
     """
 
     folder: Path
@@ -186,8 +187,8 @@ class ForwardedValidation:
 
 
 class ValidationReader:
-    """Reads the validation minibatches, evaluation after evaluation. The data draw from generators that are
-    seeded alike at every stage that reads. The process's own generators keep their state.
+    """Reads the validation minibatches, evaluation after evaluation. The data draw from generators that have
+    the same seed at every stage that reads. The process's own generators keep their state.
     """
 
     def __init__(self, data: Iterable[Any], seed: int) -> None:
@@ -230,5 +231,5 @@ class ValidationReader:
         return inputs, targets, fingerprint(inputs, targets)
 
     def end(self) -> None:
-        """Drops the data's iterator, and with it the processes of a DataLoader."""
+        """Drops the data's iterator, which ends the processes of a DataLoader."""
         self._batches = None

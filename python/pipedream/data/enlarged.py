@@ -1,8 +1,8 @@
 """Makes a minibatch of the largest shapes that will come, out of a smaller one.
 
 The values are repeated along every dimension, so that they stay valid for the model: indices in range, masks
-of 0 and 1, labels. The results mean nothing. The rehearsal uses only the memory that the minibatch takes, and
-the sizes that cross the cuts. Pure; any thread.
+of 0 and 1, labels. The model's results for them have no meaning. A rehearsal only measures the memory that
+the minibatch takes and the sizes that cross the cuts. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["enlarged", "shaped"]
 
 
 def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """Returns (inputs, targets) in which each tensor named in `shapes` (planning/shapes.py) is at least that
-    large.
+    """Returns (inputs, targets) in which each tensor that `shapes` names is at least as large as there
+    (planning/shapes.py).
 
     Tensors that are large enough stay the same objects. A tensor that occurs twice is enlarged once. Names
-    that the minibatch lacks, and shapes with another number of dimensions, are ignored: the shapes may come
-    from other data. Each of Microbatches becomes as large as the largest of them.
+    that the minibatch lacks, and shapes with another number of dimensions, are ignored, because the shapes
+    may come from other data. If the inputs are Microbatches, each becomes as large as the largest of them.
     """
     if isinstance(inputs, Microbatches):
         shapes = larger_of(shapes, shapes_of_parts(inputs, targets))
@@ -49,9 +49,7 @@ def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
 
 
 def shaped(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """Does the same as enlarged(), but tensors named in `shapes` get exactly these shapes: larger ones are
-    cut.
-    """
+    """Works as enlarged(), but tensors named in `shapes` get exactly these shapes: larger tensors are cut."""
     return _made(inputs, targets, _Maker(shapes, cuts=True))
 
 
@@ -60,10 +58,12 @@ class _Maker:
         self._shapes = shapes
         self._cuts = cuts
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
-        """(original, result) by id. Keeping the original alive keeps its id unique."""
+        """Pairs (original, result) by the original's id. The original is kept alive, so that its id stays
+        unique.
+        """
 
     def knows(self, prefix: str) -> bool:
-        """Whether the shape of something with this prefix is known."""
+        """Whether `shapes` has a name with this prefix."""
         return any(name.startswith(prefix) for name in self._shapes)
 
     def make(self, name: str, value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Reads minibatch 0 before the run takes it. Also describes data that the caller forwards: workers get
-minibatch 0 and the sizes for which the channels from the caller are planned.
+"""Reads minibatch 0 before the run starts. For data that the caller forwards, it also makes the description
+that workers get: minibatch 0, and the sizes for which the channels from the caller are planned.
 
 Owned by the thread that calls run().
 """
@@ -34,9 +34,9 @@ __all__ = ["KeptMinibatch", "PeekedData", "describe_forwarded", "enlarge_forward
 
 
 class PeekedData:
-    """Data that may give each minibatch only once, as an iterator or an object over a queue. Its first
-    minibatch can be looked at before it is taken; iterating then starts with it. After a look, and after
-    taking it, the generators are in the state in which the data left them when they made this minibatch.
+    """Wraps data that may yield each minibatch only once, such as an iterator or an object over a queue.
+    peek() returns the first minibatch. Iterating afterwards still starts with this minibatch. In both cases
+    the generators are afterwards in the state in which the data left them when they made the minibatch.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -75,7 +75,7 @@ class PeekedData:
 
 @dataclass
 class KeptMinibatch:
-    """Minibatch 0, kept from before the run for the reader that needs it again."""
+    """Minibatch 0, which was read before the run and is kept for the reader that needs it again."""
 
     parts: tuple[Any, Any] | None = None
     """(inputs, targets)."""
@@ -88,7 +88,7 @@ class KeptMinibatch:
 
 
 def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterable[Any]:
-    """Returns the data, wrapped in PeekedData if a look at their first minibatch may use it up. kept: gets
+    """Returns the data, wrapped in PeekedData if reading their first minibatch may use it up. kept: receives
     the copy for first_of().
     """
     if isinstance(data, PeekedData) or has_indices(data):
@@ -100,8 +100,8 @@ def looked_at(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Iterabl
 
 
 def first_of(data: Iterable[Any], kept: KeptMinibatch | None = None) -> Any:
-    """Returns the first minibatch of data from looked_at(). Leaves no trace: epoch counters of the data,
-    dataset and sampler, and the generators of a DataLoader, are as before. Raises ValueError if there is no
+    """Returns the first minibatch of data that looked_at() returned. Epoch counters of the data, dataset and
+    sampler, and the generators of a DataLoader, are unchanged afterwards. Raises ValueError if there is no
     minibatch.
     """
     if isinstance(data, PeekedData):
@@ -138,7 +138,7 @@ def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int, num_microba
 def enlarge_forwarded(
     forwarded: ForwardedData, plan: Plan, larger: LargerMinibatch, num_microbatches: int
 ) -> ForwardedData:
-    """Describes the forwarded data again, for memory that has room for the larger minibatch."""
+    """Describes the forwarded data again, with sizes that have room for the larger minibatch."""
     are_apart = bool(plan.shapes_apart)
     shapes = next_kind(forwarded.kinds, larger.shapes, are_apart=are_apart)
     made = enlarged(larger.inputs, larger.targets, shapes)
@@ -152,8 +152,8 @@ def enlarge_forwarded(
 
 
 def _boundaries_of(inputs: Any, targets: Any, num_microbatches: int) -> tuple[Boundary, Boundary]:
-    """Returns the boundaries of inputs and targets. Microbatches get room for as many as the run has, each as
-    large as the first.
+    """Returns the boundaries of inputs and targets. If the inputs or targets are Microbatches, there is room
+    for as many as the run has, each as large as the first.
     """
     if isinstance(inputs, Microbatches):
         inputs, targets = (

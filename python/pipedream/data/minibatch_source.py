@@ -1,14 +1,15 @@
-"""Reads a run's minibatches at a stage that needs them. It looks ahead for a minibatch that is larger than
-planned.
+"""Reads a run's minibatches at a stage that needs them. It looks ahead to find a minibatch that is larger
+than planned.
 
-    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
-                                        length     16   8  | 16   24 | 20   8
-    Minibatch 3 is larger. The data seem to end before 2, until there is memory for 4 x 24.
+    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5 length     16   8  | 16   24 |
+                                        20   8 Minibatch 3 is larger. The source reports an end of the data
+                                        before 2, until there is memory for 4 x 24.
 
-Minibatches are read in groups, before the first of a group is handed out. A group lies between two points
-where the rounds of all stages end; without replicas it is one minibatch. So no round is split by such an end.
-Every reader sees whole minibatches and reaches the same result. For forwarded data the caller does the
-looking (launch/forwarder.py). A source outlives the plan of memory. Owned by the worker's compute thread.
+Minibatches are read in groups: all of a group before the first is handed out. A group lies between two points
+where the rounds of all stages end, so such an end splits no round. Without replicas a group is one minibatch.
+Every reader reads whole minibatches, so all find the same larger ones. For forwarded data the caller looks
+ahead (launch/forwarder.py). A source stays in use when memory is planned again. Owned by the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ class MinibatchSource:
     """Hands out minibatches in order."""
 
     def __init__(self, stream: MinibatchStream, first_minibatch: int = 0) -> None:
-        """first_minibatch: the number of the stream's first minibatch. A continued run counts on from the
-        earlier one.
+        """first_minibatch: the number of the stream's first minibatch. A continued run does not start at 0
+        again.
         """
         self.stream = stream  # go_on() replaces it
         self.first_minibatch = first_minibatch
         self.samples: list[int] = []
-        """Samples of each minibatch that was read, starting with first_minibatch. The minibatches of other
-        replicas are included. `epochs` has the epoch of each in the same way.
+        """Number of samples of each minibatch that was read, starting with first_minibatch. The minibatches
+        of other replicas are included. `epochs` has the epoch of each of them.
         """
         self.epochs: list[int] = []
         self.read_ns = 0
         """Nanoseconds spent in the data's own code, including waiting for a DataLoader's processes."""
         self.larger: LargerMinibatch | None = None
-        """The larger minibatch. The data have ended before its group, for now. None if they have not."""
+        """The minibatch that is larger than planned, before whose group the data have ended for now. None if
+        there is no such end.
+        """
         self._is_over = False
         self._ahead: _Ahead | None = None
         self._group_size = 1
@@ -53,17 +56,17 @@ class MinibatchSource:
         self._group: dict[int, Minibatch] = {}  # minibatches that were read and not handed out
 
     def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
-        """Makes the data end before a group with a minibatch that is larger than planned. The next call
-        continues with that group. is_larger: whether a minibatch with these inputs is larger. group_size:
-        must be the same each time.
+        """Makes the data end before a group with a minibatch that is larger than planned. The next call of
+        look_ahead() continues with that group. is_larger: whether a minibatch with these inputs is larger.
+        group_size: minibatches in a group; the same in each call.
         """
         self._is_larger = is_larger
         self._group_size = group_size
         self.larger = None
 
     def go_on(self, stream: MinibatchStream, group_size: int) -> None:
-        """Reads from this stream from now on. The stream itself ends before a group with a larger
-        minibatch.
+        """Makes the source read from this stream from now on. The stream itself ends before a group with a
+        larger minibatch.
         """
         self.stream = stream
         self._group_size = group_size
@@ -71,7 +74,7 @@ class MinibatchSource:
 
     @property
     def forwarded(self) -> ForwardedData | None:
-        """The forwarded data that come next; None if this worker reads its own data."""
+        """The forwarded data that come next; None if this worker iterates its own data."""
         return self.stream.forwarded if isinstance(self.stream, ReceivedStream) else None
 
     @property
@@ -81,7 +84,7 @@ class MinibatchSource:
     @property
     def num_minibatches(self) -> int:
         """Number of minibatches that were read so far. After fetch() has returned False it is the number of
-        all.
+        all minibatches.
         """
         return self._num_read if self.larger is None else self.larger.first
 
@@ -94,8 +97,8 @@ class MinibatchSource:
         return self.first_minibatch + len(self.samples)
 
     def fetch(self, minibatch: int) -> bool:
-        """Reads up to this minibatch, which this worker runs; those before it are other replicas'. Returns
-        False if the data have ended, for good or until there is more memory.
+        """Reads all minibatches up to this one, which this worker runs. Those in between belong to other
+        replicas. Returns False if the data have ended, finally or until there is more memory.
         """
         began_ns = time.perf_counter_ns()
         while self._num_read <= minibatch and not self._is_over and self.larger is None:
@@ -105,8 +108,8 @@ class MinibatchSource:
 
     def read_ahead(self, look: Callable[[Minibatch], None] | None) -> None:
         """Reads a minibatch before fetch() needs it, while the worker has nothing else to do. It does nothing
-        if the stream reuses its memory, or if reading would wait for another process. An error is raised by
-        fetch(). look: called with the minibatch at once.
+        if the stream reuses its memory, or if reading would wait for another process. If the read fails,
+        fetch() raises the error. look: called with the minibatch as soon as it is read.
         """
         early = not self.stream.may_reuse_memory and not self.stream.waits_for_others
         if early and self._ahead is None and not self._is_over:
@@ -145,7 +148,7 @@ def larger_in(
     group: Mapping[int, Minibatch], is_larger: Callable[[Minibatch], bool]
 ) -> LargerMinibatch | None:
     """Returns the first larger minibatch of a group, with the group's largest shapes; None if there is none.
-    group: by number.
+    group: minibatches by their numbers.
     """
     larger = {index: batch for index, batch in group.items() if is_larger(batch)}
     if not larger:
@@ -179,8 +182,8 @@ class _Ahead:
 
 def exceeds(planned: Boundary, inputs: Any) -> bool:
     """Whether the inputs, or targets, fit the plan except that some dimension is larger. Every dimension
-    counts, even if the number of elements is as planned, because a model may make more of a longer input. One
-    of Microbatches suffices if the plan is for a single one.
+    counts, even if the number of elements is as planned, because a longer input may give larger activations.
+    If the inputs are Microbatches and the plan is for a single one, one larger microbatch is enough.
     """
     if isinstance(inputs, Microbatches) and "microbatches" not in planned.structure:
         return any(exceeds(planned, each) for each in inputs)
@@ -200,7 +203,7 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
 
 
 def in_own_memory(batch: Minibatch) -> Minibatch:
-    """Copies a minibatch, because its stream may overwrite the memory with the next one."""
+    """Copies a minibatch, because its stream may overwrite the memory with the next minibatch."""
     inputs = map_tensors(Tensor.clone, batch.inputs)
     targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
     return batch._replace(inputs=inputs, targets=targets)

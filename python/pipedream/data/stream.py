@@ -1,6 +1,6 @@
-"""The user's data as one stream of minibatches, which is the same at every worker that reads it.
+"""Makes one stream of minibatches from the user's data. The stream is the same at every worker that reads it.
 
-The first stage needs the inputs, the last one the targets. Both iterate copies of the user's `data`, from
+The first stage needs the inputs, the last stage the targets. Both iterate copies of the user's `data`, with
 equally seeded global generators (seeding.py), and compare fingerprints. A minibatch that two workers read
 differently is reported and not trained on. Owned by the worker's compute thread.
 """
@@ -46,7 +46,7 @@ FORWARDED = "iterated by the caller and forwarded"
 _NUM_NOTED = 256  # the most recent positions that are kept; a group that is read ahead is shorter
 
 NUM_COUNT_TENSORS = 1
-"""Number of additional tensors that are sent with a forwarded minibatch: forwarded_counts()."""
+"""Number of additional tensors that are sent with a forwarded minibatch. forwarded_counts() makes them."""
 
 
 class Minibatch(NamedTuple):
@@ -60,7 +60,7 @@ class Minibatch(NamedTuple):
     num_samples: int | None
     """Number of samples, by microbatch.samples_of()."""
     fingerprint: int | None = None
-    """The fingerprint, if it is known. The caller computes that of a forwarded minibatch."""
+    """The fingerprint, if it is known. The caller computes the fingerprint of a forwarded minibatch."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LargerMinibatch:
     """The reason why the data have ended for now: a minibatch is larger than planned."""
 
     first: int
-    """The minibatch before which they have ended, the first of its group."""
+    """The minibatch before which the data have ended. It is the first of the larger minibatch's group."""
     minibatch: int
     """The first minibatch of the group that is larger."""
     inputs: Any
@@ -79,7 +79,7 @@ class LargerMinibatch:
 
 class MinibatchStream(Protocol):
     num_minibatches: int | None
-    """Minibatches of all epochs, from the data's len(). None if they have no len()."""
+    """Number of minibatches of all epochs, from the data's len(). None if the data have no len()."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
     waits_for_others: bool
@@ -94,15 +94,17 @@ class MinibatchStream(Protocol):
         """The reason why next() returned None although the data are not over; None if they are."""
 
     def peek(self) -> tuple[Any, Any]:
-        """Returns (inputs, targets) of minibatch 0, before next(). Raises ValueError if there is none."""
+        """Returns (inputs, targets) of minibatch 0. Call it before next(). Raises ValueError if there is no
+        minibatch.
+        """
 
     def next(self) -> Minibatch | None:
         """Returns the next minibatch, through all epochs; None after the last one."""
 
 
 def fingerprint(inputs: Any, targets: Any) -> int:
-    """Returns 64 bits that two workers compare to check that they read the same minibatch. Only tensors
-    count.
+    """Returns 64 bits that two workers compare to check that they read the same minibatch. They depend on the
+    minibatch's tensors only.
     """
     tensors = tensors_of((inputs, targets))
     found = TENSORS.fingerprint(tensors)
@@ -113,7 +115,9 @@ def fingerprint(inputs: Any, targets: Any) -> int:
 
 
 def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
-    """Returns the fingerprint of tensors whose dtypes cannot be passed to the core: that of their bytes."""
+    """Returns the fingerprint of tensors whose dtypes cannot be passed to the core. It is computed from their
+    bytes.
+    """
     found = TENSORS.fingerprint([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
     assert found is not None
     for tensor in tensors:
@@ -122,7 +126,7 @@ def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def fingerprint_of(minibatch: Minibatch) -> int:
-    """Returns the minibatch's fingerprint: its reader's if that is known, else a new one."""
+    """Returns the fingerprint that the minibatch has, or computes it if it has none."""
     if minibatch.fingerprint is not None:
         return minibatch.fingerprint
     return fingerprint(minibatch.inputs, minibatch.targets)
@@ -139,11 +143,12 @@ def epochs_of(
 ) -> Iterator[tuple[Any, Any, int]]:
     """Yields (inputs, targets, epoch) through all epochs, starting with first_epoch.
 
-    minibatch: the number of the first minibatch. is_resumed: whether the data themselves know how much of the
-    first epoch is over. on_epoch: called with each epoch and the number of its first minibatch, before the
-    data are iterated.
+    minibatch: the number of the first minibatch. is_resumed: whether the data themselves continue in the
+    middle of the first epoch. on_epoch: called with each epoch and the number of its first minibatch, before
+    the data are iterated.
 
-    Raises ValueError for an epoch without minibatches, and for data that yield Microbatches only sometimes.
+    Raises ValueError for an epoch without minibatches, and for data that yield Microbatches for some
+    minibatches only.
     """
     is_in_pieces: bool | None = None
     for epoch in range(first_epoch, epochs):
@@ -177,8 +182,8 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
 
 
 def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
-    """Raises ValueError if all minibatches have fewer samples than microbatches. This is known before reading
-    for a list, and for a DataLoader with torch's own collate_fn.
+    """Raises ValueError if all minibatches have fewer samples than the run has microbatches. It can tell this
+    without reading for a list, and for a DataLoader with torch's own collate_fn.
     """
     if num_microbatches == 1:
         return
@@ -205,7 +210,7 @@ def describe_source(data: Iterable[Any]) -> str:
 
 
 def _keeps_own_state(data: Iterable[Any]) -> bool:
-    """Whether the data can resume by themselves, as torchdata's StatefulDataLoader."""
+    """Whether the data can resume by themselves, like torchdata's StatefulDataLoader."""
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
@@ -241,8 +246,8 @@ class DataStream:
         generators: RngStream | None = None,
         notes_positions: bool = False,
     ) -> None:
-        """generators: torch's, from which the data draw; None: the process's. notes_positions: records what
-        position() needs.
+        """generators: a stream for torch's generators from which the data draw; None: the data draw from the
+        process's generators. notes_positions: whether the positions are recorded that position() needs.
         """
         self._data = data
         self._epochs = epochs
@@ -257,7 +262,9 @@ class DataStream:
         is_in_memory = type(data) in (list, tuple)
         self.may_reuse_memory = not is_in_memory and not _collates(data)
         self.generators = None if is_in_memory else generators
-        """Torch's generators, from which the data draw. None: the process's, or none."""
+        """The stream for torch's generators from which the data draw. None: the data draw from the process's
+        generators, or draw nothing.
+        """
         self.waits_for_others = False
         self.looks_ahead = False
         self.larger: LargerMinibatch | None = None
@@ -322,8 +329,8 @@ class DataStream:
             self._noted.append((self._num_read, noted))
 
     def go_to(self, minibatch: int, position: Mapping[str, Any], on_read: Callable[[int], None]) -> None:
-        """Makes this minibatch the next one. position: from position(). on_read: called with the number of
-        minibatches that were skipped so far.
+        """Makes this minibatch the next one. position: the result of position(). on_read: called with the
+        number of minibatches that were skipped so far.
         """
         if "loader" in position:
             self._data.load_state_dict(position["loader"])  # type: ignore[attr-defined]
@@ -367,8 +374,7 @@ class DataStream:
 class ForwardedData:
     """Describes data that cannot be sent to the workers: the caller iterates and forwards them.
 
-    first: minibatch 0, for the rehearsal. inputs, targets: the boundaries to which later minibatches must
-    keep.
+    first: minibatch 0, for the rehearsal. inputs, targets: the boundaries that later minibatches must fit.
     """
 
     first: tuple[Any, Any]
@@ -377,17 +383,21 @@ class ForwardedData:
     num_minibatches: int | None
     source: str
     kinds: tuple[Shapes, ...] = ()
-    """The shapes for which the boundaries were made: one, or several if the plan fits shapes apart."""
+    """The kinds of shapes for which the boundaries were made: one kind, or several if the plan has
+    shapes_apart.
+    """
     larger: LargerMinibatch | None = None
-    """The minibatch with which these boundaries begin, if other boundaries were used before."""
+    """The larger minibatch from which on these boundaries are used. None if no other boundaries were used
+    before.
+    """
 
 
 class ReceivedStream:
     """Minibatches that the caller forwards.
 
-    receive_inputs, receive_targets: return a channel's next item as (tensors, fingerprint), None at the end.
-    The argument is None if the stage does not read the channel. read_larger: called at the end; returns the
-    data that follow, or None if there are none.
+    receive_inputs, receive_targets: functions that return a channel's next (tensors, fingerprint), or None at
+    the end. The argument is None if the stage does not read the channel. read_larger: function that is called
+    at the end. It returns the data that follow, or None if none follow.
     """
 
     def __init__(
@@ -403,7 +413,7 @@ class ReceivedStream:
         self.waits_for_others = True
         self.looks_ahead = True
         self.following: ForwardedData | None = None
-        """The data that follow, if these have ended before all data are over."""
+        """The data that follow, if this stream has ended before all data are over."""
         self._read_larger = read_larger
         self._data = data
         self._sources = (
@@ -450,8 +460,8 @@ def stream_of(
     generators: RngStream | None = None,
     notes_positions: bool = False,
 ) -> DataStream | ReceivedStream:
-    """Returns the stream for the data that a worker was given. A stream of forwarded data has only its first
-    minibatch until the channels are open. Arguments as in DataStream.
+    """Returns the stream for the data that a worker was given. A stream of forwarded data yields only its
+    first minibatch until the channels are open. The arguments are those of DataStream.
     """
     if isinstance(data, ForwardedData):
         return ReceivedStream(data, None, None)
